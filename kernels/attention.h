@@ -1,0 +1,79 @@
+/* attention.h - causal attention of one segment over its prefix.
+ *
+ *   out[i] = sum_j p[i][j] v[j],   p[i] = softmax_j(logit[i][j]) over the visible j
+ *   logit[i][j] = cap(scale q[i].k[j]) - slope (t_i - j),   t_i = q_start + i,   cap(x) = softcap tanh(x / softcap)
+ *   visible: j <= t_i, t_i - j < window, docs[j] == docs[t_i]
+ *   keys seen by a 3-row segment at q_start = 2:  111.. / 1111. / 11111
+ *
+ * Shapes    q, out, dout, dq (B, Hq, S, D); k, v (B, Hkv, T, D), T = q_start + S; lse (B, Hq, S); Hkv divides Hq;
+ *           query head h reads kv head h / (Hq / Hkv)
+ * Numerics  fp64 for fp64; otherwise fp32 sums and row statistics, one rounding at the end
+ * Truth     s1f_attention_ref_forward/backward: plain C, every option, every size, any strides */
+#ifndef S1F_ATTENTION_H
+#define S1F_ATTENTION_H
+
+#include "../csrc/dtype.h"
+#include "../csrc/status.h"
+
+#include <stdint.h>
+
+typedef struct { /* strides in elements; the last dimension has stride 1 */
+    int64_t batch, head, row;
+} s1f_strides;
+
+typedef struct {
+    int32_t dtype; /* FLOAT32, FLOAT64, BFLOAT16, FLOAT16: of q, k, v, out, dout, dq */
+    int64_t batch, heads, kv_heads, segment_len, head_dim, q_start; /* T = q_start + segment_len */
+
+    const void *q, *k, *v;
+    s1f_strides q_strides, kv_strides; /* k and v alike */
+    void *out;                         /* forward: written; backward: read */
+    s1f_strides out_strides;
+    void *lse;                         /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
+
+    float scale;
+    int64_t window;                    /* keys seen, itself included; 0: all */
+    float softcap;                     /* 0: none */
+    const float *slopes;               /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
+    int64_t slopes_batch_stride;
+    const int32_t *docs;               /* (B, T), row stride docs_batch_stride; NULL: one document */
+    int64_t docs_batch_stride;
+
+    /* backward */
+    const void *dout;
+    s1f_strides dout_strides;
+    void *dq;
+    s1f_strides dq_strides;
+    void *dk, *dv;                     /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
+    s1f_strides dkv_strides;
+    int32_t store_kv_grads;
+} s1f_attention_args;
+
+/* Runs body(begin, end, context) over [begin, end) on a pool; NULL: the caller alone. The split may be any; results do
+ * not depend on it. Must not be called from within a body. */
+typedef void (*s1f_parallel_body)(int64_t begin, int64_t end, void *context);
+typedef void (*s1f_parallel_for)(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context);
+
+typedef struct {
+    s1f_parallel_for parallel_for; /* NULL: serial */
+    int32_t num_threads;           /* of the pool: a hint for splitting; results do not depend on it */
+    void *scratch;                 /* at least s1f_attention_scratch_bytes, 64-byte aligned; NULL: allocated per call */
+    int64_t scratch_bytes;
+} s1f_attention_context;
+
+/* The truth. */
+s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context);
+s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context);
+
+/* The chosen path: the blocked kernels of the fastest instruction set, or the truth for what they lack.
+ * S1F_ERR_ARG on bad sizes. Results are bit-equal from run to run and over thread counts. */
+s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context);
+s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context);
+int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward);
+
+/* Name of the instruction set in use: "avx512", "avx2", "portable", "reference". Chosen at first use. */
+const char *s1f_attention_isa(void);
+/* Forces one, for tests; NULL: the fastest again. S1F_ERR_ARG if the machine lacks it. */
+s1f_status s1f_attention_set_isa(const char *name);
+
+#endif

@@ -1,0 +1,90 @@
+"""Builds seq1f1b._C: plain C11, limited API, no link to libtorch, CUDA or NCCL. Metadata lives in pyproject.toml.
+
+Switches, by environment:
+    SEQ1F1B_DEBUG=1       -O0 -g, assertions on
+    SEQ1F1B_SANITIZE=1    AddressSanitizer and UndefinedBehaviorSanitizer (preload libasan to import it)
+    SEQ1F1B_COVERAGE=1    gcov counters
+    SEQ1F1B_WERROR=1      warnings are errors (CI)
+"""
+
+import os
+import platform
+import sysconfig
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wstrict-prototypes", "-Wmissing-prototypes",
+            "-Wundef", "-Wvla", "-Wwrite-strings", "-Wformat=2"]  # fmt: skip
+# -fexceptions: errors of libtorch unwind through our frames; without it the process is terminated.
+FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", *WARNINGS]
+# One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
+INSTRUCTION_SETS = {
+    "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+}
+
+
+def switch(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def compile_and_link_flags() -> tuple[list[str], list[str]]:
+    compile_flags, link_flags = list(FLAGS), []
+    if switch("SEQ1F1B_DEBUG"):
+        compile_flags += ["-O0", "-g", "-UNDEBUG"]
+    else:
+        compile_flags += ["-O3", "-g1"]
+    if switch("SEQ1F1B_SANITIZE"):
+        compile_flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        link_flags += ["-fsanitize=address,undefined"]
+    if switch("SEQ1F1B_COVERAGE"):
+        compile_flags += ["--coverage"]
+        link_flags += ["--coverage"]
+    if switch("SEQ1F1B_WERROR"):
+        compile_flags += ["-Werror"]
+    return compile_flags, link_flags
+
+
+class BuildExt(build_ext):
+    """Adds the instruction-set flags of a file to its own compilation only."""
+
+    def build_extensions(self) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_with_isa(obj, src, ext, cc_args, extra_postargs, pp_opts):
+            isa = next((flags for suffix, flags in INSTRUCTION_SETS.items() if src.endswith(suffix)), [])
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *isa], pp_opts)
+
+        self.compiler._compile = compile_with_isa
+        super().build_extensions()
+
+
+def sources() -> list[str]:
+    files = sorted(glob("csrc/**/*.c", recursive=True) + glob("kernels/*.c"))
+    if platform.machine() not in ("x86_64", "AMD64"):
+        files = [name for name in files if not name.endswith(tuple(INSTRUCTION_SETS))]
+    return files
+
+
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # no limited API there
+compile_flags, link_flags = compile_and_link_flags()
+macros = [("_GNU_SOURCE", "1")] + ([] if free_threaded else [("Py_LIMITED_API", "0x030A0000")])
+
+setup(
+    ext_modules=[
+        Extension(
+            "seq1f1b._C",
+            sources(),
+            depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/*.h"),
+            define_macros=macros,
+            extra_compile_args=compile_flags,
+            extra_link_args=link_flags,
+            libraries=["m", "dl", "pthread"],
+            py_limited_api=not free_threaded,
+        )
+    ],
+    cmdclass={"build_ext": BuildExt},
+    options={} if not free_threaded else {"bdist_wheel": {"py_limited_api": False}},
+)
