@@ -44,7 +44,8 @@ typedef struct {
     s1f_strides dout_strides;
     void *dq;
     s1f_strides dq_strides;
-    void *dk, *dv;                     /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
+    void *dk, *dv;                     /* float (double for fp64), rows [0, T): added to, or, where
+                                        * store_kv_grads, stored */
     s1f_strides dkv_strides;
     int32_t store_kv_grads;
 } s1f_attention_args;
@@ -61,17 +62,20 @@ typedef struct {
     int64_t scratch_bytes;
 } s1f_attention_context;
 
-/* The truth. */
+/* The truth. It sums in double whatever the dtype, and rounds once, when it stores. */
 s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context);
 
 /* The chosen path: the blocked kernels of the fastest instruction set, or the truth for what they lack.
- * S1F_ERR_ARG on bad sizes. Results are bit-equal from run to run and over thread counts. */
+ * S1F_ERR_ARG on bad sizes, and on scratch that is given but too small; S1F_ERR_MEMORY only where none is given.
+ * Results are bit-equal from run to run and over thread counts. */
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context);
+/* Bytes that the chosen path needs; 0 for arguments it would refuse. Reads sizes and options, follows no pointer. */
 int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward);
 
-/* Name of the instruction set in use: "avx512", "avx2", "portable", "reference". Chosen at first use. */
+/* Name of the instruction set in use: "avx512", "avx2", "portable", "reference". Chosen at first use: the fastest, or
+ * the one that the environment variable SEQ1F1B_ISA names. */
 const char *s1f_attention_isa(void);
 /* Forces one, for tests; NULL: the fastest again. S1F_ERR_ARG if the machine lacks it. */
 s1f_status s1f_attention_set_isa(const char *name);

@@ -1,0 +1,124 @@
+/* attention.c - chooses the attention kernels of a call: the blocked ones of the fastest instruction set that this
+ * machine has, or the truth for what those lack. */
+#include "attention_internal.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+/* Fastest first; the truth, which every machine has, last. */
+static const s1f_attention_kernels *const all_kernels[] = {
+    &s1f_attention_reference,
+};
+enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
+
+static const s1f_attention_kernels *_Atomic chosen;
+
+static int machine_has(const char *name)
+{
+#if defined(__x86_64__)
+    if (strcmp(name, "avx512") == 0)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (strcmp(name, "avx2") == 0)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return strcmp(name, "portable") == 0 || strcmp(name, "reference") == 0;
+}
+
+static const s1f_attention_kernels *find(const char *name)
+{
+    for (int i = 0; i < NUM_KERNELS; i++)
+        if (machine_has(all_kernels[i]->name) && (!name || strcmp(name, all_kernels[i]->name) == 0))
+            return all_kernels[i];
+    return NULL;
+}
+
+/* SEQ1F1B_ISA, where it names kernels of this machine, is for tests; anything else in it is ignored. */
+static const s1f_attention_kernels *kernels_in_use(void)
+{
+    const s1f_attention_kernels *kernels = atomic_load_explicit(&chosen, memory_order_acquire);
+    if (!kernels) {
+        const char *forced = getenv("SEQ1F1B_ISA");
+        kernels = forced ? find(forced) : NULL;
+        kernels = kernels ? kernels : find(NULL);
+        atomic_store_explicit(&chosen, kernels, memory_order_release);
+    }
+    return kernels;
+}
+
+const char *s1f_attention_isa(void)
+{
+    return kernels_in_use()->name;
+}
+
+s1f_status s1f_attention_set_isa(const char *name)
+{
+    const s1f_attention_kernels *kernels = find(name);
+    if (!kernels)
+        return s1f_fail(S1F_ERR_ARG, "no attention kernels for instruction set '%s' on this machine", name);
+    atomic_store_explicit(&chosen, kernels, memory_order_release);
+    return S1F_OK;
+}
+
+static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
+{
+    const s1f_attention_kernels *kernels = kernels_in_use();
+    return kernels->covers(args) ? kernels : &s1f_attention_reference;
+}
+
+s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    s1f_status status = s1f_attention_check(args);
+    return status == S1F_OK ? kernels_for(args)->forward(args, context) : status;
+}
+
+s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    s1f_status status = s1f_attention_check(args);
+    return status == S1F_OK ? kernels_for(args)->backward(args, context) : status;
+}
+
+int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
+{
+    (void)num_threads; /* work is split by shape alone, so that results do not depend on threads */
+    return s1f_attention_check(args) == S1F_OK ? kernels_for(args)->scratch_bytes(args, backward) : 0;
+}
+
+s1f_status s1f_attention_check(const s1f_attention_args *args)
+{
+    if (args->dtype != S1F_FLOAT32 && args->dtype != S1F_FLOAT64 && args->dtype != S1F_BFLOAT16 &&
+        args->dtype != S1F_FLOAT16)
+        return s1f_fail(S1F_ERR_ARG, "attention of %s: must be float32, float64, bfloat16 or float16",
+                        s1f_dtype_name(args->dtype));
+    if (args->batch < 1 || args->heads < 1 || args->kv_heads < 1 || args->segment_len < 1 || args->head_dim < 1)
+        return s1f_fail(S1F_ERR_ARG,
+                        "attention of batch %lld, heads %lld, kv_heads %lld, segment_len %lld, head_dim %lld: each "
+                        "must be at least 1",
+                        (long long)args->batch, (long long)args->heads, (long long)args->kv_heads,
+                        (long long)args->segment_len, (long long)args->head_dim);
+    if (args->heads % args->kv_heads != 0)
+        return s1f_fail(S1F_ERR_ARG, "kv_heads %lld does not divide heads %lld", (long long)args->kv_heads,
+                        (long long)args->heads);
+    if (args->q_start < 0 || args->window < 0)
+        return s1f_fail(S1F_ERR_ARG, "q_start %lld and window %lld must not be negative", (long long)args->q_start,
+                        (long long)args->window);
+    if (!(args->softcap >= 0))
+        return s1f_fail(S1F_ERR_ARG, "softcap is %g, must be positive, or 0 for none", (double)args->softcap);
+    return S1F_OK;
+}
+
+s1f_status s1f_attention_scratch(const s1f_attention_context *context, int64_t bytes, void **scratch, void **owned)
+{
+    *owned = NULL;
+    if (context && context->scratch) {
+        if (context->scratch_bytes < bytes)
+            return s1f_fail(S1F_ERR_ARG, "attention scratch holds %lld bytes, needs %lld",
+                            (long long)context->scratch_bytes, (long long)bytes);
+        *scratch = context->scratch;
+        return S1F_OK;
+    }
+    *scratch = *owned = aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
+    if (!*scratch)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld bytes of attention scratch", (long long)bytes);
+    return S1F_OK;
+}

@@ -1,0 +1,321 @@
+/* attention_ref.c - what attention must compute, the slow and obvious way.
+ *
+ * Every sum is in double, and each result is rounded once, when it is stored; so its error is that of the dtype it is
+ * stored in. Backward takes the probabilities from lse and rowsum(dout * out) from out, as they were stored:
+ *   p = exp(logit - lse)    dv[j] = sum_i p dout[i]    ds = p (dout[i].v[j] - dout[i].out[i]) d logit / d(scale q.k)
+ *   dq[i] = scale sum_j ds k[j]     dk[j] = scale sum_i ds q[i]
+ * It goes over the pairs twice, by rows for dq and by columns for dk and dv, so every sum has one owner and one order.
+ * A row that sees nothing does not exist: a token always sees itself. Rows of k and v from T on are never read. */
+#include "attention_internal.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { CHUNK = 64 }; /* columns of a result summed at a time, on the stack */
+
+typedef struct {
+    const s1f_attention_args *args;
+    double *scratch;
+} ref_job;
+
+/* ---- elements ---- */
+
+#define DOT(load)                                                                                                      \
+    do {                                                                                                               \
+        for (; c + 8 <= n; c += 8)                                                                                     \
+            for (int lane = 0; lane < 8; lane++)                                                                       \
+                sums[lane] += (double)load(a[c + lane]) * (double)load(b[c + lane]);                                   \
+        for (; c < n; c++)                                                                                             \
+            sums[0] += (double)load(a[c]) * (double)load(b[c]);                                                        \
+    } while (0)
+
+#define AS_IS(x) (x)
+
+/* x[ix..] . y[iy..] over n elements. */
+static double dot(int32_t dtype, const void *x, int64_t ix, const void *y, int64_t iy, int64_t n)
+{
+    double sums[8] = {0};
+    int64_t c = 0;
+    if (dtype == S1F_FLOAT64) {
+        const double *a = (const double *)x + ix, *b = (const double *)y + iy;
+        DOT(AS_IS);
+    } else if (dtype == S1F_FLOAT32) {
+        const float *a = (const float *)x + ix, *b = (const float *)y + iy;
+        DOT(AS_IS);
+    } else if (dtype == S1F_BFLOAT16) {
+        const uint16_t *a = (const uint16_t *)x + ix, *b = (const uint16_t *)y + iy;
+        DOT(s1f_from_bf16);
+    } else {
+        const uint16_t *a = (const uint16_t *)x + ix, *b = (const uint16_t *)y + iy;
+        DOT(s1f_from_fp16);
+    }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/* sums[0..n) += weight x[ix..] */
+static void add_scaled(double *sums, double weight, int32_t dtype, const void *x, int64_t ix, int64_t n)
+{
+    if (dtype == S1F_FLOAT64)
+        for (int64_t c = 0; c < n; c++)
+            sums[c] += weight * ((const double *)x)[ix + c];
+    else if (dtype == S1F_FLOAT32)
+        for (int64_t c = 0; c < n; c++)
+            sums[c] += weight * (double)((const float *)x)[ix + c];
+    else if (dtype == S1F_BFLOAT16)
+        for (int64_t c = 0; c < n; c++)
+            sums[c] += weight * (double)s1f_from_bf16(((const uint16_t *)x)[ix + c]);
+    else
+        for (int64_t c = 0; c < n; c++)
+            sums[c] += weight * (double)s1f_from_fp16(((const uint16_t *)x)[ix + c]);
+}
+
+static void store(int32_t dtype, void *x, int64_t ix, const double *values, double factor, int64_t n)
+{
+    for (int64_t c = 0; c < n; c++) {
+        double value = values[c] * factor;
+        if (dtype == S1F_FLOAT64)
+            ((double *)x)[ix + c] = value;
+        else if (dtype == S1F_FLOAT32)
+            ((float *)x)[ix + c] = (float)value;
+        else if (dtype == S1F_BFLOAT16)
+            ((uint16_t *)x)[ix + c] = s1f_to_bf16((float)value);
+        else
+            ((uint16_t *)x)[ix + c] = s1f_to_fp16((float)value);
+    }
+}
+
+static void accumulate(const s1f_attention_args *args, void *x, int64_t ix, const double *values, double factor,
+                       int64_t n)
+{
+    for (int64_t c = 0; c < n; c++) {
+        double value = values[c] * factor;
+        if (args->dtype == S1F_FLOAT64) {
+            double *place = (double *)x + ix + c;
+            *place = args->store_kv_grads ? value : *place + value;
+        } else {
+            float *place = (float *)x + ix + c;
+            *place = (float)(args->store_kv_grads ? value : (double)*place + value);
+        }
+    }
+}
+
+static double lse_of(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
+{
+    int64_t i = (batch * args->heads + head) * args->segment_len + row;
+    return args->dtype == S1F_FLOAT64 ? ((const double *)args->lse)[i] : (double)((const float *)args->lse)[i];
+}
+
+/* ---- one pair of query and key ---- */
+
+static int64_t kv_head_of(const s1f_attention_args *args, int64_t head)
+{
+    return head / (args->heads / args->kv_heads);
+}
+
+static int visible(const s1f_attention_args *args, int64_t batch, int64_t row, int64_t key)
+{
+    int64_t token = args->q_start + row;
+    const int32_t *docs = args->docs ? args->docs + batch * args->docs_batch_stride : NULL;
+    return key <= token && (args->window == 0 || token - key < args->window) && (!docs || docs[key] == docs[token]);
+}
+
+/* The logit; *slope_of_cap: its derivative by scale q.k. */
+static double logit(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, int64_t key,
+                    double *slope_of_cap)
+{
+    double x = (double)args->scale * dot(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->k,
+                                         s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
+    *slope_of_cap = 1;
+    if (args->softcap > 0) {
+        double squashed = tanh(x / (double)args->softcap);
+        x = (double)args->softcap * squashed;
+        *slope_of_cap = 1 - squashed * squashed;
+    }
+    if (args->slopes)
+        x -= (double)args->slopes[batch * args->slopes_batch_stride + head] * (double)(args->q_start + row - key);
+    return x;
+}
+
+/* p, and ds = d loss / d(scale q.k), of one visible pair; delta = dout . out of the row. */
+static void pair_gradient(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, int64_t key,
+                          double delta, double *p, double *ds)
+{
+    double slope_of_cap;
+    double x = logit(args, batch, head, row, key, &slope_of_cap);
+    double dp = dot(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->v,
+                    s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
+    *p = exp(x - lse_of(args, batch, head, row));
+    *ds = *p * (dp - delta) * slope_of_cap;
+}
+
+static double row_delta(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
+{
+    return dot(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->out,
+               s1f_at(args->out_strides, batch, head, row), args->head_dim);
+}
+
+/* ---- forward ---- */
+
+static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, double *weights)
+{
+    int64_t num_keys = args->q_start + row + 1;
+    double highest = -INFINITY, sum = 0, unused;
+
+    for (int64_t key = 0; key < num_keys; key++) {
+        weights[key] = visible(args, batch, row, key) ? logit(args, batch, head, row, key, &unused) : -INFINITY;
+        highest = weights[key] > highest ? weights[key] : highest;
+    }
+    for (int64_t key = 0; key < num_keys; key++) {
+        weights[key] = visible(args, batch, row, key) ? exp(weights[key] - highest) : 0;
+        sum += weights[key];
+    }
+    for (int64_t from = 0; from < args->head_dim; from += CHUNK) {
+        double out[CHUNK] = {0};
+        int64_t n = s1f_min(CHUNK, args->head_dim - from);
+        for (int64_t key = 0; key < num_keys; key++)
+            if (visible(args, batch, row, key))
+                add_scaled(out, weights[key], args->dtype, args->v,
+                           s1f_at(args->kv_strides, batch, kv_head_of(args, head), key) + from, n);
+        store(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row) + from, out, 1 / sum, n);
+    }
+
+    double lse = highest + log(sum);
+    int64_t i = (batch * args->heads + head) * args->segment_len + row;
+    if (args->dtype == S1F_FLOAT64)
+        ((double *)args->lse)[i] = lse;
+    else
+        ((float *)args->lse)[i] = (float)lse;
+}
+
+static void forward_heads(int64_t begin, int64_t end, void *context)
+{
+    const ref_job *job = context;
+    const s1f_attention_args *args = job->args;
+    for (int64_t bh = begin; bh < end; bh++)
+        for (int64_t row = 0; row < args->segment_len; row++)
+            forward_row(args, bh / args->heads, bh % args->heads, row,
+                        job->scratch + bh * (args->q_start + args->segment_len));
+}
+
+/* ---- backward ---- */
+
+static void query_gradient(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, double *ds)
+{
+    double delta = row_delta(args, batch, head, row), unused;
+    int64_t num_keys = args->q_start + row + 1;
+
+    for (int64_t key = 0; key < num_keys; key++)
+        if (visible(args, batch, row, key))
+            pair_gradient(args, batch, head, row, key, delta, &unused, &ds[key]);
+    for (int64_t from = 0; from < args->head_dim; from += CHUNK) {
+        double dq[CHUNK] = {0};
+        int64_t n = s1f_min(CHUNK, args->head_dim - from);
+        for (int64_t key = 0; key < num_keys; key++)
+            if (visible(args, batch, row, key))
+                add_scaled(dq, ds[key], args->dtype, args->k,
+                           s1f_at(args->kv_strides, batch, kv_head_of(args, head), key) + from, n);
+        store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, (double)args->scale, n);
+    }
+}
+
+static void query_gradients(int64_t begin, int64_t end, void *context)
+{
+    const ref_job *job = context;
+    const s1f_attention_args *args = job->args;
+    for (int64_t bh = begin; bh < end; bh++)
+        for (int64_t row = 0; row < args->segment_len; row++)
+            query_gradient(args, bh / args->heads, bh % args->heads, row,
+                           job->scratch + bh * (args->q_start + args->segment_len));
+}
+
+/* p, ds and delta: (group, S), over the query heads that read this kv head. */
+static void key_gradient(const s1f_attention_args *args, int64_t batch, int64_t kv_head, int64_t key, double *p,
+                         double *ds, const double *delta)
+{
+    int64_t group = args->heads / args->kv_heads, first_row = s1f_max(0, key - args->q_start);
+
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t row = first_row; row < args->segment_len; row++)
+            if (visible(args, batch, row, key)) {
+                int64_t i = g * args->segment_len + row;
+                pair_gradient(args, batch, kv_head * group + g, row, key, delta[i], &p[i], &ds[i]);
+            }
+    for (int64_t from = 0; from < args->head_dim; from += CHUNK) {
+        double dk[CHUNK] = {0}, dv[CHUNK] = {0};
+        int64_t n = s1f_min(CHUNK, args->head_dim - from), to = s1f_at(args->dkv_strides, batch, kv_head, key) + from;
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t row = first_row; row < args->segment_len; row++)
+                if (visible(args, batch, row, key)) {
+                    int64_t i = g * args->segment_len + row, head = kv_head * group + g;
+                    int64_t q = s1f_at(args->q_strides, batch, head, row) + from;
+                    int64_t dout = s1f_at(args->dout_strides, batch, head, row) + from;
+                    add_scaled(dk, ds[i], args->dtype, args->q, q, n);
+                    add_scaled(dv, p[i], args->dtype, args->dout, dout, n);
+                }
+        accumulate(args, args->dk, to, dk, (double)args->scale, n);
+        accumulate(args, args->dv, to, dv, 1, n);
+    }
+}
+
+static void key_gradients(int64_t begin, int64_t end, void *context)
+{
+    const ref_job *job = context;
+    const s1f_attention_args *args = job->args;
+    int64_t group = args->heads / args->kv_heads, pairs = group * args->segment_len;
+    for (int64_t bh = begin; bh < end; bh++) {
+        int64_t batch = bh / args->kv_heads, kv_head = bh % args->kv_heads;
+        double *p = job->scratch + bh * 3 * pairs, *ds = p + pairs, *delta = ds + pairs;
+        for (int64_t i = 0; i < pairs; i++)
+            delta[i] = row_delta(args, batch, kv_head * group + i / args->segment_len, i % args->segment_len);
+        for (int64_t key = 0; key < args->q_start + args->segment_len; key++)
+            key_gradient(args, batch, kv_head, key, p, ds, delta);
+    }
+}
+
+/* ---- entry points ---- */
+
+static int covers_everything(const s1f_attention_args *args)
+{
+    (void)args;
+    return 1;
+}
+
+static int64_t ref_scratch_bytes(const s1f_attention_args *args, int backward)
+{
+    int64_t row = args->q_start + args->segment_len, by_rows = args->batch * args->heads * row;
+    int64_t by_columns = backward ? 3 * args->batch * args->heads * args->segment_len : 0;
+    return (int64_t)sizeof(double) * s1f_max(by_rows, by_columns);
+}
+
+s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    void *scratch, *owned;
+    s1f_status status = s1f_attention_check(args);
+    if (status == S1F_OK)
+        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 0), &scratch, &owned);
+    if (status != S1F_OK)
+        return status;
+    ref_job job = {args, scratch};
+    s1f_run(context, args->batch * args->heads, forward_heads, &job);
+    free(owned);
+    return S1F_OK;
+}
+
+s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    void *scratch, *owned;
+    s1f_status status = s1f_attention_check(args);
+    if (status == S1F_OK)
+        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1), &scratch, &owned);
+    if (status != S1F_OK)
+        return status;
+    ref_job job = {args, scratch};
+    s1f_run(context, args->batch * args->heads, query_gradients, &job);
+    s1f_run(context, args->batch * args->kv_heads, key_gradients, &job);
+    free(owned);
+    return S1F_OK;
+}
+
+const s1f_attention_kernels s1f_attention_reference = {
+    "reference", covers_everything, s1f_attention_ref_forward, s1f_attention_ref_backward, ref_scratch_bytes,
+};

@@ -1,0 +1,769 @@
+/* test_attention.c - does attention compute what kernels/attention.h says, with every instruction set of this machine?
+ *
+ * Measures: a naive computation in double that shares no code with the kernels, finite differences, and for the blocked
+ * kernels the truth on the same stored out and lse. Arguments: "small" for a slice that is quick under valgrind. */
+#include "../../kernels/attention_internal.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static int64_t num_failed, num_checks;
+static int small;
+
+static void check(int ok, const char *what)
+{
+    num_checks++;
+    if (!ok && num_failed++ < 40)
+        printf("FAILED: %s\n", what);
+}
+
+static void *allocate(int64_t bytes)
+{
+    void *memory = malloc((size_t)(bytes ? bytes : 1));
+    if (!memory)
+        abort();
+    return memory;
+}
+
+/* ---- random numbers and elements ---- */
+
+static uint64_t random_state = 1;
+
+static uint32_t random_bits(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(random_state >> 32);
+}
+
+static double random_normal(void) /* roughly: variance 1 */
+{
+    double sum = 0;
+    for (int i = 0; i < 12; i++)
+        sum += random_bits() * 0x1p-32;
+    return sum - 6;
+}
+
+static double get(int32_t dtype, const void *x, int64_t i)
+{
+    switch (dtype) {
+    case S1F_FLOAT64: return ((const double *)x)[i];
+    case S1F_FLOAT32: return ((const float *)x)[i];
+    case S1F_BFLOAT16: return s1f_from_bf16(((const uint16_t *)x)[i]);
+    default: return s1f_from_fp16(((const uint16_t *)x)[i]);
+    }
+}
+
+static void put(int32_t dtype, void *x, int64_t i, double value)
+{
+    switch (dtype) {
+    case S1F_FLOAT64: ((double *)x)[i] = value; break;
+    case S1F_FLOAT32: ((float *)x)[i] = (float)value; break;
+    case S1F_BFLOAT16: ((uint16_t *)x)[i] = s1f_to_bf16((float)value); break;
+    default: ((uint16_t *)x)[i] = s1f_to_fp16((float)value); break;
+    }
+}
+
+static int32_t sums_dtype(int32_t dtype)
+{
+    return dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32;
+}
+
+/* ---- one sequence, of which the rows [first, length) are queries ---- */
+
+typedef struct {
+    int32_t dtype;
+    int64_t batch, heads, kv_heads, first, length, head_dim;
+    int tokens_outside; /* layout (B, rows, H, D) and not (B, H, rows, D) */
+    int64_t window;
+    double softcap, alibi, logits; /* alibi: slope of head 0, 0 for none; logits: their rough size, 0 for 1 */
+    int64_t num_docs;              /* documents of the sequence, 0 for no ids */
+} shape;
+
+typedef struct {
+    shape s;
+    s1f_strides q_strides, kv_strides;
+    int64_t q_elements, kv_elements, kv_rows; /* kv_rows: more than the length; those from it on hold NaN */
+    void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
+    float *slopes;
+    int32_t *docs;
+} sequence;
+
+enum { SPARE_ROWS = 5 };
+
+static int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+{
+    return s1f_at(x->q_strides, b, h, row);
+}
+
+static int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+{
+    return s1f_at(x->kv_strides, b, h, row);
+}
+
+static s1f_strides strides_of(int tokens_outside, int64_t heads, int64_t rows, int64_t head_dim)
+{
+    if (tokens_outside) /* three spare columns per head, so that no two strides agree by accident */
+        return (s1f_strides){rows * heads * (head_dim + 3), head_dim + 3, heads * (head_dim + 3)};
+    return (s1f_strides){heads * rows * head_dim, rows * head_dim, head_dim};
+}
+
+static void fill(int32_t dtype, void *x, int64_t elements, double value)
+{
+    for (int64_t i = 0; i < elements; i++)
+        put(dtype, x, i, value);
+}
+
+/* Results start as NaN, so whatever is left unwritten shows. */
+static void clear_results(sequence *x)
+{
+    fill(x->s.dtype, x->out, x->q_elements, NAN);
+    fill(x->s.dtype, x->dq, x->q_elements, NAN);
+    fill(sums_dtype(x->s.dtype), x->dk, x->kv_elements, NAN);
+    fill(sums_dtype(x->s.dtype), x->dv, x->kv_elements, NAN);
+    fill(sums_dtype(x->s.dtype), x->lse, x->s.batch * x->s.heads * x->s.length, NAN);
+}
+
+static sequence sequence_new(shape s)
+{
+    sequence x = {.s = s, .kv_rows = s.length + SPARE_ROWS};
+    int64_t bytes = s1f_dtype_bytes(s.dtype), sum_bytes = s1f_dtype_bytes(sums_dtype(s.dtype));
+    double size = s.logits > 0 ? sqrt(s.logits) : 1;
+
+    x.q_strides = strides_of(s.tokens_outside, s.heads, s.length, s.head_dim);
+    x.kv_strides = strides_of(s.tokens_outside, s.kv_heads, x.kv_rows, s.head_dim);
+    x.q_elements = s.batch * x.q_strides.batch;
+    x.kv_elements = s.batch * x.kv_strides.batch;
+    x.q = allocate(x.q_elements * bytes);
+    x.out = allocate(x.q_elements * bytes);
+    x.dout = allocate(x.q_elements * bytes);
+    x.dq = allocate(x.q_elements * bytes);
+    x.k = allocate(x.kv_elements * bytes);
+    x.v = allocate(x.kv_elements * bytes);
+    x.dk = allocate(x.kv_elements * sum_bytes);
+    x.dv = allocate(x.kv_elements * sum_bytes);
+    x.lse = allocate(s.batch * s.heads * s.length * sum_bytes);
+    fill(s.dtype, x.k, x.kv_elements, NAN);
+    fill(s.dtype, x.v, x.kv_elements, NAN);
+    for (int64_t i = 0; i < x.q_elements; i++) {
+        put(s.dtype, x.q, i, size * random_normal());
+        put(s.dtype, x.dout, i, random_normal());
+    }
+    for (int64_t b = 0; b < s.batch; b++)
+        for (int64_t h = 0; h < s.kv_heads; h++)
+            for (int64_t row = 0; row < s.length; row++)
+                for (int64_t c = 0; c < s.head_dim; c++) {
+                    put(s.dtype, x.k, kv_at(&x, b, h, row) + c, size * random_normal());
+                    put(s.dtype, x.v, kv_at(&x, b, h, row) + c, random_normal());
+                }
+    if (s.alibi != 0) {
+        x.slopes = allocate(s.batch * s.heads * (int64_t)sizeof(float));
+        for (int64_t i = 0; i < s.batch * s.heads; i++)
+            x.slopes[i] = (float)(s.alibi / (double)(1 + i));
+    }
+    if (s.num_docs > 0) {
+        x.docs = allocate(s.batch * s.length * (int64_t)sizeof(int32_t));
+        for (int64_t b = 0; b < s.batch; b++)
+            for (int64_t row = 0; row < s.length; row++)
+                x.docs[b * s.length + row] = (int32_t)(row * s.num_docs / s.length - b);
+    }
+    clear_results(&x);
+    return x;
+}
+
+static void sequence_free(sequence *x)
+{
+    void *all[] = {x->q, x->k, x->v, x->out, x->dout, x->dq, x->dk, x->dv, x->lse, x->slopes, x->docs};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+static double scale_of(const shape *s)
+{
+    return (double)(float)(1 / sqrt((double)s->head_dim));
+}
+
+/* Arguments of the segment [begin, end). Its lse stands at B Hq begin, as (B, Hq, end - begin). */
+static s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, int store)
+{
+    const shape *s = &x->s;
+    int64_t bytes = s1f_dtype_bytes(s->dtype), from = begin * x->q_strides.row * bytes;
+    return (s1f_attention_args){
+        .dtype = s->dtype, .batch = s->batch, .heads = s->heads, .kv_heads = s->kv_heads,
+        .segment_len = end - begin, .head_dim = s->head_dim, .q_start = begin,
+        .q = (const char *)x->q + from, .k = x->k, .v = x->v, .out = (char *)x->out + from,
+        .q_strides = x->q_strides, .kv_strides = x->kv_strides, .out_strides = x->q_strides,
+        .lse = (char *)x->lse + s->batch * s->heads * begin * s1f_dtype_bytes(sums_dtype(s->dtype)),
+        .scale = (float)scale_of(s), .window = s->window, .softcap = (float)s->softcap,
+        .slopes = x->slopes, .slopes_batch_stride = x->slopes ? s->heads : 0,
+        .docs = x->docs, .docs_batch_stride = s->length,
+        .dout = (const char *)x->dout + from, .dout_strides = x->q_strides,
+        .dq = (char *)x->dq + from, .dq_strides = x->q_strides,
+        .dk = x->dk, .dv = x->dv, .dkv_strides = x->kv_strides, .store_kv_grads = store,
+    };
+}
+
+/* ---- the naive computation, in double ----
+ *
+ * Of a 16-bit dtype, dout . out is taken from the out that is stored in the sequence, as attention.h defines it: its
+ * rounding is part of the result. Otherwise from the sum of p dp, which is the same where nothing is rounded. */
+
+typedef struct { /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
+    double *out, *lse, *dq, *dk, *dv;
+} naive_results;
+
+static double *zeros(int64_t count)
+{
+    double *x = calloc((size_t)count, sizeof *x);
+    if (!x)
+        abort();
+    return x;
+}
+
+static int is_half(int32_t dtype)
+{
+    return dtype == S1F_BFLOAT16 || dtype == S1F_FLOAT16;
+}
+
+static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r)
+{
+    const shape *s = &x->s;
+    int64_t N = s->length, D = s->head_dim, kv = h / (s->heads / s->kv_heads);
+    double *p = zeros(N), *dp = zeros(N), *chain = zeros(N);
+    for (int64_t i = s->first; i < N; i++) {
+        double total = 0, highest = -INFINITY, mean = 0, mean_stored = 0;
+        int64_t row = (b * s->heads + h) * N + i;
+        for (int64_t j = 0; j <= i; j++) {
+            double product = 0;
+            for (int64_t c = 0; c < D; c++)
+                product += get(s->dtype, x->q, q_at(x, b, h, i) + c) * get(s->dtype, x->k, kv_at(x, b, kv, j) + c);
+            p[j] = product * scale_of(s);
+            chain[j] = 1;
+            if (s->softcap > 0) {
+                p[j] = s->softcap * tanh(p[j] / s->softcap);
+                chain[j] = 1 - pow(p[j] / s->softcap, 2);
+            }
+            if (x->slopes)
+                p[j] -= (double)x->slopes[b * s->heads + h] * (double)(i - j);
+            if ((s->window && j <= i - s->window) || (x->docs && x->docs[b * N + j] != x->docs[b * N + i]))
+                p[j] = -INFINITY;
+            highest = fmax(highest, p[j]);
+        }
+        for (int64_t j = 0; j <= i; j++)
+            total += exp(p[j] - highest);
+        r->lse[row] = highest + log(total);
+        for (int64_t j = 0; j <= i; j++)
+            p[j] = exp(p[j] - highest) / total;
+        for (int64_t j = 0; j <= i; j++) {
+            dp[j] = 0;
+            for (int64_t c = 0; c < D; c++) {
+                double v = get(s->dtype, x->v, kv_at(x, b, kv, j) + c);
+                double dout = get(s->dtype, x->dout, q_at(x, b, h, i) + c);
+                r->out[row * D + c] += p[j] * v;
+                r->dv[((b * s->kv_heads + kv) * N + j) * D + c] += p[j] * dout;
+                dp[j] += dout * v;
+            }
+            mean += p[j] * dp[j];
+        }
+        for (int64_t c = 0; c < D; c++)
+            mean_stored += get(s->dtype, x->dout, q_at(x, b, h, i) + c) * get(s->dtype, x->out, q_at(x, b, h, i) + c);
+        mean = is_half(s->dtype) ? mean_stored : mean;
+        for (int64_t j = 0; j <= i; j++)
+            for (int64_t c = 0; c < D; c++) {
+                double ds = p[j] * (dp[j] - mean) * chain[j] * scale_of(s);
+                r->dq[row * D + c] += ds * get(s->dtype, x->k, kv_at(x, b, kv, j) + c);
+                r->dk[((b * s->kv_heads + kv) * N + j) * D + c] += ds * get(s->dtype, x->q, q_at(x, b, h, i) + c);
+            }
+    }
+    free(p);
+    free(dp);
+    free(chain);
+}
+
+static naive_results naive_new(const sequence *x)
+{
+    const shape *s = &x->s;
+    int64_t rows = s->batch * s->heads * s->length, kv_rows = s->batch * s->kv_heads * s->length;
+    naive_results r = {zeros(rows * s->head_dim), zeros(rows), zeros(rows * s->head_dim), zeros(kv_rows * s->head_dim),
+                       zeros(kv_rows * s->head_dim)};
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->heads; h++)
+            naive_head(x, b, h, &r);
+    return r;
+}
+
+static void naive_free(naive_results *r)
+{
+    double *all[] = {r->out, r->lse, r->dq, r->dk, r->dv};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+/* ---- comparing ---- */
+
+static const char *describe(const shape *s, const char *what)
+{
+    static char text[320];
+    snprintf(text, sizeof text,
+             "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, layout %d, window %lld, softcap %g, "
+             "alibi %g, logits %g, docs %lld, isa %s",
+             what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
+             (long long)s->first, (long long)s->length, (long long)s->head_dim, s->tokens_outside, (long long)s->window,
+             s->softcap, s->alibi, s->logits, (long long)s->num_docs, s1f_attention_isa());
+    return text;
+}
+
+typedef struct {
+    double error, largest; /* largest |got - want|, NaN if any is; largest |want| */
+} difference;
+
+static void compare(difference *d, double got, double want)
+{
+    double error = fabs(got - want);
+    if (error > d->error || error != error)
+        d->error = error;
+    d->largest = fmax(d->largest, fabs(want));
+}
+
+static void check_difference(const sequence *x, const char *what, difference d, double tolerance)
+{
+    char text[400];
+    snprintf(text, sizeof text, "%s: error %.3g of %.3g, allowed %.3g", describe(&x->s, what), d.error, d.largest,
+             tolerance * fmax(d.largest, 1));
+    check(d.error <= tolerance * fmax(d.largest, 1), text); /* false on NaN */
+}
+
+/* A (B, H, N, D) result in `got`, rows [first, N), against plain doubles. */
+static difference q_difference(const sequence *x, const void *got, const double *want)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->heads; h++)
+            for (int64_t row = s->first; row < s->length; row++)
+                for (int64_t c = 0; c < s->head_dim; c++)
+                    compare(&d, get(s->dtype, got, q_at(x, b, h, row) + c),
+                            want[((b * s->heads + h) * s->length + row) * s->head_dim + c]);
+    return d;
+}
+
+static difference kv_difference(const sequence *x, const void *got, const double *want, double times, double plus)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->kv_heads; h++)
+            for (int64_t row = 0; row < s->length; row++)
+                for (int64_t c = 0; c < s->head_dim; c++)
+                    compare(&d, get(sums_dtype(s->dtype), got, kv_at(x, b, h, row) + c),
+                            times * want[((b * s->kv_heads + h) * s->length + row) * s->head_dim + c] + plus);
+    return d;
+}
+
+/* lse of the one segment [first, N). */
+static difference lse_difference(const sequence *x, const double *want)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    int64_t rows = s->length - s->first;
+    for (int64_t bh = 0; bh < s->batch * s->heads; bh++)
+        for (int64_t row = 0; row < rows; row++)
+            compare(&d, get(sums_dtype(s->dtype), x->lse, s->batch * s->heads * s->first + bh * rows + row),
+                    want[bh * s->length + s->first + row]);
+    return d;
+}
+
+/* Rows from the length on were never written. */
+static int spare_rows_untouched(const sequence *x)
+{
+    const void *all[] = {x->dk, x->dv};
+    for (int which = 0; which < 2; which++)
+        for (int64_t b = 0; b < x->s.batch; b++)
+            for (int64_t h = 0; h < x->s.kv_heads; h++)
+                for (int64_t row = x->s.length; row < x->kv_rows; row++)
+                    for (int64_t c = 0; c < x->s.head_dim; c++)
+                        if (!isnan(get(sums_dtype(x->s.dtype), all[which], kv_at(x, b, h, row) + c)))
+                            return 0;
+    return 1;
+}
+
+/* ---- running ---- */
+
+typedef s1f_status (*kernel)(const s1f_attention_args *, const s1f_attention_context *);
+
+/* Sums of `parts` segments of about equal length, backward from the last to the first. The first to run stores dk and
+ * dv of all rows it sees, the others add, as a stage does. */
+static void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward,
+                         const s1f_attention_context *context)
+{
+    int64_t rows = x->s.length - x->s.first;
+    for (int64_t i = 0; i < parts; i++) {
+        s1f_attention_args args =
+            segment_args(x, x->s.first + rows * i / parts, x->s.first + rows * (i + 1) / parts, 0);
+        check(forward(&args, context) == S1F_OK, describe(&x->s, "forward refused"));
+    }
+    for (int64_t i = parts - 1; i >= 0; i--) {
+        s1f_attention_args args =
+            segment_args(x, x->s.first + rows * i / parts, x->s.first + rows * (i + 1) / parts, i == parts - 1);
+        check(backward(&args, context) == S1F_OK, describe(&x->s, "backward refused"));
+    }
+}
+
+/* Rounding of a stored result, and of a sum in the accumulators. */
+static double result_tolerance(int32_t dtype)
+{
+    return dtype == S1F_FLOAT64 ? 1e-13 : dtype == S1F_FLOAT32 ? 1e-6 : dtype == S1F_BFLOAT16 ? 0x1p-8 : 0x1p-11;
+}
+
+static void test_truth(shape s)
+{
+    sequence x = sequence_new(s);
+    double eps = result_tolerance(s.dtype), sums = s.dtype == S1F_FLOAT64 ? eps : 1e-6;
+
+    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    naive_results want = naive_new(&x);
+    check_difference(&x, "truth out", q_difference(&x, x.out, want.out), eps);
+    check_difference(&x, "truth lse", lse_difference(&x, want.lse), sums);
+    check_difference(&x, "truth dq", q_difference(&x, x.dq, want.dq), eps);
+    check_difference(&x, "truth dk", kv_difference(&x, x.dk, want.dk, 1, 0), sums);
+    check_difference(&x, "truth dv", kv_difference(&x, x.dv, want.dv, 1, 0), sums);
+    check(spare_rows_untouched(&x), describe(&s, "truth wrote rows from T on"));
+
+    s1f_attention_args again = segment_args(&x, s.first, s.length, 0);
+    s1f_attention_ref_backward(&again, NULL);
+    check_difference(&x, "truth dk added", kv_difference(&x, x.dk, want.dk, 2, 0), sums);
+    naive_free(&want);
+    sequence_free(&x);
+}
+
+/* Central differences of loss = sum dout * out, along one random element at a time. */
+static double loss_of(sequence *x)
+{
+    double loss = 0;
+    s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
+    s1f_attention_ref_forward(&args, NULL);
+    for (int64_t b = 0; b < x->s.batch; b++)
+        for (int64_t h = 0; h < x->s.heads; h++)
+            for (int64_t row = x->s.first; row < x->s.length; row++)
+                for (int64_t c = 0; c < x->s.head_dim; c++)
+                    loss += get(x->s.dtype, x->out, q_at(x, b, h, row) + c) *
+                            get(x->s.dtype, x->dout, q_at(x, b, h, row) + c);
+    return loss;
+}
+
+static void test_finite_differences(shape s)
+{
+    enum { ELEMENTS = 24 };
+    sequence x = sequence_new(s);
+    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    for (int n = 0; n < ELEMENTS; n++) {
+        int which = n % 3;
+        int64_t b = random_bits() % s.batch, c = random_bits() % s.head_dim;
+        int64_t i = which == 0 ? q_at(&x, b, random_bits() % s.heads, s.first + random_bits() % (s.length - s.first))
+                               : kv_at(&x, b, random_bits() % s.kv_heads, random_bits() % s.length);
+        double *place = (double *)(which == 0 ? x.q : which == 1 ? x.k : x.v) + i + c;
+        double gradient = ((const double *)(which == 0 ? x.dq : which == 1 ? x.dk : x.dv))[i + c];
+        double value = *place, step = 1e-5, slope;
+        *place = value + step;
+        slope = loss_of(&x);
+        *place = value - step;
+        slope = (slope - loss_of(&x)) / (2 * step);
+        *place = value;
+        difference d = {fabs(slope - gradient), fabs(gradient)};
+        check_difference(&x, "finite difference", d, 1e-7);
+    }
+    sequence_free(&x);
+}
+
+/* ---- pools that split as a pool may ---- */
+
+static void one_by_one(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context)
+{
+    (void)grain;
+    for (int64_t i = begin; i < end; i++)
+        body(i, i + 1, context);
+}
+
+static void from_the_end(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context)
+{
+    (void)grain;
+    for (int64_t i = end; i > begin; i--)
+        body(i - 1, i, context);
+}
+
+static void by_threes(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context)
+{
+    (void)grain;
+    for (int64_t i = begin; i < end; i += 3)
+        body(i, s1f_min(i + 3, end), context);
+}
+
+typedef struct {
+    int64_t begin, end;
+    s1f_parallel_body body;
+    void *context;
+} thread_part;
+
+static void *run_part(void *argument)
+{
+    const thread_part *part = argument;
+    part->body(part->begin, part->end, part->context);
+    return NULL;
+}
+
+static void four_threads(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context)
+{
+    pthread_t threads[4];
+    thread_part parts[4];
+    (void)grain;
+    for (int i = 0; i < 4; i++) {
+        parts[i] = (thread_part){begin + (end - begin) * i / 4, begin + (end - begin) * (i + 1) / 4, body, context};
+        if (pthread_create(&threads[i], NULL, run_part, &parts[i]))
+            abort();
+    }
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+}
+
+/* ---- the chosen path, on whatever instruction set is set ---- */
+
+typedef struct {
+    void *out, *lse, *dq, *dk, *dv;
+} results_copy;
+
+static void *copy_of(const void *x, int64_t bytes)
+{
+    return memcpy(allocate(bytes), x, (size_t)bytes);
+}
+
+static int same_results(const sequence *x, const results_copy *r)
+{
+    size_t q = (size_t)(x->q_elements * s1f_dtype_bytes(x->s.dtype));
+    size_t kv = (size_t)(x->kv_elements * s1f_dtype_bytes(sums_dtype(x->s.dtype)));
+    size_t rows = (size_t)(x->s.batch * x->s.heads * x->s.length * s1f_dtype_bytes(sums_dtype(x->s.dtype)));
+    return memcmp(x->out, r->out, q) == 0 && memcmp(x->dq, r->dq, q) == 0 && memcmp(x->lse, r->lse, rows) == 0 &&
+           memcmp(x->dk, r->dk, kv) == 0 && memcmp(x->dv, r->dv, kv) == 0;
+}
+
+/* Reruns, with scratch that holds NaN and on pools of every kind, give the same bits. */
+static void test_same_bits(sequence *x)
+{
+    static const s1f_parallel_for pools[] = {NULL, one_by_one, from_the_end, by_threes, four_threads};
+    int64_t q = x->q_elements * s1f_dtype_bytes(x->s.dtype), sum = s1f_dtype_bytes(sums_dtype(x->s.dtype));
+    s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
+    results_copy first = {copy_of(x->out, q), copy_of(x->lse, x->s.batch * x->s.heads * x->s.length * sum),
+                          copy_of(x->dq, q), copy_of(x->dk, x->kv_elements * sum),
+                          copy_of(x->dv, x->kv_elements * sum)};
+    for (size_t i = 0; i < sizeof pools / sizeof *pools; i++) {
+        s1f_attention_context context = {.parallel_for = pools[i], .num_threads = (int32_t)(1 + i)};
+        int64_t bytes = s1f_max(s1f_attention_scratch_bytes(&args, context.num_threads, 0),
+                                s1f_attention_scratch_bytes(&args, context.num_threads, 1));
+        context.scratch_bytes = (bytes + 63) / 64 * 64;
+        context.scratch = aligned_alloc(64, (size_t)context.scratch_bytes);
+        memset(context.scratch, 0xff, (size_t)context.scratch_bytes);
+        clear_results(x);
+        run_segments(x, 1, s1f_attention_forward, s1f_attention_backward, &context);
+        check(same_results(x, &first), describe(&x->s, "not bit-equal over pools"));
+        free(context.scratch);
+    }
+    free(first.out);
+    free(first.lse);
+    free(first.dq);
+    free(first.dk);
+    free(first.dv);
+}
+
+/* Errors of the fast path: against the naive values, beside those of the truth. */
+static void test_chosen(shape s, int bits)
+{
+    sequence x = sequence_new(s);
+    double eps = result_tolerance(s.dtype), sums = s.dtype == S1F_FLOAT64 ? 1e-12 : 1e-5;
+    /* The rounding of a logit is multiplied by exp: |logit| 2^-24 relative in p, and lse is stored as float. */
+    double stretch = s.logits > 1 && s.dtype != S1F_FLOAT64 ? s.logits * 1e-6 : 0;
+    double rounded = fmax(eps, sums) + stretch;
+
+    run_segments(&x, 1, s1f_attention_forward, s1f_attention_backward, NULL);
+    naive_results want = naive_new(&x);
+    check_difference(&x, "out", q_difference(&x, x.out, want.out), rounded);
+    check_difference(&x, "lse", lse_difference(&x, want.lse), s.dtype == S1F_FLOAT64 ? eps : 1e-6);
+    check_difference(&x, "dq", q_difference(&x, x.dq, want.dq), rounded);
+    check_difference(&x, "dk", kv_difference(&x, x.dk, want.dk, 1, 0), sums + stretch);
+    check_difference(&x, "dv", kv_difference(&x, x.dv, want.dv, 1, 0), sums + stretch);
+    check(spare_rows_untouched(&x), describe(&s, "wrote rows from T on"));
+    if (bits)
+        test_same_bits(&x);
+
+    /* Adding onto what is there. */
+    s1f_attention_args args = segment_args(&x, s.first, s.length, 0);
+    fill(sums_dtype(s.dtype), x.dk, x.kv_elements, 0.5);
+    fill(sums_dtype(s.dtype), x.dv, x.kv_elements, 0.5);
+    check(s1f_attention_backward(&args, NULL) == S1F_OK, describe(&s, "backward refused"));
+    check_difference(&x, "dk added", kv_difference(&x, x.dk, want.dk, 1, 0.5), sums + stretch);
+    check_difference(&x, "dv added", kv_difference(&x, x.dv, want.dv, 1, 0.5), sums + stretch);
+
+    /* The truth's backward on the same out and lse leaves only the order of sums between them. */
+    if (s.logits <= 1) {
+        sequence truth = x;
+        truth.dq = allocate(x.q_elements * s1f_dtype_bytes(s.dtype));
+        int64_t elements = s.batch * s.kv_heads * s.length * s.head_dim;
+        double *dk = zeros(elements), *dv = zeros(elements);
+        args = segment_args(&truth, s.first, s.length, 1);
+        s1f_attention_ref_backward(&args, NULL);
+        for (int64_t b = 0, i = 0; b < s.batch; b++)
+            for (int64_t h = 0; h < s.kv_heads; h++)
+                for (int64_t row = 0; row < s.length; row++)
+                    for (int64_t c = 0; c < s.head_dim; c++, i++) {
+                        dk[i] = get(sums_dtype(s.dtype), x.dk, kv_at(&x, b, h, row) + c);
+                        dv[i] = get(sums_dtype(s.dtype), x.dv, kv_at(&x, b, h, row) + c);
+                    }
+        args = segment_args(&x, s.first, s.length, 1);
+        s1f_attention_backward(&args, NULL);
+        check_difference(&x, "dk beside the truth", kv_difference(&x, x.dk, dk, 1, 0), sums);
+        check_difference(&x, "dv beside the truth", kv_difference(&x, x.dv, dv, 1, 0), sums);
+        free(truth.dq);
+        free(dk);
+        free(dv);
+    }
+
+    /* Split into segments: the same sums, each row of dk and dv rounded once more per segment. */
+    int64_t parts = s1f_min(3, s.length - s.first);
+    clear_results(&x);
+    run_segments(&x, parts, s1f_attention_forward, s1f_attention_backward, NULL);
+    naive_free(&want);
+    want = naive_new(&x);
+    check_difference(&x, "out of segments", q_difference(&x, x.out, want.out), rounded);
+    check_difference(&x, "dq of segments", q_difference(&x, x.dq, want.dq), rounded);
+    check_difference(&x, "dk of segments", kv_difference(&x, x.dk, want.dk, 1, 0), sums + stretch);
+    check_difference(&x, "dv of segments", kv_difference(&x, x.dv, want.dv, 1, 0), sums + stretch);
+    naive_free(&want);
+    sequence_free(&x);
+}
+
+static void test_conversions(void)
+{
+    for (uint32_t bits = 0; bits < 0x10000; bits++) {
+        _Float16 half;
+        uint16_t raw = (uint16_t)bits;
+        memcpy(&half, &raw, sizeof half);
+        float ours = s1f_from_fp16(raw), theirs = (float)half;
+        check(ours == theirs || (ours != ours && theirs != theirs), "fp16 to float");
+        check(ours != ours || s1f_to_fp16(ours) == raw, "float to fp16 and back");
+        float wide = s1f_from_bf16(raw);
+        check(wide != wide || s1f_to_bf16(wide) == raw, "bf16 to float and back");
+    }
+    for (int i = 0; i < (small ? 10000 : 1000000); i++) {
+        float value = s1f_float_from_bits(i & 1 ? random_bits() : 0x38000000 - 0x04000000 + random_bits() % 0x14000000);
+        _Float16 half = (_Float16)value;
+        uint16_t raw;
+        memcpy(&raw, &half, sizeof raw);
+        check(value != value || s1f_to_fp16(value) == raw, "float to fp16");
+        double up = s1f_from_bf16((uint16_t)(s1f_to_bf16(value) + 1)), at = s1f_from_bf16(s1f_to_bf16(value));
+        check(value != value || !isfinite(up) || fabs(value - at) <= fabs(value - up), "float to the nearest bf16");
+    }
+    check(isnan(s1f_from_fp16(s1f_to_fp16(NAN))) && isnan(s1f_from_bf16(s1f_to_bf16(NAN))), "NaN stays NaN");
+}
+
+static void test_refusals(void)
+{
+    sequence x = sequence_new((shape){S1F_FLOAT32, .batch = 1, .heads = 4, .kv_heads = 2, .length = 4, .head_dim = 8});
+    s1f_attention_args good = segment_args(&x, 0, 4, 1), args;
+#define REFUSED(change)                                                                                                \
+    do {                                                                                                               \
+        args = good;                                                                                                   \
+        change;                                                                                                        \
+        check(s1f_attention_forward(&args, NULL) == S1F_ERR_ARG, #change " forward");                                  \
+        check(s1f_attention_backward(&args, NULL) == S1F_ERR_ARG, #change " backward");                                \
+        check(s1f_attention_ref_forward(&args, NULL) == S1F_ERR_ARG, #change " truth");                                \
+        check(s1f_attention_scratch_bytes(&args, 1, 0) == 0, #change " scratch");                                      \
+    } while (0)
+    REFUSED(args.dtype = S1F_INT32);
+    REFUSED(args.batch = 0);
+    REFUSED(args.heads = 3);
+    REFUSED(args.kv_heads = 0);
+    REFUSED(args.segment_len = 0);
+    REFUSED(args.head_dim = -8);
+    REFUSED(args.q_start = -1);
+    REFUSED(args.window = -1);
+    REFUSED(args.softcap = -1);
+    REFUSED(args.softcap = NAN);
+    char tight[64];
+    s1f_attention_context context = {.scratch = tight, .scratch_bytes = 1};
+    check(s1f_attention_ref_forward(&good, &context) == S1F_ERR_ARG, "scratch too small: truth forward");
+    check(s1f_attention_ref_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: truth backward");
+    check(s1f_attention_forward(&good, &context) == S1F_ERR_ARG, "scratch too small: forward");
+    check(s1f_attention_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: backward");
+    check(s1f_attention_set_isa("6502") == S1F_ERR_ARG, "an instruction set that no machine here has");
+    sequence_free(&x);
+}
+
+/* ---- what is run ---- */
+
+static const int32_t dtypes[] = {S1F_FLOAT64, S1F_FLOAT32, S1F_BFLOAT16, S1F_FLOAT16};
+static const struct { int64_t heads, kv_heads; } head_counts[] = {{1, 1}, {4, 4}, {4, 2}, {4, 1}};
+
+static void test_truths(void)
+{
+    for (int d = 0; d < 4; d++)
+        for (int heads = 0; heads < 4; heads++)
+            for (int options = 0; options < 16; options++) {
+                shape s = {dtypes[d], .batch = 1 + options % 2, .heads = head_counts[heads].heads,
+                           .kv_heads = head_counts[heads].kv_heads, .first = options % 3 * 5, .length = 23,
+                           .head_dim = heads == 1 ? 70 : 5, .tokens_outside = heads & 1,
+                           .window = options & 1 ? 6 : 0, .softcap = options & 2 ? 1.5 : 0,
+                           .alibi = options & 4 ? 0.3 : 0, .num_docs = options & 8 ? 3 : 0};
+                test_truth(s);
+                if (dtypes[d] == S1F_FLOAT64)
+                    test_finite_differences(s);
+            }
+}
+
+static void test_instruction_set(void)
+{
+    static const int64_t head_dims[] = {8, 32, 64, 80, 96, 128, 256, 20, 1};
+    static const struct { int64_t first, length; } rows[] = {{0, 1},    {0, 7},    {0, 113},  {0, 129}, {0, 257},
+                                                             {1, 2},    {33, 40},  {17, 146}, {64, 128}, {255, 256},
+                                                             {391, 504}, {131, 388}};
+    int num_rows = small ? 4 : (int)(sizeof rows / sizeof *rows);
+    int num_dims = small ? 4 : (int)(sizeof head_dims / sizeof *head_dims);
+    for (int d = small ? 1 : 0; d < 4; d++)
+        for (int dim = 0; dim < num_dims; dim++)
+            for (int row = 0; row < num_rows; row++) {
+                int heads = (dim + row + d) % 4;
+                if (dtypes[d] == S1F_FLOAT64 && rows[row].length > 150)
+                    continue; /* the truth, tested above */
+                test_chosen((shape){dtypes[d], .batch = 1 + (dim + row) % 2, .heads = head_counts[heads].heads,
+                                    .kv_heads = head_counts[heads].kv_heads, .first = rows[row].first,
+                                    .length = rows[row].length, .head_dim = head_dims[dim],
+                                    .tokens_outside = (row + d) & 1},
+                            dim < 3 || row == 3);
+            }
+    for (int options = 1; options < 16; options++)
+        test_chosen((shape){S1F_FLOAT32, .batch = 2, .heads = 4, .kv_heads = 2, .first = small ? 9 : 60,
+                            .length = small ? 21 : 150, .head_dim = 32, .window = options & 1 ? 40 : 0, .softcap = options & 2 ? 1.5 : 0,
+                            .alibi = options & 4 ? 0.3 : 0, .num_docs = options & 8 ? 3 : 0},
+                    1);
+    for (int d = 1; d < 4; d++)
+        test_chosen((shape){dtypes[d], .batch = 1, .heads = 2, .kv_heads = 1, .first = 5, .length = small ? 30 : 200,
+                            .head_dim = 64, .logits = 1e4}, 1);
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const names[] = {"portable", "avx2", "avx512"};
+    small = argc > 1 && strcmp(argv[1], "small") == 0;
+    test_conversions();
+    test_refusals();
+    test_truths();
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        int64_t before = num_checks;
+        if (s1f_attention_set_isa(names[i]) != S1F_OK) {
+            printf("%-9s not on this machine\n", names[i]);
+            continue;
+        }
+        test_instruction_set();
+        printf("%-9s %lld checks\n", names[i], (long long)(num_checks - before));
+    }
+    printf("%lld checks, %lld failed\n", (long long)num_checks, (long long)num_failed);
+    return num_failed != 0;
+}
