@@ -1,0 +1,377 @@
+/* partition.c - cuts a sequence into segments whose costliest one is as cheap as the grid allows. */
+#include "partition.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* ---- cost: a function C(t) of the first t tokens, never decreasing, also in floating point ---- */
+
+typedef struct {
+    double linear, quadratic; /* C(t) = linear t + quadratic t (t + 1) */
+} flop_cost;
+
+typedef struct {
+    const double *costs;
+    const double *sums; /* sums[i]: cost of pieces 0..i-1 */
+    int64_t num_costs;
+} profiled_cost;
+
+typedef struct {
+    int64_t seq_len;
+    double mix;
+    double even_per_token;  /* (1 - mix) * C(seq_len) / seq_len */
+    const flop_cost *flops; /* one of the two is set */
+    const profiled_cost *profiled;
+} cost_function;
+
+static double flops_of_first(const flop_cost *cost, double t)
+{
+    return cost->linear * t + cost->quadratic * (t * (t + 1));
+}
+
+static double profiled_of_first(const profiled_cost *cost, int64_t t, int64_t seq_len)
+{
+    unsigned __int128 scaled = (unsigned __int128)t * (unsigned __int128)cost->num_costs;
+    int64_t piece = (int64_t)(scaled / (unsigned __int128)seq_len);
+    double within = (double)(scaled % (unsigned __int128)seq_len) / (double)seq_len;
+    return piece == cost->num_costs ? cost->sums[piece] : cost->sums[piece] + within * cost->costs[piece];
+}
+
+static double unmixed_of_first(const cost_function *cost, int64_t t)
+{
+    return cost->flops ? flops_of_first(cost->flops, (double)t) : profiled_of_first(cost->profiled, t, cost->seq_len);
+}
+
+static double cost_of_first(const cost_function *cost, int64_t t)
+{
+    return cost->mix * unmixed_of_first(cost, t) + cost->even_per_token * (double)t;
+}
+
+static double cost_between(const cost_function *cost, int64_t begin, int64_t end)
+{
+    return cost_of_first(cost, end) - cost_of_first(cost, begin);
+}
+
+/* ---- grid: the sequence as num_units units, all of `unit` tokens but one, which may be short ---- */
+
+typedef struct {
+    int64_t unit;       /* multiple_of */
+    int64_t short_unit; /* tokens of the short unit; 0: none, multiple_of divides the sequence */
+    int64_t num_units;  /* the short one included */
+} grid;
+
+static grid make_grid(int64_t seq_len, int64_t multiple_of)
+{
+    grid g = {multiple_of, seq_len % multiple_of, seq_len / multiple_of};
+    g.num_units += g.short_unit > 0;
+    return g;
+}
+
+/* First token after u units, the short one among them or not yet. */
+static int64_t tokens_of(const grid *g, int64_t u, int short_is_past)
+{
+    return short_is_past ? (u - 1) * g->unit + g->short_unit : u * g->unit;
+}
+
+/* Most units in [least, most] that end a segment beginning at token `begin` within `bound`; least - 1 if none does. */
+static int64_t furthest(const cost_function *cost, const grid *g, int64_t begin, int64_t least, int64_t most,
+                        int short_is_past, double bound)
+{
+    int64_t good = least - 1, bad = most + 1;
+    while (bad - good > 1) {
+        int64_t middle = good + (bad - good) / 2;
+        if (cost_between(cost, begin, tokens_of(g, middle, short_is_past)) <= bound)
+            good = middle;
+        else
+            bad = middle;
+    }
+    return good;
+}
+
+/* Whether num_segments segments, empty ones allowed, cover the sequence with no one above `bound`.
+ *
+ * Greedy: every segment reaches as far as it may, kept apart for prefixes without the short unit and with it. Reaching
+ * further never hurts, because the cost of a segment falls as its begin moves right; and a partition with empty
+ * segments becomes one without by splitting others, which lowers their cost. So the answer is exact.
+ * *short_at: units before the short one, in the partition found. */
+static int covers(const cost_function *cost, const grid *g, int32_t num_segments, double bound, int64_t *short_at)
+{
+    int64_t full = 0; /* units reached, all full */
+    int64_t past = 0; /* units reached, the short one among them; 0: not reachable */
+    for (int32_t i = 0; i < num_segments; i++) {
+        int64_t next_past = 0;
+        if (past > 0)
+            next_past = furthest(cost, g, tokens_of(g, past, 1), past + 1, g->num_units, 1, bound);
+        if (g->short_unit > 0) {
+            int64_t here = furthest(cost, g, tokens_of(g, full, 0), full + 1, g->num_units, 1, bound);
+            if (here > full && here >= next_past) { /* of two equal places the later one */
+                next_past = here;
+                *short_at = full;
+            }
+        }
+        int64_t most_full = g->num_units - (g->short_unit > 0);
+        full = furthest(cost, g, tokens_of(g, full, 0), full + 1, most_full, 0, bound);
+        past = next_past;
+        if ((g->short_unit > 0 ? past : full) == g->num_units)
+            return 1;
+    }
+    return 0;
+}
+
+/* The least bound that covers(), to the last bit. */
+static double least_bound(const cost_function *cost, const grid *g, int32_t num_segments, int64_t *short_at)
+{
+    double total = cost_of_first(cost, cost->seq_len);
+    double low = total / (2.0 * num_segments); /* below the mean cost, rounding included: never enough */
+    double high = total;                       /* one segment holds all */
+    covers(cost, g, num_segments, high, short_at);
+    for (;;) {
+        double middle = low + (high - low) / 2;
+        if (middle <= low || middle >= high)
+            return high;
+        int64_t at = 0;
+        if (covers(cost, g, num_segments, middle, &at)) {
+            high = middle;
+            *short_at = at;
+        } else {
+            low = middle;
+        }
+    }
+}
+
+/* Once the short unit has its place, unit boundaries are fixed. */
+typedef struct {
+    const cost_function *cost;
+    const grid *g;
+    int64_t short_at;
+} placed_grid;
+
+static int64_t boundary_token(const placed_grid *p, int64_t u)
+{
+    return tokens_of(p->g, u, p->g->short_unit > 0 && u > p->short_at);
+}
+
+static double boundary_cost(const placed_grid *p, int64_t u)
+{
+    return cost_of_first(p->cost, boundary_token(p, u));
+}
+
+/* Least u in [low, high] whose C is at least `wanted`; high if none. */
+static int64_t first_at_least(const placed_grid *p, int64_t low, int64_t high, double wanted)
+{
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (boundary_cost(p, middle) >= wanted)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* Least begin in [0, end - 1] of a segment that ends at `end` within `bound`. One unit alone always is. */
+static int64_t earliest_begin(const placed_grid *p, int64_t end, double bound)
+{
+    double end_cost = boundary_cost(p, end);
+    int64_t low = 0, high = end - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (end_cost - boundary_cost(p, middle) <= bound)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return high;
+}
+
+/* Picks boundaries within the bound, each as near as it may be to an equal share of what is left. */
+static void place_boundaries(const placed_grid *p, int32_t num_segments, double bound, int64_t *sizes)
+{
+    int64_t num_units = p->g->num_units;
+    double total = boundary_cost(p, num_units);
+
+    /* sizes[i], for now: the least end of segment i from which the later segments still fit within the bound. */
+    int64_t end = num_units;
+    for (int32_t i = num_segments - 1; i >= 0; i--) {
+        sizes[i] = end;
+        end = end > 0 ? earliest_begin(p, end, bound) : 0;
+    }
+    int64_t begin = 0;
+    for (int32_t i = 0; i < num_segments; i++) {
+        int64_t later = num_segments - 1 - i; /* segments after this one, each at least one unit */
+        int64_t low = sizes[i] > begin + 1 ? sizes[i] : begin + 1, high = num_units - later;
+        double begin_cost = boundary_cost(p, begin);
+        double wanted = begin_cost + (total - begin_cost) / (double)(later + 1);
+        int64_t chosen = later == 0 ? num_units : first_at_least(p, low, high, wanted);
+        if (chosen > low && later > 0) {
+            double above = boundary_cost(p, chosen), below = boundary_cost(p, chosen - 1);
+            if (wanted - below < above - wanted || above - begin_cost > bound)
+                chosen--;
+        }
+        sizes[i] = boundary_token(p, chosen) - boundary_token(p, begin);
+        begin = chosen;
+    }
+}
+
+static void partition_by_cost(const cost_function *cost, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
+{
+    grid g = make_grid(cost->seq_len, multiple_of);
+    placed_grid placed = {cost, &g, 0};
+    double bound = least_bound(cost, &g, num_segments, &placed.short_at);
+    place_boundaries(&placed, num_segments, bound, sizes);
+}
+
+/* ---- the public calls ---- */
+
+static s1f_status check_arguments(int64_t seq_len, int32_t num_segments, double mix, int64_t multiple_of)
+{
+    if (seq_len < 1 || seq_len > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "seq_len is %lld, must be in 1..%lld", (long long)seq_len,
+                        (long long)S1F_MAX_SEQUENCE_LENGTH);
+    if (num_segments < 1)
+        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, must be at least 1", num_segments);
+    if (num_segments > seq_len)
+        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, more than the %lld tokens of the sequence", num_segments,
+                        (long long)seq_len);
+    if (multiple_of < 1)
+        return s1f_fail(S1F_ERR_ARG, "multiple_of is %lld, must be at least 1", (long long)multiple_of);
+    int64_t num_units = make_grid(seq_len, multiple_of).num_units;
+    if (num_segments > num_units)
+        return s1f_fail(S1F_ERR_ARG,
+                        "num_segments is %d, but %lld tokens hold only %lld segments of multiples of %lld tokens",
+                        num_segments, (long long)seq_len, (long long)num_units, (long long)multiple_of);
+    if (!(mix >= 0 && mix <= 1))
+        return s1f_fail(S1F_ERR_ARG, "mix is %g, must be in [0, 1]", mix);
+    return S1F_OK;
+}
+
+static s1f_status check_least(const char *name, int64_t value, int64_t least)
+{
+    if (value < least)
+        return s1f_fail(S1F_ERR_ARG, "model %s is %lld, must be at least %lld", name, (long long)value,
+                        (long long)least);
+    return S1F_OK;
+}
+
+static s1f_status check_model(const s1f_model_shape *model)
+{
+    s1f_status status;
+    if ((status = check_least("hidden", model->hidden, 1)) || (status = check_least("layers", model->layers, 1)) ||
+        (status = check_least("heads", model->heads, 1)) || (status = check_least("kv_heads", model->kv_heads, 1)) ||
+        (status = check_least("ffn", model->ffn, 0)) || (status = check_least("vocab", model->vocab, 0)))
+        return status;
+    if (model->hidden % model->heads != 0)
+        return s1f_fail(S1F_ERR_ARG, "model heads is %lld, must divide hidden %lld", (long long)model->heads,
+                        (long long)model->hidden);
+    if (model->heads % model->kv_heads != 0)
+        return s1f_fail(S1F_ERR_ARG, "model kv_heads is %lld, must divide heads %lld", (long long)model->kv_heads,
+                        (long long)model->heads);
+    return S1F_OK;
+}
+
+static flop_cost flop_cost_of(const s1f_model_shape *model)
+{
+    double h = (double)model->hidden, layers = (double)model->layers;
+    double kv_width = h / (double)model->heads * (double)model->kv_heads;
+    double projections = 4 * h * h + 4 * h * kv_width + 6 * h * (double)model->ffn;
+    flop_cost cost = {
+        .linear = layers * projections + 2 * h * (double)model->vocab,
+        .quadratic = layers * 2 * h, /* 4 h per pair of tokens; t (t + 1) / 2 pairs among the first t */
+    };
+    return cost;
+}
+
+s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t end, double *flops)
+{
+    s1f_status status = check_model(model);
+    if (status != S1F_OK)
+        return status;
+    if (begin < 0 || begin > end || end > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "tokens [%lld, %lld) are not a range within [0, %lld)", (long long)begin,
+                        (long long)end, (long long)S1F_MAX_SEQUENCE_LENGTH);
+    flop_cost cost = flop_cost_of(model);
+    *flops = flops_of_first(&cost, (double)end) - flops_of_first(&cost, (double)begin);
+    return S1F_OK;
+}
+
+s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
+{
+    s1f_status status = check_arguments(seq_len, num_segments, 0, multiple_of);
+    if (status != S1F_OK)
+        return status;
+    grid g = make_grid(seq_len, multiple_of);
+    int64_t units = g.num_units / num_segments, longer = g.num_units % num_segments;
+    for (int32_t i = 0; i < num_segments; i++)
+        sizes[i] = (units + (i < longer)) * g.unit;
+    if (g.short_unit > 0) /* in the last of the longest: where there is one longest, it becomes shorter */
+        sizes[longer > 0 ? longer - 1 : num_segments - 1] -= g.unit - g.short_unit;
+    return S1F_OK;
+}
+
+s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
+                               int64_t multiple_of, int64_t *sizes)
+{
+    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
+    if (status != S1F_OK || (status = check_model(model)) != S1F_OK)
+        return status;
+    if (mix == 0)
+        return s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
+    flop_cost flops = flop_cost_of(model);
+    cost_function cost = {.seq_len = seq_len, .mix = mix, .flops = &flops};
+    cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
+    partition_by_cost(&cost, num_segments, multiple_of, sizes);
+    return S1F_OK;
+}
+
+s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,
+                                  double mix, int64_t multiple_of, int64_t *sizes)
+{
+    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
+    if (status != S1F_OK)
+        return status;
+    if (num_costs < 1 || num_costs > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "there are %lld costs, must be in 1..%lld", (long long)num_costs,
+                        (long long)S1F_MAX_SEQUENCE_LENGTH);
+    for (int64_t i = 0; i < num_costs; i++)
+        if (!isfinite(costs[i]) || costs[i] < 0)
+            return s1f_fail(S1F_ERR_ARG, "costs[%lld] is %g, must be finite and not negative", (long long)i, costs[i]);
+
+    double *sums = malloc((size_t)(num_costs + 1) * sizeof *sums);
+    if (sums == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "cannot allocate the running sums of %lld costs", (long long)num_costs);
+    sums[0] = 0;
+    for (int64_t i = 0; i < num_costs; i++)
+        sums[i + 1] = sums[i] + costs[i];
+    double total = sums[num_costs];
+    if (!isfinite(total) || !(total > 0)) {
+        status = s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be finite and above 0", total);
+    } else if (mix == 0) {
+        status = s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
+    } else {
+        profiled_cost profiled = {costs, sums, num_costs};
+        cost_function cost = {.seq_len = seq_len, .mix = mix, .profiled = &profiled};
+        cost.even_per_token = (1 - mix) * total / (double)seq_len;
+        partition_by_cost(&cost, num_segments, multiple_of, sizes);
+    }
+    free(sums);
+    return status;
+}
+
+s1f_status s1f_partition_check(const int64_t *sizes, int32_t num_segments, int64_t seq_len)
+{
+    if (num_segments < 1)
+        return s1f_fail(S1F_ERR_ARG, "there are %d segment sizes, must be at least 1", num_segments);
+    int64_t left = seq_len; /* tokens without a segment */
+    for (int32_t i = 0; i < num_segments; i++) {
+        if (sizes[i] < 1)
+            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", i, (long long)sizes[i]);
+        if (sizes[i] > left)
+            return s1f_fail(S1F_ERR_ARG, "segments 0..%d hold more than the %lld tokens of the sequence", i,
+                            (long long)seq_len);
+        left -= sizes[i];
+    }
+    if (left != 0)
+        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld, the sequence has %lld tokens",
+                        (long long)(seq_len - left), (long long)seq_len);
+    return S1F_OK;
+}

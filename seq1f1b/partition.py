@@ -1,0 +1,80 @@
+"""How one sequence is cut into segments: even, of equal FLOPs, or of equal measured cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from seq1f1b import _core
+
+__all__ = ["ModelShape", "check_segment_sizes", "partition_sequence"]
+
+
+class ModelShape(NamedTuple):
+    """What the cost of a token depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
+
+    ``ffn`` is the inner width of three matrices (a plain two-matrix feed-forward of width f counts as 2 f / 3),
+    ``vocab`` the words of the output head; both may be 0. The head size is ``hidden / heads``.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+
+    def flops(self, begin: int, end: int) -> float:
+        """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
+
+        The formula stands in ``csrc/partition.h``; a backward pass costs twice as much at every position.
+        """
+        return _core.model_flops(self, begin, end)
+
+
+def partition_sequence(
+    seq_len: int,
+    num_segments: int,
+    *,
+    strategy: str = "flops",
+    model: ModelShape | None = None,
+    costs: Sequence[float] | None = None,
+    mix: float = 1.0,
+    multiple_of: int = 1,
+) -> list[int]:
+    """Cuts a sequence into segments whose costliest one is as cheap as the grid allows.
+
+    Args:
+        seq_len: tokens, up to 2**40.
+        num_segments: at least 1, at most the multiples of ``multiple_of`` that the sequence holds.
+        strategy: ``"even"`` (equal lengths), ``"flops"`` (equal floating-point operations of ``model``), or
+            ``"profiled"`` (equal measured ``costs``).
+        model: shape of the model, for ``"flops"``.
+        costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
+            what piece ``i`` costs, in any unit. One cost per token, or the times of a few equal segments.
+        mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
+        multiple_of: every size is a multiple of it, except that one segment holds the remainder of ``seq_len``, placed
+            where it keeps the costliest segment cheapest.
+    Returns:
+        ``num_segments`` sizes, each at least 1, that sum to ``seq_len``.
+    Raises:
+        ValueError: a count out of range, a model or costs that do not fit the strategy, costs that are negative or not
+            finite; the message names the rule and the values.
+    Source: computation-wise partition of Seq1F1B, arXiv:2406.03488.
+    """
+    needs = {"even": None, "flops": "model", "profiled": "costs"}
+    if strategy not in needs:
+        raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(map(repr, needs))}")
+    for name, value in (("model", model), ("costs", costs)):
+        if (value is None) == (needs[strategy] == name):
+            raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}=")
+    if model is not None:
+        return _core.partition_flops(seq_len, num_segments, model, mix, multiple_of)
+    if costs is not None:
+        return _core.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
+    return _core.partition_even(seq_len, num_segments, multiple_of)
+
+
+def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
+    """Raises ``ValueError``, naming the segment or the sum, unless ``sizes`` are at least 1 and sum to ``seq_len``."""
+    _core.partition_check(sizes, seq_len)
