@@ -19,6 +19,8 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wstrict-prototy
             "-Wundef", "-Wvla", "-Wwrite-strings", "-Wformat=2"]  # fmt: skip
 # -fexceptions: errors of libtorch unwind through our frames; without it the process is terminated.
 FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", *WARNINGS]
+MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", "1")]
+LIBRARIES = ["m", "dl", "pthread"]
 # One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
 INSTRUCTION_SETS = {
     "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
@@ -47,6 +49,10 @@ def compile_and_link_flags() -> tuple[list[str], list[str]]:
     return compile_flags, link_flags
 
 
+def instruction_set_flags(source: str) -> list[str]:
+    return next((flags for suffix, flags in INSTRUCTION_SETS.items() if source.endswith(suffix)), [])
+
+
 class BuildExt(build_ext):
     """Adds the instruction-set flags of a file to its own compilation only."""
 
@@ -54,8 +60,7 @@ class BuildExt(build_ext):
         compile_one = self.compiler._compile
 
         def compile_with_isa(obj, src, ext, cc_args, extra_postargs, pp_opts):
-            isa = next((flags for suffix, flags in INSTRUCTION_SETS.items() if src.endswith(suffix)), [])
-            compile_one(obj, src, ext, cc_args, [*extra_postargs, *isa], pp_opts)
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *instruction_set_flags(src)], pp_opts)
 
         self.compiler._compile = compile_with_isa
         super().build_extensions()
@@ -68,23 +73,22 @@ def sources() -> list[str]:
     return files
 
 
-free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # no limited API there
-compile_flags, link_flags = compile_and_link_flags()
-macros = [("_GNU_SOURCE", "1")] + ([] if free_threaded else [("Py_LIMITED_API", "0x030A0000")])
+def main() -> None:
+    free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # no limited API there
+    compile_flags, link_flags = compile_and_link_flags()
+    extension = Extension(
+        "seq1f1b._C",
+        sources(),
+        depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/*.h"),
+        define_macros=MACROS + ([] if free_threaded else [("Py_LIMITED_API", "0x030A0000")]),
+        extra_compile_args=compile_flags,
+        extra_link_args=link_flags,
+        libraries=LIBRARIES,
+        py_limited_api=not free_threaded,
+    )
+    wheel = {} if free_threaded else {"py_limited_api": "cp310"}
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt}, options={"bdist_wheel": wheel})
 
-setup(
-    ext_modules=[
-        Extension(
-            "seq1f1b._C",
-            sources(),
-            depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/*.h"),
-            define_macros=macros,
-            extra_compile_args=compile_flags,
-            extra_link_args=link_flags,
-            libraries=["m", "dl", "pthread"],
-            py_limited_api=not free_threaded,
-        )
-    ],
-    cmdclass={"build_ext": BuildExt},
-    options={} if not free_threaded else {"bdist_wheel": {"py_limited_api": False}},
-)
+
+if __name__ == "__main__":  # tests/c/run.py imports this file for its flags and sources
+    main()
