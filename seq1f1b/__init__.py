@@ -1,6 +1,44 @@
-"""Sequence-level one-forward-one-backward pipeline parallelism (Seq1F1B, arXiv:2406.03488)."""
+"""Sequence-level one-forward-one-backward pipeline parallelism (Seq1F1B, arXiv:2406.03488).
+
+Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import it when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
 
 from seq1f1b._core import PipelineError, ScheduleError
+from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 
-__all__ = ["PipelineError", "ScheduleError"]
+__all__ = ["ModelShape", "PipelineError", "ScheduleError", "check_segment_sizes", "partition_sequence"]
 __version__ = "0.1.0"
+
+# Public name -> module that defines it and imports torch.
+_NEEDS_TORCH: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'seq1f1b' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_NEEDS_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"seq1f1b.{name} needs torch, which is not installed; {_torch_remedy()}") from error
+    globals()[name] = value
+    return value
+
+
+def _torch_remedy() -> str:
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        wanted = next(line for line in requires("seq1f1b") or () if line.startswith("torch"))
+    except (PackageNotFoundError, StopIteration):
+        wanted = "torch"
+    return f'run: pip install "{wanted}"'
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NEEDS_TORCH})
