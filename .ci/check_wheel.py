@@ -1,0 +1,17 @@
+"""Run by .ci/run in a bare environment that holds the wheel and nothing else: what works without torch, does it?"""
+
+import sys
+
+import seq1f1b
+
+assert "torch" not in sys.modules
+assert seq1f1b._core._C.__file__.endswith(".abi3.so"), seq1f1b._core._C.__file__
+assert seq1f1b.partition_sequence(10, 3, strategy="even") == [4, 3, 3]
+for name in seq1f1b._NEEDS_TORCH:
+    try:
+        getattr(seq1f1b, name)
+    except ImportError as error:
+        assert f"seq1f1b.{name} needs torch" in str(error) and 'pip install "torch' in str(error), error
+    else:
+        raise AssertionError(f"seq1f1b.{name} came without torch")
+print(f"imports on Python {sys.version.split()[0]}")
