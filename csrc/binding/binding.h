@@ -13,12 +13,16 @@
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
 #define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
+#define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
 
 /* Raises the Python exception of a status with s1f_last_error() as its text; returns NULL. */
 PyObject *s1f_raise(s1f_status status);
+struct s1f_group;
+/* The same; a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
+PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
 /* The exception classes, made when the module is imported; borrowed. */
 extern PyObject *s1f_schedule_error; /* seq1f1b.ScheduleError(ValueError) */
 extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */

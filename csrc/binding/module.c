@@ -56,9 +56,15 @@ static int module_exec(PyObject *module)
                       "An order of units breaks a rule; the message names the rule and the units.", PyExc_ValueError,
                       &s1f_schedule_error) < 0)
         return -1;
-    return add_exception(module, "PipelineError", "seq1f1b.PipelineError",
-                         "A peer was lost, made no progress in time, or ended the step; see .rank, .unit and .edge.",
-                         PyExc_RuntimeError, &s1f_pipeline_error);
+    if (add_exception(module, "PipelineError", "seq1f1b.PipelineError",
+                      "A peer was lost, made no progress in time, or ended the step; see .rank, .unit and .edge.",
+                      PyExc_RuntimeError, &s1f_pipeline_error) < 0)
+        return -1;
+    static const char *const attributes[] = {"rank", "unit", "edge"}; /* None where unknown */
+    for (size_t i = 0; i < sizeof attributes / sizeof attributes[0]; i++)
+        if (PyObject_SetAttrString(s1f_pipeline_error, attributes[i], Py_None) < 0)
+            return -1;
+    return 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};

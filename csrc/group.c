@@ -1,0 +1,447 @@
+/* group.c - progress, failure and small collectives in one block of memory; waiting. */
+#include "group.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    CACHE_LINE = 64,
+    WHAT_WORDS = S1F_WHAT_BYTES / 8,
+    SLICE_NS = 20 * 1000 * 1000,      /* a sleeping waiter looks around this often */
+    INTERRUPT_NS = 100 * 1000 * 1000, /* and asks for signals this often: that takes the GIL */
+    SPINS_PER_CLOCK = 32
+};
+
+typedef struct { /* what a rank does; one cache line, written by that rank (or its watcher's copy), read by all */
+    _Atomic uint32_t version;    /* odd while it is written */
+    _Atomic int32_t waiting_for; /* rank + 1; 0: nobody */
+    _Atomic int64_t time_ns;     /* 0: never reported */
+    _Atomic uint64_t what[WHAT_WORDS];
+} progress_row;
+
+_Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
+
+/* What one rank gives to a gather. Two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so all have
+ * read round g. */
+typedef struct {
+    _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
+    int32_t bytes[2];
+    _Alignas(CACHE_LINE) char data[2][S1F_GATHER_BYTES];
+} mailbox;
+
+enum { FAILURE_NONE = 0, FAILURE_BEING_WRITTEN, FAILURE_STANDS };
+
+typedef struct {
+    _Atomic uint32_t failed;
+    _Atomic int32_t lost; /* rank + 1 that died: never forgotten */
+    s1f_failure failure;
+} failure_block;
+
+enum { FAILURE_BLOCK_BYTES = (sizeof(failure_block) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE };
+
+struct s1f_group {
+    failure_block *failure;
+    progress_row *rows;
+    mailbox *mailboxes;
+    int32_t num_ranks, rank, poison;
+    int64_t step, timeout_ns, spin_ns;
+    s1f_status (*interrupted)(void *context);
+    void *context;
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static void cpu_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* -- creation ---------------------------------------------------------------------------------------------------- */
+
+size_t s1f_group_block_bytes(int32_t num_ranks)
+{
+    return FAILURE_BLOCK_BYTES + (size_t)num_ranks * (sizeof(progress_row) + sizeof(mailbox));
+}
+
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
+                            void *context, s1f_group **out)
+{
+    if (num_ranks < 1 || rank < 0 || rank >= num_ranks)
+        return s1f_fail(S1F_ERR_ARG, "rank %d of %d ranks", (int)rank, (int)num_ranks);
+    if ((uintptr_t)block % CACHE_LINE != 0)
+        return s1f_fail(S1F_ERR_ARG, "the shared block must lie on a multiple of %d bytes", (int)CACHE_LINE);
+    s1f_group *group = calloc(1, sizeof *group);
+    if (group == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the group of rank %d", (int)rank);
+    char *memory = block;
+    group->failure = (failure_block *)memory;
+    group->rows = (progress_row *)(memory + FAILURE_BLOCK_BYTES);
+    group->mailboxes = (mailbox *)(memory + FAILURE_BLOCK_BYTES + (size_t)num_ranks * sizeof(progress_row));
+    group->num_ranks = num_ranks;
+    group->rank = rank;
+    group->timeout_ns = INT64_C(300) * 1000000000;
+    group->spin_ns = 20 * 1000;
+    group->interrupted = interrupted;
+    group->context = context;
+    *out = group;
+    return S1F_OK;
+}
+
+void s1f_group_free(s1f_group *group)
+{
+    free(group);
+}
+
+void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
+{
+    group->timeout_ns = timeout_ns;
+    group->spin_ns = spin_ns;
+}
+
+void s1f_group_set_poison(s1f_group *group, int32_t poison)
+{
+    group->poison = poison;
+}
+
+int32_t s1f_group_poison(const s1f_group *group)
+{
+    return group->poison;
+}
+
+void s1f_group_begin_step(s1f_group *group, int64_t step)
+{
+    char what[S1F_WHAT_BYTES];
+    group->step = step;
+    snprintf(what, sizeof what, "the start of step %lld", (long long)step);
+    s1f_group_progress(group, what);
+}
+
+int64_t s1f_group_step(const s1f_group *group)
+{
+    return group->step;
+}
+
+/* -- progress ---------------------------------------------------------------------------------------------------- */
+
+static void write_row(progress_row *row, const char *what, int64_t time_ns)
+{
+    uint64_t words[WHAT_WORDS] = {0};
+    memcpy(words, what, strnlen(what, S1F_WHAT_BYTES - 1));
+    uint32_t version = atomic_load_explicit(&row->version, memory_order_relaxed);
+    atomic_store_explicit(&row->version, version + 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    for (int i = 0; i < WHAT_WORDS; i++)
+        atomic_store_explicit(&row->what[i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&row->time_ns, time_ns, memory_order_relaxed);
+    atomic_store_explicit(&row->version, version + 2, memory_order_release);
+}
+
+void s1f_group_progress(s1f_group *group, const char *what)
+{
+    write_row(&group->rows[group->rank], what, now_ns());
+}
+
+void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for)
+{
+    write_row(&group->rows[rank], what, now_ns() - age_ns);
+    atomic_store_explicit(&group->rows[rank].waiting_for, waiting_for + 1, memory_order_relaxed);
+}
+
+void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
+                            int32_t *waiting_for)
+{
+    enum { TRIES = 1000 }; /* a rank killed while it writes leaves the version odd: then take what is there */
+    progress_row *row = &group->rows[rank];
+    uint64_t words[WHAT_WORDS];
+    int64_t time_ns;
+    for (int i = 0; i < TRIES; i++) {
+        uint32_t version = atomic_load_explicit(&row->version, memory_order_acquire);
+        for (int w = 0; w < WHAT_WORDS; w++)
+            words[w] = atomic_load_explicit(&row->what[w], memory_order_relaxed);
+        time_ns = atomic_load_explicit(&row->time_ns, memory_order_relaxed);
+        atomic_thread_fence(memory_order_acquire);
+        if (version % 2 == 0 && atomic_load_explicit(&row->version, memory_order_relaxed) == version)
+            break;
+    }
+    memcpy(what, words, S1F_WHAT_BYTES);
+    what[S1F_WHAT_BYTES - 1] = '\0';
+    *age_ns = time_ns == 0 ? -1 : now_ns() - time_ns;
+    *waiting_for = atomic_load_explicit(&row->waiting_for, memory_order_relaxed) - 1;
+}
+
+/* -- failure ----------------------------------------------------------------------------------------------------- */
+
+void s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
+{
+    uint32_t none = FAILURE_NONE;
+    if (!atomic_compare_exchange_strong(&group->failure->failed, &none, FAILURE_BEING_WRITTEN))
+        return;
+    group->failure->failure = *failure;
+    atomic_store_explicit(&group->failure->failed, FAILURE_STANDS, memory_order_release);
+}
+
+/* %.*s: the compiler knows that it fits */
+static void copy_text(char *out, size_t bytes, const char *text)
+{
+    snprintf(out, bytes, "%.*s", (int)bytes - 1, text);
+}
+
+static void fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
+{
+    s1f_failure failure = {.rank = rank};
+    int64_t age_ns;
+    int32_t waiting_for;
+    if (rank >= 0 && rank < group->num_ranks)
+        s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
+    copy_text(failure.edge, sizeof failure.edge, edge);
+    copy_text(failure.text, sizeof failure.text, text);
+    s1f_group_fail_with(group, &failure);
+}
+
+void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
+{
+    fail_on_edge(group, rank, "", text);
+}
+
+static int failure_stands(const s1f_group *group)
+{
+    return atomic_load_explicit(&group->failure->failed, memory_order_acquire) == FAILURE_STANDS;
+}
+
+void s1f_group_failure(const s1f_group *group, s1f_failure *out)
+{
+    if (failure_stands(group)) {
+        *out = group->failure->failure;
+        return;
+    }
+    memset(out, 0, sizeof *out);
+    out->rank = -1;
+}
+
+s1f_status s1f_group_check(const s1f_group *group)
+{
+    if (!failure_stands(group))
+        return S1F_OK;
+    const s1f_failure *failure = &group->failure->failure;
+    return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure->rank, failure->text);
+}
+
+void s1f_group_clear(s1f_group *group)
+{
+    atomic_store(&group->failure->failed, FAILURE_NONE);
+}
+
+/* -- waiting ----------------------------------------------------------------------------------------------------- */
+
+/* The half of the position that changes within a step. Two steps may agree in it, so a sleeper may miss a wake-up; it
+ * then finds the position at the end of its slice. */
+static uint32_t *futex_word(s1f_signal *signal)
+{
+    return (uint32_t *)(void *)&signal->position + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
+}
+
+static int reached(s1f_signal *signal, uint64_t target)
+{
+    return atomic_load_explicit(&signal->position, memory_order_acquire) >= target;
+}
+
+void s1f_signal_raise(s1f_signal *signal, uint64_t position)
+{
+    atomic_store(&signal->position, position); /* sequentially consistent, before the look at the sleepers */
+    if (atomic_load(&signal->sleepers) != 0)
+        syscall(SYS_futex, futex_word(signal), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Returns 1 if a signal handler ran. */
+static int sleep_slice(s1f_signal *signal, uint64_t target)
+{
+    struct timespec slice = {.tv_nsec = SLICE_NS};
+    int handler_ran = 0;
+    atomic_fetch_add(&signal->sleepers, 1); /* before the look at the position */
+    uint64_t position = atomic_load(&signal->position);
+    if (position < target)
+        handler_ran = syscall(SYS_futex, futex_word(signal), FUTEX_WAIT, (uint32_t)position, &slice, NULL, 0) == -1 &&
+                      errno == EINTR;
+    atomic_fetch_sub(&signal->sleepers, 1);
+    return handler_ran;
+}
+
+static int hung_up(int fd)
+{
+    struct pollfd poll_fd = {.fd = fd, .events = POLLRDHUP};
+    return fd >= 0 && poll(&poll_fd, 1, 0) == 1 && (poll_fd.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+}
+
+static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
+{
+    if (reason->sequence < 0)
+        snprintf(text, bytes, "%s %s", reason->purpose, reason->edge);
+    else
+        snprintf(text, bytes, "%s %s, message %lld", reason->purpose, reason->edge, (long long)reason->sequence);
+}
+
+static void describe_seconds(int64_t ns, char *text, size_t bytes)
+{
+    double seconds = (double)ns * 1e-9;
+    snprintf(text, bytes, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
+}
+
+static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
+{
+    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
+    int64_t age_ns;
+    int32_t rank = reason->peer_rank, waits_for;
+    describe(reason, waiting, sizeof waiting);
+    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
+    snprintf(text, sizeof text, "rank %d is gone: its process ended%s%s (%s)", (int)rank, age_ns < 0 ? "" : " in ",
+             what, waiting);
+    atomic_store(&group->failure->lost, rank + 1);
+    fail_on_edge(group, rank, reason->edge, text);
+    return s1f_fail(S1F_ERR_PEER, "%s", text);
+}
+
+/* The rank at the end of the chain of waits that starts at the peer, and the latest progress on that chain: stages that
+ * wait in turn for one that compiles are not stuck themselves. */
+static int32_t follow_waits(const s1f_group *group, int32_t peer, int64_t *latest_age_ns)
+{
+    char what[S1F_WHAT_BYTES];
+    int32_t rank = peer, next;
+    *latest_age_ns = INT64_MAX;
+    for (int32_t i = 0; i < group->num_ranks; i++) {
+        int64_t age_ns;
+        s1f_group_get_progress(group, rank, what, &age_ns, &next);
+        if (age_ns >= 0 && age_ns < *latest_age_ns)
+            *latest_age_ns = age_ns;
+        if (next < 0 || next >= group->num_ranks || next == group->rank)
+            break;
+        rank = next;
+    }
+    return rank;
+}
+
+static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, int64_t waited_ns)
+{
+    int64_t age_ns;
+    int32_t waits_for, rank;
+    if (waited_ns <= group->timeout_ns)
+        return S1F_OK;
+    rank = follow_waits(group, reason->peer_rank, &age_ns);
+    if (age_ns <= group->timeout_ns)
+        return S1F_OK;
+    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], seconds[32], text[S1F_FAILURE_BYTES];
+    describe(reason, waiting, sizeof waiting);
+    s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
+    describe_seconds(age_ns < 0 ? waited_ns : age_ns, seconds, sizeof seconds);
+    if (age_ns < 0)
+        snprintf(text, sizeof text, "rank %d has not entered a step for %s (%s)", (int)rank, seconds, waiting);
+    else
+        snprintf(text, sizeof text, "rank %d has been in %s for %s (%s)", (int)rank, what, seconds, waiting);
+    fail_on_edge(group, rank, reason->edge, text);
+    return s1f_fail(S1F_ERR_TIMEOUT, "%s", text);
+}
+
+static s1f_status look_around(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason,
+                              int64_t waited_ns)
+{
+    s1f_status status;
+    int32_t lost = atomic_load(&group->failure->lost);
+    if (reason->recovering && lost != 0)
+        return s1f_fail(S1F_ERR_PEER, "rank %d is gone: its process ended in an earlier step", (int)lost - 1);
+    if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
+        return status;
+    if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */
+        return reached(signal, target) ? S1F_OK : fail_lost(group, reason);
+    return check_time(group, reason, waited_ns);
+}
+
+static s1f_status sleep_until(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason)
+{
+    int64_t start = now_ns(), asked = start;
+    for (;;) {
+        int handler_ran = sleep_slice(signal, target);
+        if (reached(signal, target))
+            return S1F_OK;
+        int64_t now = now_ns();
+        s1f_status status = look_around(group, signal, target, reason, now - start);
+        if (status != S1F_OK)
+            return status;
+        if (group->interrupted != NULL && (handler_ran || now - asked >= INTERRUPT_NS)) {
+            if ((status = group->interrupted(group->context)) != S1F_OK)
+                return status;
+            asked = now;
+        }
+    }
+}
+
+s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason)
+{
+    if (reached(signal, target))
+        return S1F_OK;
+    if (group->spin_ns > 0) {
+        int64_t end = now_ns() + group->spin_ns;
+        do {
+            for (int i = 0; i < SPINS_PER_CLOCK; i++) {
+                if (reached(signal, target))
+                    return S1F_OK;
+                cpu_relax();
+            }
+        } while (now_ns() < end);
+    }
+    progress_row *row = &group->rows[group->rank];
+    atomic_store_explicit(&row->waiting_for, reason->peer_rank + 1, memory_order_relaxed);
+    s1f_status status = sleep_until(group, signal, target, reason);
+    atomic_store_explicit(&row->waiting_for, 0, memory_order_relaxed);
+    return status;
+}
+
+/* -- small collectives ------------------------------------------------------------------------------------------- */
+
+s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
+                            int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes)
+{
+    if (bytes < 0 || bytes > S1F_GATHER_BYTES)
+        return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
+                        (int)bytes);
+    uint64_t target = ((uint64_t)epoch << 32) + round + 1;
+    mailbox *own = &group->mailboxes[group->rank];
+    own->bytes[round % 2] = bytes;
+    memcpy(own->data[round % 2], data, (size_t)bytes);
+    s1f_signal_raise(&own->given, target);
+    for (int32_t rank = 0; rank < group->num_ranks; rank++) {
+        mailbox *box = &group->mailboxes[rank];
+        s1f_wait_reason reason = {.peer_rank = rank,
+                                  .recovering = recovering,
+                                  .hangup_fd = hangup_fds == NULL ? -1 : hangup_fds[rank],
+                                  .purpose = "waiting for",
+                                  .edge = "all ranks to meet",
+                                  .sequence = -1};
+        s1f_status status = s1f_group_wait(group, &box->given, target, &reason);
+        if (status != S1F_OK)
+            return status;
+        int32_t box_bytes = box->bytes[round % 2];
+        if (box_bytes < 0 || box_bytes > S1F_GATHER_BYTES)
+            return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)box_bytes);
+        memcpy(out + (size_t)rank * S1F_GATHER_BYTES, box->data[round % 2], (size_t)box_bytes);
+        out_bytes[rank] = box_bytes;
+    }
+    /* A rank that left because of a failure may write its next round while it is read here; then the failure stands. */
+    atomic_thread_fence(memory_order_acquire);
+    return recovering ? S1F_OK : s1f_group_check(group);
+}

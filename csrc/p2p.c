@@ -1,0 +1,141 @@
+/* p2p.c - what all transports share: building, checking and naming messages. */
+#include "p2p.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const uint32_t MESSAGE_MAGIC = UINT32_C(0x31463153); /* "S1F1" */
+enum { MESSAGE_VERSION = 1 };
+
+static s1f_status on_edge(s1f_status status, const s1f_edge_end *end, int64_t sequence)
+{
+    /* The group's own errors name rank, edge and message; a Python exception has no text here. */
+    if (status == S1F_OK || status == S1F_ERR_PEER || status == S1F_ERR_TIMEOUT || status == S1F_ERR_PYTHON)
+        return status;
+    return s1f_fail_prefixed(status, "%s, message %lld: ", end->text, (long long)sequence);
+}
+
+/* Bytes of a tensor, -1 where its header makes no sense. */
+static int64_t tensor_bytes(const s1f_tensor_header *tensor)
+{
+    int64_t bytes = s1f_dtype_bytes(tensor->dtype);
+    if (tensor->flags & S1F_TENSOR_NONE)
+        return 0;
+    if (bytes == 0 || tensor->ndim < 0 || tensor->ndim > S1F_MAX_DIMS)
+        return -1;
+    for (int32_t i = 0; i < tensor->ndim; i++)
+        if (tensor->sizes[i] < 0 || __builtin_mul_overflow(bytes, tensor->sizes[i], &bytes))
+            return -1;
+    return bytes;
+}
+
+static int64_t round_up(int64_t bytes, int64_t to)
+{
+    return (bytes + to - 1) / to * to;
+}
+
+/* Lays the tensors out one behind the other. */
+static s1f_status lay_out(s1f_message *message)
+{
+    if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS)
+        return s1f_fail(S1F_ERR_ARG, "%d tensors, a message holds 0 to %d", (int)message->num_tensors,
+                        (int)S1F_MAX_TENSORS);
+    int64_t end = 0;
+    for (int32_t i = 0; i < message->num_tensors; i++) {
+        s1f_tensor_header *tensor = &message->tensors[i];
+        if ((tensor->bytes = tensor_bytes(tensor)) < 0)
+            return s1f_fail(S1F_ERR_ARG, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size",
+                            (int)i, s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
+        tensor->offset = round_up(end, S1F_PAYLOAD_ALIGNMENT);
+        if (__builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > INT64_MAX / 2)
+            return s1f_fail(S1F_ERR_ARG, "the tensors are larger than memory can be");
+    }
+    message->payload_bytes = end;
+    return S1F_OK;
+}
+
+/* A message that a reader may follow: every tensor lies within the payload. */
+static s1f_status check_sound(const s1f_message *message, int64_t sequence)
+{
+    if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
+        return s1f_fail(S1F_ERR_STATE, "not a message of this version of seq1f1b (magic %08x, version %u)",
+                        (unsigned)message->magic, (unsigned)message->version);
+    if (message->sequence != sequence)
+        return s1f_fail(S1F_ERR_STATE, "its header says message %lld", (long long)message->sequence);
+    if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS || message->payload_bytes < 0)
+        return s1f_fail(S1F_ERR_STATE, "its header holds %d tensors in %lld bytes", (int)message->num_tensors,
+                        (long long)message->payload_bytes);
+    for (int32_t i = 0; i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        int64_t end;
+        if (tensor->bytes != tensor_bytes(tensor) || tensor->offset < 0 ||
+            tensor->offset % S1F_PAYLOAD_ALIGNMENT != 0 ||
+            __builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > message->payload_bytes)
+            return s1f_fail(S1F_ERR_STATE, "tensor %d lies at bytes %lld + %lld of a payload of %lld", (int)i,
+                            (long long)tensor->offset, (long long)tensor->bytes, (long long)message->payload_bytes);
+    }
+    return S1F_OK;
+}
+
+s1f_status s1f_p2p_begin_step(s1f_edge_end *end, int32_t num_places)
+{
+    if (num_places < 1)
+        return s1f_fail(S1F_ERR_ARG, "%s: %d places, at least 1 is needed", end->text, (int)num_places);
+    return end->transport->begin_step(end, num_places);
+}
+
+s1f_status s1f_p2p_post(s1f_edge_end *end, int64_t sequence, int32_t place)
+{
+    return on_edge(end->transport->post(end, sequence, place), end, sequence);
+}
+
+s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message)
+{
+    const s1f_message *found;
+    s1f_status status = end->transport->wait(end, sequence, place, &found);
+    if (status == S1F_OK && (status = check_sound(found, sequence)) == S1F_OK)
+        *message = found;
+    return on_edge(status, end, sequence);
+}
+
+s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
+                        const void *const *tensors)
+{
+    message->magic = MESSAGE_MAGIC;
+    message->version = MESSAGE_VERSION;
+    message->sequence = sequence;
+    s1f_status status = lay_out(message);
+    if (status == S1F_OK)
+        status = end->transport->send(end, sequence, place, message, tensors);
+    return on_edge(status, end, sequence);
+}
+
+void s1f_edge_end_free(s1f_edge_end *end)
+{
+    if (end != NULL)
+        end->transport->free(end);
+}
+
+/* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
+static void message_text(const s1f_message *message, char *text, size_t bytes)
+{
+    static const char passes[] = "FBIW";
+    char pass = message->pass >= 0 && message->pass < 4 ? passes[message->pass] : '?';
+    snprintf(text, bytes, "%c%d.%d of step %lld (%s), stage %d to %d, message %lld", pass, (int)message->microbatch,
+             (int)message->segment, (long long)message->step, message->training ? "train" : "eval",
+             (int)message->source_stage, (int)message->destination_stage, (long long)message->sequence);
+}
+
+s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected)
+{
+    if (message->step == expected->step && message->sequence == expected->sequence &&
+        message->source_stage == expected->source_stage && message->destination_stage == expected->destination_stage &&
+        message->pass == expected->pass && message->microbatch == expected->microbatch &&
+        message->segment == expected->segment && message->training == expected->training)
+        return S1F_OK;
+    char got[160], wanted[160];
+    message_text(message, got, sizeof got);
+    message_text(expected, wanted, sizeof wanted);
+    return s1f_fail(S1F_ERR_STATE, "received %s, but the program expects %s: do all ranks run the same schedule?", got,
+                    wanted);
+}

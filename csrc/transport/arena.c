@@ -1,0 +1,294 @@
+/* arena.c - edges whose places lie in mapped memory: loopback and shm, and c10d by a relay.
+ *
+ * The arena starts with two positions, each (step, messages so far) in one 64-bit number that only one end raises:
+ *   granted  by the receiver: messages up to here may be written
+ *   sent     by the sender:   messages up to here have been written
+ * A step's positions are above those of every earlier step, so an aborted step leaves nothing to clean up. */
+#include "arena.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum {
+    PAGE_BYTES = 65536, /* places start on multiples of it: a multiple of every page size we meet */
+    CACHE_LINE = 64,
+    NO_PLACES = 0
+};
+
+typedef struct { /* the first page */
+    _Alignas(CACHE_LINE) s1f_signal granted;
+    _Alignas(CACHE_LINE) s1f_signal sent;
+} arena_control;
+
+_Static_assert(sizeof(arena_control) <= PAGE_BYTES, "the control words fit");
+
+typedef struct {
+    s1f_edge_end head;
+    arena_control *control;
+    int64_t bytes, stride; /* of the arena; of one place */
+    int32_t num_places;    /* NO_PLACES before the first step */
+    int hangup_fd;
+    int64_t posted, sent;   /* messages of this step */
+    const s1f_relay *relay; /* NULL: both ends map the arena */
+    void *context;
+    uint64_t *busy_until; /* sender with a relay, per place: position from which it may be written again */
+} arena_end;
+
+static uint64_t position_of(const arena_end *arena, int64_t messages)
+{
+    return ((uint64_t)s1f_group_step(arena->head.group) << 32) + (uint64_t)messages;
+}
+
+static char *place_memory(const arena_end *arena, int32_t place)
+{
+    return (char *)arena->control + PAGE_BYTES + place * arena->stride;
+}
+
+int64_t s1f_arena_place_bytes(int64_t payload_bytes)
+{
+    int64_t page = sysconf(_SC_PAGESIZE);
+    return (S1F_HEADER_BYTES + payload_bytes + page - 1) / page * page;
+}
+
+/* -- memory ------------------------------------------------------------------------------------------------------ */
+
+s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out)
+{
+    if (bytes < 1)
+        return s1f_fail(S1F_ERR_ARG, "cannot map %lld bytes", (long long)bytes);
+    s1f_mapping *mapping = malloc(sizeof *mapping);
+    if (mapping == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a mapping");
+    mapping->bytes = bytes;
+    mapping->memory = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (mapping->memory == MAP_FAILED) {
+        int error = errno;
+        free(mapping);
+        if (error == ENOMEM)
+            return s1f_fail(S1F_ERR_MEMORY,
+                            "cannot reserve %lld bytes of address space for an edge; where it is limited (ulimit -v), "
+                            "a smaller arena_bytes is enough: places x (largest message + 2 KiB)",
+                            (long long)bytes);
+        return s1f_fail(S1F_ERR_SYSTEM, "mapping %lld bytes of shared memory: %s", (long long)bytes, strerror(error));
+    }
+    *out = mapping;
+    return S1F_OK;
+}
+
+void s1f_mapping_free(s1f_mapping *mapping)
+{
+    if (mapping == NULL)
+        return;
+    munmap(mapping->memory, (size_t)mapping->bytes);
+    free(mapping);
+}
+
+/* -- steps ------------------------------------------------------------------------------------------------------- */
+
+static s1f_status wait_for_place(arena_end *arena, uint64_t position, int64_t sequence)
+{
+    s1f_wait_reason reason = {.peer_rank = arena->head.peer_rank,
+                              .hangup_fd = arena->hangup_fd,
+                              .purpose = "waiting for a free place for",
+                              .edge = arena->head.text,
+                              .sequence = sequence};
+    return s1f_group_wait(arena->head.group, &arena->control->granted, position, &reason);
+}
+
+s1f_status s1f_relay_flush(s1f_edge_end *end)
+{
+    arena_end *arena = (arena_end *)end;
+    for (int32_t place = 0; arena->busy_until != NULL && place < arena->num_places; place++) {
+        s1f_status status = wait_for_place(arena, arena->busy_until[place], -1);
+        if (status != S1F_OK)
+            return status;
+    }
+    return S1F_OK;
+}
+
+/* Cuts the arena into places. The side that owns them (the receiver; with a relay, each) gives the old pages back. */
+static s1f_status set_places(arena_end *arena, int32_t num_places)
+{
+    int64_t stride = (arena->bytes - PAGE_BYTES) / num_places / PAGE_BYTES * PAGE_BYTES;
+    if (stride < PAGE_BYTES)
+        return s1f_fail(S1F_ERR_ARG, "%s: %d places do not fit in an arena of %lld bytes; raise arena_bytes",
+                        arena->head.text, (int)num_places, (long long)arena->bytes);
+    if (arena->relay != NULL && !arena->head.is_receiver) {
+        s1f_status status = s1f_relay_flush(&arena->head);
+        if (status != S1F_OK)
+            return status;
+        uint64_t *busy_until = calloc((size_t)num_places, sizeof *busy_until);
+        if (busy_until == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "%s: no memory for %d places", arena->head.text, (int)num_places);
+        free(arena->busy_until);
+        arena->busy_until = busy_until;
+    }
+    if (arena->num_places != NO_PLACES && (arena->head.is_receiver || arena->relay != NULL) &&
+        madvise((char *)arena->control + PAGE_BYTES, (size_t)(arena->bytes - PAGE_BYTES) / PAGE_BYTES * PAGE_BYTES,
+                MADV_REMOVE) != 0)
+        return s1f_fail(S1F_ERR_SYSTEM, "%s: giving pages back: %s", arena->head.text, strerror(errno));
+    arena->num_places = num_places;
+    arena->stride = stride;
+    return S1F_OK;
+}
+
+static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
+{
+    arena_end *arena = (arena_end *)end;
+    if (num_places != arena->num_places) {
+        s1f_status status = set_places(arena, num_places);
+        if (status != S1F_OK)
+            return status;
+    }
+    arena->posted = arena->sent = 0;
+    return arena->relay == NULL ? S1F_OK : arena->relay->begin_step(arena->context, s1f_group_step(end->group));
+}
+
+static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_t sequence, int64_t next, int32_t place)
+{
+    if (arena->head.is_receiver != is_receiver)
+        return s1f_fail(S1F_ERR_STATE, "this is the %s's end", arena->head.is_receiver ? "receiver" : "sender");
+    if (sequence != next || place < 0 || place >= arena->num_places)
+        return s1f_fail(S1F_ERR_STATE, "in place %d of %d, but message %lld is next", (int)place,
+                        (int)arena->num_places, (long long)next);
+    return S1F_OK;
+}
+
+/* -- messages ---------------------------------------------------------------------------------------------------- */
+
+static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
+{
+    arena_end *arena = (arena_end *)end;
+    s1f_status status = check_turn(arena, 1, sequence, arena->posted, place);
+    if (status != S1F_OK)
+        return status;
+    if (s1f_group_poison(end->group)) {
+        s1f_message *last = (s1f_message *)place_memory(arena, place);
+        if (last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
+            memset((char *)last + S1F_HEADER_BYTES, 0xFF, (size_t)last->payload_bytes);
+    }
+    arena->posted++;
+    if (arena->relay != NULL)
+        return arena->relay->post(arena->context, sequence, place_memory(arena, place));
+    s1f_signal_raise(&arena->control->granted, position_of(arena, arena->posted));
+    return S1F_OK;
+}
+
+static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message)
+{
+    arena_end *arena = (arena_end *)end;
+    if (!end->is_receiver || sequence < 0 || sequence >= arena->posted || place < 0 || place >= arena->num_places)
+        return s1f_fail(S1F_ERR_STATE, "waited for in place %d of %d without having been posted", (int)place,
+                        (int)arena->num_places);
+    s1f_wait_reason reason = {.peer_rank = end->peer_rank,
+                              .hangup_fd = arena->hangup_fd,
+                              .purpose = "waiting for",
+                              .edge = end->text,
+                              .sequence = sequence};
+    s1f_status status = s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason);
+    if (status != S1F_OK)
+        return status;
+    *message = (const s1f_message *)place_memory(arena, place);
+    if ((*message)->payload_bytes > arena->stride - S1F_HEADER_BYTES)
+        return s1f_fail(S1F_ERR_STATE, "its header says %lld bytes, its place holds %lld",
+                        (long long)(*message)->payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES));
+    return S1F_OK;
+}
+
+static void fill_place(char *place, const s1f_message *message, const void *const *tensors)
+{
+    memcpy(place, message, offsetof(s1f_message, tensors) + (size_t)message->num_tensors * sizeof message->tensors[0]);
+    for (int32_t i = 0; i < message->num_tensors; i++)
+        if (message->tensors[i].bytes > 0)
+            memcpy(place + S1F_HEADER_BYTES + message->tensors[i].offset, tensors[i],
+                   (size_t)message->tensors[i].bytes);
+}
+
+static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message *message,
+                             const void *const *tensors)
+{
+    arena_end *arena = (arena_end *)end;
+    s1f_status status = check_turn(arena, 0, sequence, arena->sent, place);
+    if (status != S1F_OK)
+        return status;
+    if (message->payload_bytes > arena->stride - S1F_HEADER_BYTES)
+        return s1f_fail(S1F_ERR_ARG,
+                        "%lld bytes do not fit in a place of %lld (%d places in an arena of %lld bytes); "
+                        "raise arena_bytes",
+                        (long long)message->payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES),
+                        (int)arena->num_places, (long long)arena->bytes);
+    uint64_t position = position_of(arena, sequence + 1);
+    status = wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence);
+    if (status != S1F_OK)
+        return status;
+    fill_place(place_memory(arena, place), message, tensors);
+    arena->sent++;
+    if (arena->relay != NULL) {
+        arena->busy_until[place] = position;
+        return arena->relay->send(arena->context, sequence, place_memory(arena, place), message->payload_bytes);
+    }
+    s1f_signal_raise(&arena->control->sent, position);
+    return S1F_OK;
+}
+
+void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)
+{
+    arena_end *arena = (arena_end *)end;
+    uint64_t position = ((uint64_t)step << 32) + (uint64_t)sequence + 1;
+    s1f_signal_raise(end->is_receiver ? &arena->control->sent : &arena->control->granted, position);
+}
+
+static void arena_free(s1f_edge_end *end)
+{
+    arena_end *arena = (arena_end *)end;
+    if (arena->relay != NULL)
+        arena->relay->free(arena->context);
+    free(arena->busy_until);
+    free(arena);
+}
+
+static const s1f_transport arena_transport = {
+    .name = "arena",
+    .begin_step = arena_begin_step,
+    .post = arena_post,
+    .wait = arena_wait,
+    .send = arena_send,
+    .free = arena_free,
+};
+
+/* -- creation ---------------------------------------------------------------------------------------------------- */
+
+s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
+                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out)
+{
+    if (bytes < 2 * PAGE_BYTES)
+        return s1f_fail(S1F_ERR_ARG, "%s: an arena needs at least %d bytes, not %lld", text, 2 * PAGE_BYTES,
+                        (long long)bytes);
+    arena_end *arena = calloc(1, sizeof *arena);
+    if (arena == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "%s: no memory for an end", text);
+    arena->head.transport = &arena_transport;
+    arena->head.group = group;
+    arena->head.peer_rank = peer_rank;
+    arena->head.is_receiver = is_receiver;
+    strncpy(arena->head.text, text, sizeof arena->head.text - 1);
+    arena->control = memory;
+    arena->bytes = bytes;
+    arena->hangup_fd = -1;
+    arena->relay = relay;
+    arena->context = context;
+    *out = &arena->head;
+    return S1F_OK;
+}
+
+s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
+                                int32_t is_receiver, const char *text, s1f_edge_end **out)
+{
+    s1f_status status = s1f_relay_end_create(group, memory, bytes, NULL, NULL, peer_rank, is_receiver, text, out);
+    if (status == S1F_OK)
+        ((arena_end *)*out)->hangup_fd = hangup_fd;
+    return status;
+}
