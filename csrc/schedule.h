@@ -23,8 +23,11 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
+/* Forward units of one schedule, num_stages * num_microbatches * num_segments; keeps every product within int64. */
+enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
+
 /* An empty schedule: rank_of_stage[num_stages] says where each stage runs (copied).
- * S1F_ERR_ARG if a count is below 1, a rank is out of range or holds no stage.
+ * S1F_ERR_ARG if a count is below 1, there are too many units, a rank is out of range or holds no stage.
  * *out is owned by the caller (s1f_schedule_free) and untouched on error. */
 s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
                                const int32_t *rank_of_stage, s1f_schedule **out);
@@ -32,8 +35,9 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
 
-/* Builds a named family: "seq1f1b", "1f1b", "gpipe" (table in schedules/families.h). stages_per_rank above 1 is
- * S1F_ERR_SCHEDULE for families that hold one stage per rank. */
+/* Builds a named family: "seq1f1b", "1f1b", "gpipe" (table in schedules/families.c), for every count of at least 1.
+ * S1F_ERR_ARG for an unknown name or a count below 1; S1F_ERR_SCHEDULE for stages_per_rank above 1 where the family
+ * holds one stage per rank. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, s1f_schedule **out);
 /* Name of family i, NULL past the last. Static storage. */
@@ -46,10 +50,31 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
+/* 1 unless every unit goes forward. */
+int s1f_schedule_has_backward(const s1f_schedule *schedule);
+/* 1 where text must name stages: unless every rank r holds stage r and no other. */
+int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 
-/* The same order with forward units only: what eval runs. */
+/* The same order with forward units only: what eval runs. *out is owned by the caller. */
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 
+/* -- text (schedule_text.c) ----------------------------------------------------------------------------------------
+ * Ours: one line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the
+ * stage, on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit
+ * do not count. Torch's: one line of CSV per rank, "2F3" = stage 2, forward, flat index 3 = microbatch * num_segments +
+ * segment; an empty cell is a bubble and says nothing about the order.
+ * The readers find the counts and the placement in the text. They do not check the order: s1f_schedule_check does. */
+
+/* *text: terminated, owned by the caller (free). */
+s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
+s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
+/* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
+s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);
+s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out);
+
+/* The letter of a pass: F, B, I or W; and back, -1 for another letter. */
+char s1f_pass_letter(int32_t pass);
+int32_t s1f_pass_from_letter(char letter);
 /* "F1.0", or "[2]F1.0" where with_stage. Writes at most `bytes` bytes, always terminated. */
 void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
 

@@ -1,0 +1,211 @@
+/* schedule.c - the order of every rank as plain arrays of units. */
+#include "schedule.h"
+
+#include "schedules/families.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    s1f_unit *units;
+    int64_t count, capacity;
+} order;
+
+struct s1f_schedule {
+    int32_t num_ranks, num_stages, num_microbatches, num_segments;
+    int32_t *rank_of_stage; /* [num_stages] */
+    order *orders;          /* [num_ranks] */
+};
+
+static s1f_status require_at_least_one(const char *name, int32_t value)
+{
+    if (value < 1)
+        return s1f_fail(S1F_ERR_ARG, "%s is %d, must be at least 1", name, value);
+    return S1F_OK;
+}
+
+static s1f_status check_placement(int32_t num_ranks, int32_t num_stages, const int32_t *rank_of_stage)
+{
+    if (num_stages < num_ranks)
+        return s1f_fail(S1F_ERR_ARG, "num_stages is %d, must be at least num_ranks, %d: every rank holds a stage",
+                        num_stages, num_ranks);
+    unsigned char *holds_stage = calloc((size_t)num_ranks, 1);
+    if (holds_stage == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", num_stages);
+    s1f_status status = S1F_OK;
+    for (int32_t stage = 0; stage < num_stages && status == S1F_OK; stage++) {
+        int32_t rank = rank_of_stage[stage];
+        if (rank < 0 || rank >= num_ranks)
+            status = s1f_fail(S1F_ERR_ARG, "stage %d is placed on rank %d, must be in 0..%d", stage, rank,
+                              num_ranks - 1);
+        else
+            holds_stage[rank] = 1;
+    }
+    for (int32_t rank = 0; rank < num_ranks && status == S1F_OK; rank++)
+        if (!holds_stage[rank])
+            status = s1f_fail(S1F_ERR_ARG, "rank %d holds no stage", rank);
+    free(holds_stage);
+    return status;
+}
+
+s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
+                               const int32_t *rank_of_stage, s1f_schedule **out)
+{
+    s1f_status status;
+    if ((status = require_at_least_one("num_ranks", num_ranks)) != S1F_OK ||
+        (status = require_at_least_one("num_stages", num_stages)) != S1F_OK ||
+        (status = require_at_least_one("num_microbatches", num_microbatches)) != S1F_OK ||
+        (status = require_at_least_one("num_segments", num_segments)) != S1F_OK)
+        return status;
+    if ((int64_t)num_microbatches * num_segments > S1F_MAX_FORWARD_UNITS / num_stages)
+        return s1f_fail(S1F_ERR_ARG, "%d stages x %d micro-batches x %d segments are more than %d units", num_stages,
+                        num_microbatches, num_segments, (int)S1F_MAX_FORWARD_UNITS);
+    if ((status = check_placement(num_ranks, num_stages, rank_of_stage)) != S1F_OK)
+        return status;
+
+    s1f_schedule *schedule = calloc(1, sizeof *schedule);
+    if (schedule == NULL)
+        goto no_memory;
+    schedule->rank_of_stage = malloc((size_t)num_stages * sizeof *schedule->rank_of_stage);
+    schedule->orders = calloc((size_t)num_ranks, sizeof *schedule->orders);
+    if (schedule->rank_of_stage == NULL || schedule->orders == NULL)
+        goto no_memory;
+    schedule->num_ranks = num_ranks;
+    schedule->num_stages = num_stages;
+    schedule->num_microbatches = num_microbatches;
+    schedule->num_segments = num_segments;
+    memcpy(schedule->rank_of_stage, rank_of_stage, (size_t)num_stages * sizeof *rank_of_stage);
+    *out = schedule;
+    return S1F_OK;
+
+no_memory:
+    s1f_schedule_free(schedule);
+    return s1f_fail(S1F_ERR_MEMORY, "no memory for a schedule of %d ranks and %d stages", num_ranks, num_stages);
+}
+
+void s1f_schedule_free(s1f_schedule *schedule)
+{
+    if (schedule == NULL)
+        return;
+    if (schedule->orders != NULL)
+        for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
+            free(schedule->orders[rank].units);
+    free(schedule->orders);
+    free(schedule->rank_of_stage);
+    free(schedule);
+}
+
+s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
+{
+    if (unit.pass < 0 || unit.pass >= S1F_NUM_PASSES)
+        return s1f_fail(S1F_ERR_ARG, "pass is %d, must be in 0..%d", unit.pass, S1F_NUM_PASSES - 1);
+    char text[64];
+    s1f_unit_text(unit, 1, text, sizeof text);
+    if (unit.stage < 0 || unit.stage >= schedule->num_stages)
+        return s1f_fail(S1F_ERR_ARG, "%s: stage %d must be in 0..%d", text, unit.stage, schedule->num_stages - 1);
+    if (unit.microbatch < 0 || unit.microbatch >= schedule->num_microbatches)
+        return s1f_fail(S1F_ERR_ARG, "%s: micro-batch %d must be in 0..%d", text, unit.microbatch,
+                        schedule->num_microbatches - 1);
+    if (unit.segment < 0 || unit.segment >= schedule->num_segments)
+        return s1f_fail(S1F_ERR_ARG, "%s: segment %d must be in 0..%d", text, unit.segment, schedule->num_segments - 1);
+
+    order *own = &schedule->orders[schedule->rank_of_stage[unit.stage]];
+    if (own->count == own->capacity) {
+        int64_t capacity = own->capacity == 0 ? 64 : 2 * own->capacity;
+        s1f_unit *units = realloc(own->units, (size_t)capacity * sizeof *units);
+        if (units == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
+        own->units = units;
+        own->capacity = capacity;
+    }
+    own->units[own->count++] = unit;
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
+                              int32_t stages_per_rank, s1f_schedule **out)
+{
+    s1f_status status;
+    if ((status = require_at_least_one("num_ranks", num_ranks)) != S1F_OK ||
+        (status = require_at_least_one("num_microbatches", num_microbatches)) != S1F_OK ||
+        (status = require_at_least_one("num_segments", num_segments)) != S1F_OK ||
+        (status = require_at_least_one("stages_per_rank", stages_per_rank)) != S1F_OK)
+        return status;
+    for (const s1f_family *known = s1f_families; known->name != NULL; known++)
+        if (strcmp(known->name, family) == 0)
+            return known->build(num_ranks, num_microbatches, num_segments, stages_per_rank, out);
+    return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", family);
+}
+
+const char *s1f_schedule_family(int32_t i)
+{
+    for (const s1f_family *known = s1f_families; known->name != NULL; known++)
+        if (i-- == 0)
+            return known->name;
+    return NULL;
+}
+
+int32_t s1f_schedule_num_ranks(const s1f_schedule *schedule)
+{
+    return schedule->num_ranks;
+}
+
+int32_t s1f_schedule_num_stages(const s1f_schedule *schedule)
+{
+    return schedule->num_stages;
+}
+
+int32_t s1f_schedule_num_microbatches(const s1f_schedule *schedule)
+{
+    return schedule->num_microbatches;
+}
+
+int32_t s1f_schedule_num_segments(const s1f_schedule *schedule)
+{
+    return schedule->num_segments;
+}
+
+int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage)
+{
+    return schedule->rank_of_stage[stage];
+}
+
+const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units)
+{
+    *num_units = schedule->orders[rank].count;
+    return schedule->orders[rank].units;
+}
+
+int s1f_schedule_has_backward(const s1f_schedule *schedule)
+{
+    for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
+        for (int64_t i = 0; i < schedule->orders[rank].count; i++)
+            if (schedule->orders[rank].units[i].pass != S1F_PASS_FORWARD)
+                return 1;
+    return 0;
+}
+
+int s1f_schedule_shows_stages(const s1f_schedule *schedule)
+{
+    for (int32_t stage = 0; stage < schedule->num_stages; stage++)
+        if (schedule->rank_of_stage[stage] != stage)
+            return 1;
+    return 0;
+}
+
+s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out)
+{
+    s1f_schedule *forward = NULL;
+    s1f_status status = s1f_schedule_create(schedule->num_ranks, schedule->num_stages, schedule->num_microbatches,
+                                            schedule->num_segments, schedule->rank_of_stage, &forward);
+    for (int32_t rank = 0; rank < schedule->num_ranks && status == S1F_OK; rank++)
+        for (int64_t i = 0; i < schedule->orders[rank].count && status == S1F_OK; i++)
+            if (schedule->orders[rank].units[i].pass == S1F_PASS_FORWARD)
+                status = s1f_schedule_append(forward, schedule->orders[rank].units[i]);
+    if (status != S1F_OK) {
+        s1f_schedule_free(forward);
+        return status;
+    }
+    *out = forward;
+    return S1F_OK;
+}

@@ -1,0 +1,300 @@
+/* schedule_text.c - a schedule as text, ours and torch's CSV; written and read back. */
+#include "schedule.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
+
+static const char pass_letters[S1F_NUM_PASSES + 1] = "FBIW";
+
+char s1f_pass_letter(int32_t pass)
+{
+    return pass >= 0 && pass < S1F_NUM_PASSES ? pass_letters[pass] : '?';
+}
+
+int32_t s1f_pass_from_letter(char letter)
+{
+    for (int32_t pass = 0; pass < S1F_NUM_PASSES; pass++)
+        if (pass_letters[pass] == letter)
+            return pass;
+    return -1;
+}
+
+void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)
+{
+    if (with_stage)
+        snprintf(text, bytes, "[%d]%c%d.%d", unit.stage, s1f_pass_letter(unit.pass), unit.microbatch, unit.segment);
+    else
+        snprintf(text, bytes, "%c%d.%d", s1f_pass_letter(unit.pass), unit.microbatch, unit.segment);
+}
+
+/* -- writing ----------------------------------------------------------------------------------------------------- */
+
+static void csv_unit_text(const s1f_schedule *schedule, s1f_unit unit, char *text, size_t bytes)
+{
+    int64_t flat = (int64_t)unit.microbatch * s1f_schedule_num_segments(schedule) + unit.segment;
+    snprintf(text, bytes, "%d%c%lld", unit.stage, s1f_pass_letter(unit.pass), (long long)flat);
+}
+
+/* Every unit takes at most UNIT_TEXT_BYTES with its separator; the text is cut to size at the end. */
+static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **text)
+{
+    int32_t num_ranks = s1f_schedule_num_ranks(schedule);
+    int64_t num_units, total = 0;
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
+        s1f_schedule_units(schedule, rank, &num_units);
+        total += num_units;
+    }
+    size_t capacity = (size_t)total * UNIT_TEXT_BYTES + (size_t)num_ranks + 1, used = 0;
+    char *lines = malloc(capacity);
+    if (lines == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the text of %lld units", (long long)total);
+    int with_stage = s1f_schedule_shows_stages(schedule);
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++) {
+            if (i > 0)
+                lines[used++] = as_csv ? ',' : ' ';
+            if (as_csv)
+                csv_unit_text(schedule, units[i], lines + used, UNIT_TEXT_BYTES - 1);
+            else
+                s1f_unit_text(units[i], with_stage, lines + used, UNIT_TEXT_BYTES - 1);
+            used += strlen(lines + used);
+        }
+        lines[used++] = '\n';
+    }
+    lines[used++] = '\0';
+    char *cut = realloc(lines, used);
+    *text = cut != NULL ? cut : lines;
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
+{
+    return write_lines(schedule, 0, text);
+}
+
+s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text)
+{
+    return write_lines(schedule, 1, text);
+}
+
+/* -- reading ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *begin;
+    size_t bytes;
+    int32_t line, number; /* for messages, both from 1 */
+    int32_t rank;         /* lines that hold units, from 0 */
+} token;
+
+typedef struct {
+    s1f_unit unit;
+    int32_t rank, names_stage;
+    token where;
+} parsed_unit;
+
+typedef struct {
+    const char *at;
+    int as_csv;
+    int32_t line, number, rank;
+    int line_has_units;
+} scanner;
+
+static int is_separator(const scanner *s, char c)
+{
+    return c == ' ' || c == '\t' || c == '\r' || (s->as_csv && (c == ',' || c == '"'));
+}
+
+/* The next token; 0 at the end of the text. */
+static int next_token(scanner *s, token *t)
+{
+    for (;;) {
+        while (is_separator(s, *s->at))
+            s->at++;
+        if (*s->at == '#')
+            s->at += strcspn(s->at, "\n");
+        if (*s->at == '\0')
+            return 0;
+        if (*s->at != '\n')
+            break;
+        s->at++;
+        s->line++;
+        s->number = 0;
+        s->rank += s->line_has_units;
+        s->line_has_units = 0;
+    }
+    t->begin = s->at;
+    while (*s->at != '\0' && *s->at != '\n' && *s->at != '#' && !is_separator(s, *s->at))
+        s->at++;
+    t->bytes = (size_t)(s->at - t->begin);
+    t->line = s->line;
+    t->number = ++s->number;
+    t->rank = s->rank;
+    s->line_has_units = 1;
+    return 1;
+}
+
+static s1f_status fail_at(const token *t, const char *why)
+{
+    char text[QUOTED_TOKEN_BYTES];
+    snprintf(text, sizeof text, "%.*s", (int)(t->bytes < sizeof text ? t->bytes : sizeof text - 1), t->begin);
+    return s1f_fail(S1F_ERR_ARG, "line %d, unit %d, '%s': %s", t->line, t->number, text, why);
+}
+
+/* A decimal number of at most INT32_MAX at *at, before `end`; moves *at past it. */
+static int read_number(const char **at, const char *end, int32_t *value)
+{
+    const char *begin = *at;
+    int64_t sum = 0;
+    for (; *at < end && **at >= '0' && **at <= '9'; ++*at)
+        if ((sum = 10 * sum + (**at - '0')) > INT32_MAX)
+            return 0;
+    *value = (int32_t)sum;
+    return *at > begin;
+}
+
+static int read_pass(const char **at, const char *end, int32_t *pass)
+{
+    if (*at == end || (*pass = s1f_pass_from_letter(**at)) < 0)
+        return 0;
+    ++*at;
+    return 1;
+}
+
+static int read_character(const char **at, const char *end, char c)
+{
+    if (*at == end || **at != c)
+        return 0;
+    ++*at;
+    return 1;
+}
+
+static s1f_status parse_ours(const token *t, parsed_unit *out)
+{
+    const char *at = t->begin, *end = t->begin + t->bytes;
+    s1f_unit unit = {0, t->rank, 0, 0};
+    int names_stage = read_character(&at, end, '[');
+    if ((names_stage && !(read_number(&at, end, &unit.stage) && read_character(&at, end, ']'))) ||
+        !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &unit.microbatch) ||
+        !read_character(&at, end, '.') || !read_number(&at, end, &unit.segment) || at != end)
+        return fail_at(t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W), micro-batch, segment");
+    *out = (parsed_unit){unit, t->rank, names_stage, *t};
+    return S1F_OK;
+}
+
+static s1f_status parse_torch(const token *t, int32_t num_segments, parsed_unit *out)
+{
+    const char *at = t->begin, *end = t->begin + t->bytes;
+    s1f_unit unit = {0, 0, 0, 0};
+    int32_t flat = 0;
+    if (!read_number(&at, end, &unit.stage) || !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &flat) ||
+        at != end)
+        return fail_at(t, "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read");
+    unit.microbatch = flat / num_segments;
+    unit.segment = flat % num_segments;
+    *out = (parsed_unit){unit, t->rank, 1, *t};
+    return S1F_OK;
+}
+
+static s1f_status append_parsed(parsed_unit **units, int64_t *count, int64_t *capacity, parsed_unit unit)
+{
+    if (*count == *capacity) {
+        int64_t larger = *capacity == 0 ? 256 : 2 * *capacity;
+        parsed_unit *moved = realloc(*units, (size_t)larger * sizeof **units);
+        if (moved == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory to read %lld units", (long long)larger);
+        *units = moved;
+        *capacity = larger;
+    }
+    (*units)[(*count)++] = unit;
+    return S1F_OK;
+}
+
+static int32_t larger(int32_t a, int32_t b)
+{
+    return a > b ? a : b;
+}
+
+/* The rank of every stage from the lines that name it. A complete order has a unit for every stage, micro-batch and
+ * segment, so indices beyond the number of units are a slip of the pen, not a wish for memory. */
+static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, int32_t num_segments, s1f_schedule **out)
+{
+    s1f_unit most = {0, 0, 0, num_segments - 1};
+    int32_t num_ranks = units[count - 1].rank + 1;
+    for (int64_t i = 0; i < count; i++) {
+        s1f_unit unit = units[i].unit;
+        if (units[i].names_stage != units[0].names_stage)
+            return fail_at(&units[i].where, "either every unit names its stage or none does");
+        if (unit.stage >= count || unit.microbatch >= count || (num_segments == 0 && unit.segment >= count))
+            return fail_at(&units[i].where, "an index is larger than the number of units in the text");
+        most.stage = larger(most.stage, unit.stage);
+        most.microbatch = larger(most.microbatch, unit.microbatch);
+        most.segment = larger(most.segment, unit.segment);
+    }
+    int32_t num_stages = most.stage + 1;
+    int32_t *rank_of_stage = malloc((size_t)num_stages * sizeof *rank_of_stage);
+    if (rank_of_stage == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", num_stages);
+    s1f_schedule *schedule = NULL;
+    s1f_status status = S1F_OK;
+    for (int32_t stage = 0; stage < num_stages; stage++)
+        rank_of_stage[stage] = -1;
+    for (int64_t i = 0; i < count && status == S1F_OK; i++) {
+        int32_t *rank = &rank_of_stage[units[i].unit.stage];
+        if (*rank >= 0 && *rank != units[i].rank)
+            status = fail_at(&units[i].where, "another line holds this stage already");
+        *rank = units[i].rank;
+    }
+    for (int32_t stage = 0; stage < num_stages && status == S1F_OK; stage++)
+        if (rank_of_stage[stage] < 0)
+            status = s1f_fail(S1F_ERR_ARG, "no line holds stage %d, the text names stages up to %d", stage, most.stage);
+    if (status == S1F_OK)
+        status = s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage,
+                                     &schedule);
+    for (int64_t i = 0; i < count && status == S1F_OK; i++)
+        status = s1f_schedule_append(schedule, units[i].unit);
+    free(rank_of_stage);
+    if (status != S1F_OK) {
+        s1f_schedule_free(schedule);
+        return status;
+    }
+    *out = schedule;
+    return S1F_OK;
+}
+
+/* num_segments 0: our own text. */
+static s1f_status read_lines(const char *text, int32_t num_segments, s1f_schedule **out)
+{
+    scanner s = {.at = text, .as_csv = num_segments > 0, .line = 1};
+    parsed_unit *units = NULL;
+    int64_t count = 0, capacity = 0;
+    token t;
+    s1f_status status = S1F_OK;
+    while (status == S1F_OK && next_token(&s, &t)) {
+        parsed_unit unit = {0};
+        status = num_segments > 0 ? parse_torch(&t, num_segments, &unit) : parse_ours(&t, &unit);
+        if (status == S1F_OK)
+            status = append_parsed(&units, &count, &capacity, unit);
+    }
+    if (status == S1F_OK && count == 0)
+        status = s1f_fail(S1F_ERR_ARG, "the text holds no unit");
+    if (status == S1F_OK)
+        status = create_from_parsed(units, count, num_segments, out);
+    free(units);
+    return status;
+}
+
+s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
+{
+    return read_lines(text, 0, out);
+}
+
+s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out)
+{
+    if (num_segments < 1)
+        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, must be at least 1", num_segments);
+    return read_lines(text, num_segments, out);
+}
