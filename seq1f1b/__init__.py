@@ -9,8 +9,20 @@ from importlib import import_module
 
 from seq1f1b._core import PipelineError, ScheduleError
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
+from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 
-__all__ = ["ModelShape", "PipelineError", "ScheduleError", "check_segment_sizes", "partition_sequence"]
+__all__ = [
+    "ModelShape",
+    "PipelineError",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Unit",
+    "build_schedule",
+    "check_segment_sizes",
+    "partition_sequence",
+    "schedules",
+]
 __version__ = "0.1.0"
 
 # Public name -> module that defines it and imports torch.

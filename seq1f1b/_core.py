@@ -38,3 +38,23 @@ edge_post = _C.edge_post
 edge_wait = _C.edge_wait
 edge_send = _C.edge_send
 place_tensor_capsule = _C.place_tensor_capsule
+
+# schedule
+schedule_families = _C.schedule_families
+schedule_build = _C.schedule_build
+schedule_counts = _C.schedule_counts
+schedule_placement = _C.schedule_placement
+schedule_units = _C.schedule_units
+schedule_check = _C.schedule_check
+schedule_forward_only = _C.schedule_forward_only
+schedule_to_text = _C.schedule_to_text
+schedule_to_csv = _C.schedule_to_csv
+schedule_from_text = _C.schedule_from_text
+schedule_from_csv = _C.schedule_from_csv
+program_lower = _C.program_lower
+program_instructions = _C.program_instructions
+program_edges = _C.program_edges
+program_stage_peak = _C.program_stage_peak
+program_peak_tokens = _C.program_peak_tokens
+program_rank_peak = _C.program_rank_peak
+program_simulate = _C.program_simulate

@@ -1,4 +1,542 @@
-/* schedule.c - conversions for the schedule room. */
+/* schedule.c - conversions for the schedule room: schedules, lowered programs, simulations. */
 #include "binding.h"
 
-PyMethodDef s1f_schedule_methods[] = {{NULL, NULL, 0, NULL}};
+#include "../check.h"
+#include "../lower.h"
+#include "../schedule.h"
+#include "../simulate.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* -- handles ----------------------------------------------------------------------------------------------------- */
+
+static void free_schedule_capsule(PyObject *capsule)
+{
+    s1f_schedule_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_SCHEDULE));
+}
+
+static void free_program_capsule(PyObject *capsule)
+{
+    s1f_program_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_PROGRAM));
+}
+
+/* Takes the schedule over. */
+static PyObject *wrap_schedule(s1f_status status, s1f_schedule *schedule)
+{
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *capsule = PyCapsule_New(schedule, S1F_CAPSULE_SCHEDULE, free_schedule_capsule);
+    if (capsule == NULL)
+        s1f_schedule_free(schedule);
+    return capsule;
+}
+
+static int require_rank(int32_t rank, int32_t num_ranks)
+{
+    if (rank >= 0 && rank < num_ranks)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "rank is %d, must be in 0..%d", (int)rank, (int)num_ranks - 1);
+    return 0;
+}
+
+static int require_stage(int32_t stage, int32_t num_stages)
+{
+    if (stage >= 0 && stage < num_stages)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "stage is %d, must be in 0..%d", (int)stage, (int)num_stages - 1);
+    return 0;
+}
+
+/* -- sequences --------------------------------------------------------------------------------------------------- */
+
+/* Appends `item` (stolen, NULL = failed) to `list`; -1 with the exception set. */
+static int append_new(PyObject *list, PyObject *item)
+{
+    int result = item == NULL ? -1 : PyList_Append(list, item);
+    Py_XDECREF(item);
+    return result;
+}
+
+/* A new array of exactly `count` items (at least one allocated) from a Python sequence; NULL with the exception set. */
+static int64_t *read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
+{
+    PyObject *items = PySequence_Tuple(sequence);
+    if (items == NULL)
+        return NULL;
+    int64_t *values = NULL;
+    if (PyTuple_Size(items) != count) {
+        PyErr_Format(PyExc_ValueError, "%s holds %zd values, must hold %zd", name, PyTuple_Size(items), count);
+        goto done;
+    }
+    if ((values = malloc((size_t)(count > 0 ? count : 1) * sizeof *values)) == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(PyTuple_GetItem(items, i));
+        if (values[i] == -1 && PyErr_Occurred()) {
+            free(values);
+            values = NULL;
+            break;
+        }
+    }
+done:
+    Py_DECREF(items);
+    return values;
+}
+
+static double *read_doubles(PyObject *sequence, Py_ssize_t count, const char *name)
+{
+    PyObject *items = PySequence_Tuple(sequence);
+    if (items == NULL)
+        return NULL;
+    double *values = NULL;
+    if (PyTuple_Size(items) != count) {
+        PyErr_Format(PyExc_ValueError, "%s holds %zd values, must hold %zd", name, PyTuple_Size(items), count);
+        goto done;
+    }
+    if ((values = malloc((size_t)(count > 0 ? count : 1) * sizeof *values)) == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyFloat_AsDouble(PyTuple_GetItem(items, i));
+        if (values[i] == -1.0 && PyErr_Occurred()) {
+            free(values);
+            values = NULL;
+            break;
+        }
+    }
+done:
+    Py_DECREF(items);
+    return values;
+}
+
+static PyObject *list_of_doubles(const double *values, int64_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *value = PyFloat_FromDouble(values[i]);
+        if (value == NULL) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        PyList_SetItem(list, (Py_ssize_t)i, value); /* steals */
+    }
+    return list;
+}
+
+static PyObject *unit_tuple(s1f_unit unit)
+{
+    return Py_BuildValue("(Ciii)", s1f_pass_letter(unit.pass), unit.stage, unit.microbatch, unit.segment);
+}
+
+/* -- schedules --------------------------------------------------------------------------------------------------- */
+
+static PyObject *schedule_families(PyObject *self, PyObject *unused)
+{
+    (void)self;
+    (void)unused;
+    PyObject *names = PyList_New(0);
+    for (int32_t i = 0; names != NULL && s1f_schedule_family(i) != NULL; i++)
+        if (append_new(names, PyUnicode_FromString(s1f_schedule_family(i))) < 0)
+            Py_CLEAR(names);
+    return names;
+}
+
+static PyObject *schedule_build(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    const char *family;
+    int num_ranks, num_microbatches, num_segments, stages_per_rank;
+    if (!PyArg_ParseTuple(arguments, "siiii", &family, &num_ranks, &num_microbatches, &num_segments, &stages_per_rank))
+        return NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status =
+        s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, &schedule);
+    return wrap_schedule(status, schedule);
+}
+
+static PyObject *schedule_counts(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    return Py_BuildValue("(iiii)", s1f_schedule_num_ranks(schedule), s1f_schedule_num_stages(schedule),
+                         s1f_schedule_num_microbatches(schedule), s1f_schedule_num_segments(schedule));
+}
+
+static PyObject *schedule_placement(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    PyObject *ranks = PyList_New(0);
+    for (int32_t stage = 0; ranks != NULL && stage < s1f_schedule_num_stages(schedule); stage++)
+        if (append_new(ranks, PyLong_FromLong(s1f_schedule_rank_of_stage(schedule, stage))) < 0)
+            Py_CLEAR(ranks);
+    return ranks;
+}
+
+static PyObject *schedule_units(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
+        return NULL;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL || !require_rank(rank, s1f_schedule_num_ranks(schedule)))
+        return NULL;
+    int64_t num_units;
+    const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < num_units; i++)
+        if (append_new(list, unit_tuple(units[i])) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *schedule_check(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule;
+    long long max_live_units;
+    if (!PyArg_ParseTuple(arguments, "OL", &capsule, &max_live_units))
+        return NULL;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    s1f_status status = s1f_schedule_check(schedule, max_live_units);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *schedule_forward_only(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    s1f_schedule *forward = NULL;
+    s1f_status status = s1f_schedule_forward_only(schedule, &forward);
+    return wrap_schedule(status, forward);
+}
+
+static PyObject *text_of(PyObject *capsule, s1f_status (*write)(const s1f_schedule *schedule, char **text))
+{
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    char *text = NULL;
+    s1f_status status = write(schedule, &text);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *result = PyUnicode_FromString(text);
+    free(text);
+    return result;
+}
+
+static PyObject *schedule_to_text(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    return text_of(capsule, s1f_schedule_to_text);
+}
+
+static PyObject *schedule_to_csv(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    return text_of(capsule, s1f_schedule_to_csv);
+}
+
+static PyObject *schedule_from_text(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    const char *text; /* "s" refuses text with a zero byte */
+    if (!PyArg_ParseTuple(arguments, "s", &text))
+        return NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_from_text(text, &schedule);
+    return wrap_schedule(status, schedule);
+}
+
+static PyObject *schedule_from_csv(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    const char *text;
+    int num_segments;
+    if (!PyArg_ParseTuple(arguments, "si", &text, &num_segments))
+        return NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_from_csv(text, num_segments, &schedule);
+    return wrap_schedule(status, schedule);
+}
+
+/* -- lowered programs -------------------------------------------------------------------------------------------- */
+
+static PyObject *program_lower(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule;
+    int prefetch;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &prefetch))
+        return NULL;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    s1f_program *program = NULL;
+    s1f_status status = s1f_schedule_lower(schedule, prefetch, &program);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *handle = PyCapsule_New(program, S1F_CAPSULE_PROGRAM, free_program_capsule);
+    if (handle == NULL)
+        s1f_program_free(program);
+    return handle;
+}
+
+static PyObject *instruction_tuple(const s1f_instruction *instruction)
+{
+    static const char *const names[] = {"POST", "WAIT", "RUN", "SEND", "FREE"};
+    return Py_BuildValue("(siNiiiL)", names[instruction->opcode], instruction->edge, unit_tuple(instruction->unit),
+                         instruction->place, instruction->kv_slot, instruction->grad_slot,
+                         (long long)instruction->sequence);
+}
+
+static PyObject *program_instructions(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
+        return NULL;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL || !require_rank(rank, s1f_program_num_ranks(program)))
+        return NULL;
+    int64_t count;
+    const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < count; i++)
+        if (append_new(list, instruction_tuple(&instructions[i])) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *program_edges(PyObject *self, PyObject *capsule)
+{
+    (void)self;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL)
+        return NULL;
+    int32_t count;
+    const s1f_edge *edges = s1f_program_edges(program, &count);
+    PyObject *list = PyList_New(0);
+    for (int32_t e = 0; list != NULL && e < count; e++) {
+        PyObject *edge = Py_BuildValue("(iiiiNiL)", edges[e].source_stage, edges[e].destination_stage,
+                                       edges[e].source_rank, edges[e].destination_rank,
+                                       PyBool_FromLong(edges[e].is_gradient), edges[e].num_places,
+                                       (long long)edges[e].num_messages);
+        if (append_new(list, edge) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *program_stage_peak(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule;
+    int stage;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &stage))
+        return NULL;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL || !require_stage(stage, s1f_program_num_stages(program)))
+        return NULL;
+    s1f_stage_peak peak = s1f_program_stage_peak(program, stage);
+    return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);
+}
+
+static PyObject *program_peak_tokens(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule, *sizes;
+    int stage;
+    if (!PyArg_ParseTuple(arguments, "OiO", &capsule, &stage, &sizes))
+        return NULL;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL || !require_stage(stage, s1f_program_num_stages(program)))
+        return NULL;
+    int64_t *segment_sizes = read_int64s(sizes, s1f_program_num_segments(program), "segment_sizes");
+    if (segment_sizes == NULL)
+        return NULL;
+    int64_t tokens = s1f_program_peak_tokens(program, stage, segment_sizes);
+    free(segment_sizes);
+    return PyLong_FromLongLong(tokens);
+}
+
+static PyObject *program_rank_peak(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule, *sequence;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "OiO", &capsule, &rank, &sequence))
+        return NULL;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL || !require_rank(rank, s1f_program_num_ranks(program)))
+        return NULL;
+    Py_ssize_t count = (Py_ssize_t)s1f_program_num_stages(program) * s1f_program_num_segments(program);
+    int64_t *weights = read_int64s(sequence, count, "weights");
+    if (weights == NULL)
+        return NULL;
+    int64_t peak = s1f_program_rank_peak(program, rank, weights);
+    free(weights);
+    return PyLong_FromLongLong(peak);
+}
+
+/* -- simulation -------------------------------------------------------------------------------------------------- */
+
+static PyObject *list_per_rank(const s1f_simulation *simulation, double *const *values)
+{
+    PyObject *list = PyList_New(0);
+    for (int32_t rank = 0; list != NULL && rank < simulation->num_ranks; rank++)
+        if (append_new(list, list_of_doubles(values[rank], simulation->num_units[rank])) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *simulation_tuple(const s1f_simulation *simulation)
+{
+    int32_t P = simulation->num_ranks;
+    return Py_BuildValue("(dNNNNN)", simulation->makespan, list_of_doubles(simulation->span, P),
+                         list_of_doubles(simulation->busy, P), list_of_doubles(simulation->wait, P),
+                         list_per_rank(simulation, simulation->start), list_per_rank(simulation, simulation->end));
+}
+
+static Py_ssize_t count_units(const s1f_program *program, int32_t rank)
+{
+    int64_t count;
+    Py_ssize_t num_units = 0;
+    const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
+    for (int64_t i = 0; i < count; i++)
+        num_units += instructions[i].opcode == S1F_OP_RUN;
+    return num_units;
+}
+
+/* Durations of every unit, [rank][i]; NULL with the exception set. Freed by free_unit_seconds. */
+static double **read_unit_seconds(const s1f_program *program, PyObject *sequence)
+{
+    int32_t num_ranks = s1f_program_num_ranks(program);
+    PyObject *ranks = PySequence_Tuple(sequence);
+    if (ranks == NULL)
+        return NULL;
+    double **seconds = calloc((size_t)num_ranks, sizeof *seconds);
+    int failed = 1;
+    if (seconds == NULL) {
+        PyErr_NoMemory();
+    } else if (PyTuple_Size(ranks) != num_ranks) {
+        PyErr_Format(PyExc_ValueError, "durations hold %zd ranks, the schedule has %d", PyTuple_Size(ranks),
+                     (int)num_ranks);
+    } else {
+        failed = 0;
+        for (int32_t rank = 0; rank < num_ranks && !failed; rank++) {
+            seconds[rank] = read_doubles(PyTuple_GetItem(ranks, rank), count_units(program, rank),
+                                         "durations of one rank");
+            failed = seconds[rank] == NULL;
+        }
+    }
+    Py_DECREF(ranks);
+    if (failed && seconds != NULL) {
+        for (int32_t rank = 0; rank < num_ranks; rank++)
+            free(seconds[rank]);
+        free(seconds);
+        seconds = NULL;
+    }
+    return seconds;
+}
+
+static PyObject *program_simulate(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule, *per_pass, *per_unit, *bytes, *result = NULL;
+    s1f_costs costs = {0};
+    if (!PyArg_ParseTuple(arguments, "OOOddOd", &capsule, &per_pass, &per_unit, &costs.latency,
+                          &costs.seconds_per_byte, &bytes, &costs.send))
+        return NULL;
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL)
+        return NULL;
+    int32_t num_segments = s1f_program_num_segments(program);
+    Py_ssize_t num_costs = (Py_ssize_t)s1f_program_num_stages(program) * num_segments;
+    double *pass_seconds[S1F_NUM_PASSES] = {NULL}, **unit_seconds = NULL;
+    int64_t *message_bytes = NULL;
+    s1f_simulation *simulation = NULL;
+    if (per_unit != Py_None) {
+        if ((unit_seconds = read_unit_seconds(program, per_unit)) == NULL)
+            goto done;
+    } else {
+        if (!PyTuple_Check(per_pass) || PyTuple_Size(per_pass) != S1F_NUM_PASSES) {
+            PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
+            goto done;
+        }
+        for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+            if ((pass_seconds[pass] = read_doubles(PyTuple_GetItem(per_pass, pass), num_costs, "costs")) == NULL)
+                goto done;
+    }
+    if (bytes != Py_None && (message_bytes = read_int64s(bytes, num_segments, "message_bytes")) == NULL)
+        goto done;
+    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+        costs.pass_seconds[pass] = pass_seconds[pass];
+    costs.unit_seconds = (const double *const *)unit_seconds;
+    costs.message_bytes = message_bytes;
+
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_program_simulate(program, &costs, &simulation);
+    Py_END_ALLOW_THREADS
+    result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
+
+done:
+    s1f_simulation_free(simulation);
+    free(message_bytes);
+    for (int32_t rank = 0; unit_seconds != NULL && rank < s1f_program_num_ranks(program); rank++)
+        free(unit_seconds[rank]);
+    free(unit_seconds);
+    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+        free(pass_seconds[pass]);
+    return result;
+}
+
+PyMethodDef s1f_schedule_methods[] = {
+    {"schedule_families", schedule_families, METH_NOARGS, "Names that schedule_build takes."},
+    {"schedule_build", schedule_build, METH_VARARGS,
+     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank): a schedule handle."},
+    {"schedule_counts", schedule_counts, METH_O, "(num_ranks, num_stages, num_microbatches, num_segments)."},
+    {"schedule_placement", schedule_placement, METH_O, "Rank of every stage."},
+    {"schedule_units", schedule_units, METH_VARARGS,
+     "schedule_units(schedule, rank): units in run order, as (kind, stage, microbatch, segment)."},
+    {"schedule_check", schedule_check, METH_VARARGS,
+     "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
+    {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
+    {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
+    {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},
+    {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
+    {"schedule_from_csv", schedule_from_csv, METH_VARARGS,
+     "schedule_from_csv(text, num_segments): a schedule handle."},
+    {"program_lower", program_lower, METH_VARARGS, "program_lower(schedule, prefetch): checks, lowers; a program handle."},
+    {"program_instructions", program_instructions, METH_VARARGS,
+     "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
+    {"program_edges", program_edges, METH_O,
+     "(source_stage, destination_stage, source_rank, destination_rank, is_gradient, num_places, num_messages) per edge."},
+    {"program_stage_peak", program_stage_peak, METH_VARARGS,
+     "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},
+    {"program_peak_tokens", program_peak_tokens, METH_VARARGS,
+     "program_peak_tokens(program, stage, segment_sizes): peak live tokens."},
+    {"program_rank_peak", program_rank_peak, METH_VARARGS,
+     "program_rank_peak(program, rank, weights): peak of the live units' weights, given as [stage * num_segments + segment]."},
+    {"program_simulate", program_simulate, METH_VARARGS,
+     "program_simulate(program, pass_seconds, unit_seconds, latency, seconds_per_byte, message_bytes, send): "
+     "(makespan, span, busy, wait, start, end)."},
+    {NULL, NULL, 0, NULL}};

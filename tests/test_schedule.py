@@ -1,0 +1,318 @@
+"""Do the families give the orders they promise, and is every rule of an order enforced?"""
+
+import itertools
+import random
+
+import pytest
+
+from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
+
+GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "seq1f1b",
+            "F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0\n"  #
+            "F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0\n",
+        ),
+        (
+            "1f1b",
+            "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0\n"  #
+            "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0\n",
+        ),
+        (
+            "gpipe",
+            "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0\n"  #
+            "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0\n",
+        ),
+    ],
+)
+def test_order_for_two_of_each(name: str, text: str) -> None:
+    schedule = build_schedule(name, num_ranks=2, num_microbatches=2, num_segments=2)
+    assert schedule.to_text() == text
+    assert "\n".join(" ".join(map(str, order)) for order in schedule.ranks) + "\n" == text
+
+
+def test_order_of_seq1f1b_on_three_ranks() -> None:
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=3, num_segments=2)
+    assert schedule.to_text() == (
+        "F0.0 F0.1 F1.0 F1.1 B0.1 F2.0 B0.0 F2.1 B1.1 B1.0 B2.1 B2.0\n"
+        "F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 F2.0 B1.1 F2.1 B1.0 B2.1 B2.0\n"
+        "F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 F2.0 B1.0 F2.1 B2.1 B2.0\n"
+    )
+
+
+def test_names() -> None:
+    assert schedules() == ("seq1f1b", "1f1b", "gpipe")
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_family_keeps_the_rules(name: str) -> None:
+    for P, M, k in GRID:
+        schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k)
+        schedule.check()
+        counts = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_segments)
+        assert counts == (P, P, M, k)
+        assert schedule.rank_of_stage == tuple(range(P))
+        assert [len(order) for order in schedule.ranks] == [2 * M * k] * P
+
+
+def test_seq1f1b_holds_no_more_than_it_needs() -> None:
+    for P, M, k in GRID:
+        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k)
+        peak = min(P - 1 + k, M * k)
+        schedule.check(max_live_units=peak)
+        if peak > 1:
+            with pytest.raises(ScheduleError, match="a rank holds at most"):
+                schedule.check(max_live_units=peak - 1)
+
+
+def test_one_segment_is_exactly_1f1b() -> None:
+    for P, M in itertools.product(range(1, 9), repeat=2):
+        assert build_schedule("seq1f1b", num_ranks=P, num_microbatches=M) == build_schedule(
+            "1f1b", num_ranks=P, num_microbatches=M
+        )
+
+
+@pytest.mark.parametrize("name", schedules())
+@pytest.mark.parametrize("count", ["num_ranks", "num_microbatches", "num_segments", "stages_per_rank"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_below_one(name: str, count: str, value: int) -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2, "stages_per_rank": 1, count: value}
+    with pytest.raises(ValueError, match=f"{count} is {value}, must be at least 1"):
+        build_schedule(name, **counts)
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_families_hold_one_stage_per_rank(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{name} holds one stage per rank, stages_per_rank is 2"):
+        build_schedule(name, num_ranks=2, num_microbatches=2, stages_per_rank=2)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="no schedule named 'zigzag'; there are seq1f1b, 1f1b, gpipe"):
+        build_schedule("zigzag", num_ranks=2, num_microbatches=2)
+
+
+def test_more_units_than_can_be_counted() -> None:
+    with pytest.raises(ValueError, match="are more than 2147483647 units"):
+        build_schedule("gpipe", num_ranks=2**11, num_microbatches=2**11, num_segments=2**11)
+
+
+# -- rules, each seen to fire with its sentence and its units ----------------------------------------------------------
+
+BROKEN = {
+    "twice": ("F0.0 F0.0 B0.0", "each unit runs once: F0.0 stands twice in the order of rank 0, at positions 0 and 1"),
+    "missing forward": ("F0.0 B0.0 B1.0", "each unit runs once: F1.0 is missing in the order of rank 0"),
+    "missing backward": ("F0.0 B0.0 F1.0", "each unit runs once: B1.0 is missing in the order of rank 0"),
+    "missing input gradient": ("F0.0 W0.0", "each unit runs once: I0.0 is missing in the order of rank 0"),
+    "missing weight gradient": ("F0.0 I0.0", "each unit runs once: W0.0 is missing in the order of rank 0"),
+    "whole and split": (
+        "F0.0 B0.0 W0.0",
+        "each unit runs once: rank 0 runs both B0.0, the whole backward, and W0.0, a part of it",
+    ),
+    "forward segments": (
+        "F0.1 F0.0 B0.1 B0.0",
+        "a segment goes forward after the one before it: on rank 0 F0.1 comes before F0.0",
+    ),
+    "forward stages": (
+        "[1]F0.0 [0]F0.0 [1]B0.0 [0]B0.0",
+        "a stage goes forward after the stage before it: on rank 0 [1]F0.0 comes before [0]F0.0",
+    ),
+    "own forward": ("B0.0 F0.0", "a segment goes back after its own forward: on rank 0 B0.0 comes before F0.0"),
+    "own forward of an earlier segment": (
+        "B0.0 F0.0 F0.1 B0.1",
+        "a segment goes back after its own forward: on rank 0 B0.0 comes before F0.0",
+    ),
+    "last segment": (
+        "F0.0 B0.1 F0.1 B0.0",
+        "the last segment goes back after every forward of its micro-batch: on rank 0 B0.1 comes before F0.1",
+    ),
+    "backward segments": (
+        "F0.0 F0.1 B0.0 B0.1",
+        "a segment goes back after the one behind it: on rank 0 B0.0 comes before B0.1",
+    ),
+    "backward stages": (
+        "[0]F0.0 [1]F0.0 [0]B0.0 [1]B0.0",
+        "a stage goes back after the stage behind it: on rank 0 [0]B0.0 comes before [1]B0.0",
+    ),
+    "split backward stages": (
+        "[0]F0.0 [1]F0.0 [0]I0.0 [1]I0.0 [0]W0.0 [1]W0.0",
+        "a stage goes back after the stage behind it: on rank 0 [0]I0.0 comes before [1]I0.0",
+    ),
+    "weight": ("F0.0 W0.0 I0.0", "a weight gradient comes after its input gradient: on rank 0 W0.0 comes before I0.0"),
+    "cycle of two": (
+        "F0.0 B0.0 F1.0 B1.0\nF0.0 F1.0 B0.0 B1.0",
+        "program order and transfers have no cycle: rank 0 stands before B0.0 and waits for B0.0 of rank 1; "
+        "rank 1 stands before F1.0 and waits for F1.0 of rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN)
+def test_rule_fires(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text(text).check()
+    assert str(error.value) == message
+
+
+def test_cycle_among_three_stages_of_two_ranks() -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text("[2]F0.0 [0]F0.0\n[1]F0.0").check()
+    assert str(error.value) == (
+        "program order and transfers have no cycle: rank 0 stands before [2]F0.0 and waits for [1]F0.0 of rank 1; "
+        "rank 1 stands before [1]F0.0 and waits for [0]F0.0 of rank 0"
+    )
+
+
+def test_cap_names_the_units() -> None:
+    schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=3)
+    schedule.check(max_live_units=3)
+    with pytest.raises(ScheduleError) as error:
+        schedule.check(max_live_units=2)
+    assert str(error.value) == "a rank holds at most 2 live units: rank 0 holds 3 from F0.0 to F2.0"
+    with pytest.raises(ValueError, match="max_live_units is 0, must be at least 1"):
+        schedule.check(max_live_units=0)
+
+
+def test_weight_gradients_keep_units_alive() -> None:
+    late = Schedule.from_text("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0")
+    late.check(max_live_units=2)
+    with pytest.raises(ScheduleError, match=r"rank 0 holds 2 from F0\.0 to F1\.0"):
+        late.check(max_live_units=1)
+    Schedule.from_text("F0.0 I0.0 W0.0 F1.0 I1.0 W1.0").check(max_live_units=1)
+
+
+def test_an_order_of_forwards_needs_no_backward() -> None:
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=3).forward_only()
+    assert schedule.to_text() == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2\n" * 3
+    schedule.check(max_live_units=1)
+
+
+# -- the checker against one that tries every rule on every pair -------------------------------------------------------
+
+
+def breaks_a_rule(schedule: Schedule) -> bool:
+    """The rules as a graph over units: broken if a unit is missing or repeated, or the graph has a cycle."""
+    units = [unit for order in schedule.ranks for unit in order]
+    if len(set(units)) < len(units):
+        return True
+    present, after = set(units), {unit: set() for unit in units}
+    has_backward = any(unit.kind != "F" for unit in units)
+    stages, segments = range(schedule.num_stages), range(schedule.num_segments)
+    for stage, m, s in itertools.product(stages, range(schedule.num_microbatches), segments):
+        kinds = {kind for kind in "FBIW" if Unit(kind, stage, m, s) in present}
+        if kinds not in ([{"F", "B"}, {"F", "I", "W"}] if has_backward else [{"F"}]):
+            return True
+
+    def back(stage: int, m: int, s: int) -> Unit:
+        whole = Unit("B", stage, m, s)
+        return whole if whole in present else Unit("I", stage, m, s)
+
+    for order in schedule.ranks:
+        for earlier, later in itertools.pairwise(order):
+            after[later].add(earlier)
+    for unit in units:
+        kind, stage, m, s = unit
+        if kind == "W":
+            after[unit].add(Unit("I", stage, m, s))
+        if kind == "F" and s > 0:
+            after[unit].add(Unit("F", stage, m, s - 1))
+        if kind == "F" and stage > 0:
+            after[unit].add(Unit("F", stage - 1, m, s))
+        if kind in "BI":
+            after[unit].add(Unit("F", stage, m, s))
+            if s + 1 < schedule.num_segments:
+                after[unit].add(back(stage, m, s + 1))
+            if stage + 1 < schedule.num_stages:
+                after[unit].add(back(stage + 1, m, s))
+    while after:  # take away whatever waits for nothing
+        free = [unit for unit, earlier in after.items() if not earlier]
+        if not free:
+            return True
+        for unit in free:
+            del after[unit]
+        for earlier in after.values():
+            earlier.difference_update(free)
+    return False
+
+
+def random_order(rng: random.Random) -> Schedule:
+    """A random order that keeps every rule: units start in a random one of the orders that the rules allow."""
+    P, v = rng.randint(1, 3), rng.randint(1, 2)
+    M, k = rng.randint(1, 3), rng.randint(1, 3)
+    S = P * v
+    placement = rng.choice([[s % P for s in range(S)], [min(s % (2 * P), 2 * P - 1 - s % (2 * P)) for s in range(S)]])
+    has_backward, split = rng.random() < 0.8, rng.random() < 0.4
+    done: set[Unit] = set()
+    ranks: list[list[Unit]] = [[] for _ in range(P)]
+    while True:
+        ready = []
+        for stage, m, s in itertools.product(range(S), range(M), range(k)):
+            forward, weight = Unit("F", stage, m, s), Unit("W", stage, m, s)
+            back = Unit("I" if split else "B", stage, m, s)
+            if forward not in done:
+                before = [forward._replace(segment=s - 1)] * (s > 0) + [forward._replace(stage=stage - 1)] * (stage > 0)
+                candidate = forward
+            elif has_backward and back not in done:
+                before = (
+                    [forward._replace(segment=i) for i in range(k)] if s == k - 1 else [back._replace(segment=s + 1)]
+                )
+                before += [back._replace(stage=stage + 1)] * (stage < S - 1)
+                candidate = back
+            elif has_backward and split and weight not in done:
+                before, candidate = [], weight
+            else:
+                continue
+            if done.issuperset(before):
+                ready.append(candidate)
+        if not ready:
+            return Schedule(ranks)
+        unit = rng.choice(ready)
+        done.add(unit)
+        ranks[placement[unit.stage]].append(unit)
+
+
+def mutated(schedule: Schedule, rng: random.Random) -> Schedule:
+    ranks = [list(order) for order in schedule.ranks]
+    order = rng.choice([order for order in ranks if len(order) > 1] or [ranks[0]])
+    i, j = rng.randrange(len(order)), rng.randrange(len(order))
+    match rng.choice(["swap", "move", "drop", "repeat"]):
+        case "swap":
+            order[i], order[j] = order[j], order[i]
+        case "move":
+            order.insert(j, order.pop(i))
+        case "drop":
+            if len(order) > 1:
+                del order[i]
+        case "repeat":
+            order.insert(j, order[i])
+    return Schedule(ranks)
+
+
+def test_random_orders_against_the_graph_of_all_rules() -> None:
+    rng = random.Random(0)
+    broken = kept = 0
+    for _ in range(300):
+        schedule = random_order(rng)
+        schedule.check()
+        assert not breaks_a_rule(schedule)
+        for _ in range(4):
+            try:
+                other = mutated(schedule, rng)
+            except ValueError:  # a stage lost its last unit
+                continue
+            if breaks_a_rule(other):
+                broken += 1
+                with pytest.raises(ScheduleError):
+                    other.check()
+            else:
+                kept += 1
+                other.check()
+    assert broken > 200 and kept > 100
