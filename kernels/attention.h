@@ -31,9 +31,9 @@ typedef struct {
     s1f_strides out_strides;
     void *lse;                         /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
 
-    float scale;
+    double scale;
     int64_t window;                    /* keys seen, itself included; 0: all */
-    float softcap;                     /* 0: none */
+    double softcap;                    /* 0: none */
     const float *slopes;               /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
     int64_t slopes_batch_stride;
     const int32_t *docs;               /* (B, T), row stride docs_batch_stride; NULL: one document */
