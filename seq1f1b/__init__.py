@@ -6,10 +6,14 @@ Partition and schedules need no torch; the names of ``_NEEDS_TORCH`` import it w
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from seq1f1b._core import PipelineError, ScheduleError
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
+
+if TYPE_CHECKING:
+    from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
 
 __all__ = [
     "ModelShape",
@@ -19,14 +23,23 @@ __all__ = [
     "Simulation",
     "Unit",
     "build_schedule",
+    "causal_attention",
     "check_segment_sizes",
+    "layer_handle",
     "partition_sequence",
+    "positions",
     "schedules",
+    "token_offset",
 ]
 __version__ = "0.1.0"
 
 # Public name -> module that defines it and imports torch.
-_NEEDS_TORCH: dict[str, str] = {}
+_NEEDS_TORCH: dict[str, str] = {
+    "causal_attention": "seq1f1b.attention",
+    "layer_handle": "seq1f1b.attention",
+    "positions": "seq1f1b.attention",
+    "token_offset": "seq1f1b.attention",
+}
 
 
 def __getattr__(name: str) -> object:

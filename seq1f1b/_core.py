@@ -58,3 +58,17 @@ program_stage_peak = _C.program_stage_peak
 program_peak_tokens = _C.program_peak_tokens
 program_rank_peak = _C.program_rank_peak
 program_simulate = _C.program_simulate
+
+# attention
+bind_torch = _C.bind_torch
+take_op_failure = _C.take_op_failure
+layer_register = _C.layer_register
+in_step = _C.in_step
+token_offset = _C.token_offset
+current_unit = _C.current_unit
+kv_cache_create = _C.kv_cache_create
+kv_cache_begin_step = _C.kv_cache_begin_step
+kv_cache_bytes = _C.kv_cache_bytes
+current_unit_set = _C.current_unit_set
+current_unit_clear = _C.current_unit_clear
+attention_isa = _C.attention_isa

@@ -1,4 +1,320 @@
-/* attention.c - conversions for the attention room. */
+/* attention.c - conversions for the attention room: torch's table and ops, layer keys, KV cache, current unit. */
 #include "binding.h"
 
-PyMethodDef s1f_attention_methods[] = {{NULL, NULL, 0, NULL}};
+#include "../../kernels/attention.h"
+#include "../current_unit.h"
+#include "../kv_cache.h"
+#include "../ops.h"
+#include "../torch_abi.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+PyDoc_STRVAR(bind_torch_doc, "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
+
+static PyObject *bind_torch(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *path = NULL;
+    if (!PyArg_ParseTuple(args, "|z:bind_torch", &path))
+        return NULL;
+    s1f_status status = s1f_torch_bind(path);
+    if (status == S1F_OK)
+        status = s1f_ops_register();
+    if (status != S1F_OK) {
+        PyErr_SetString(PyExc_ImportError, s1f_last_error());
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(torch_functions_doc, "torch_functions() -> tuple of str\n\nNames of the libtorch functions that are used.");
+
+static PyObject *torch_functions(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+#define S1F_NAME(result, name, arguments) #name,
+    static const char *const names[] = {S1F_TORCH_FUNCTIONS(S1F_NAME)};
+#undef S1F_NAME
+    Py_ssize_t count = (Py_ssize_t)(sizeof names / sizeof names[0]);
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(names[i]);
+        if (name == NULL || PyTuple_SetItem(tuple, i, name) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+PyDoc_STRVAR(take_op_failure_doc,
+             "take_op_failure() -> Exception | None\n\nThe exception that the status of this thread's last failed op "
+             "calls for, once; through torch it came as RuntimeError.");
+
+static PyObject *take_op_failure(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    const char *text = NULL;
+    s1f_status status = s1f_op_failure_take(&text);
+    if (status == S1F_OK)
+        Py_RETURN_NONE;
+    s1f_fail(status, "%s", text);
+    s1f_raise(status);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return value;
+}
+
+PyDoc_STRVAR(layer_register_doc, "layer_register(layer) -> None\n\nMakes an int a key of KV caches.");
+
+static PyObject *layer_register(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    long long layer = PyLong_AsLongLong(argument);
+    if (layer == -1 && PyErr_Occurred())
+        return NULL;
+    s1f_status status = s1f_layer_register(layer);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+/* -- current unit ---------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(in_step_doc, "in_step() -> bool\n\nWhether a unit runs now, on this thread or in this process.");
+
+static PyObject *in_step(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyBool_FromLong(s1f_current_unit_get() != NULL);
+}
+
+PyDoc_STRVAR(token_offset_doc, "token_offset() -> int\n\nFirst token of the current segment, 0 outside a step.");
+
+static PyObject *token_offset(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
+}
+
+PyDoc_STRVAR(current_unit_doc,
+             "current_unit() -> tuple | None\n\n(pass, stage, microbatch, segment, num_segments, training, offset, length, "
+             "sequence_length) of the unit that runs now.");
+
+static PyObject *current_unit(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    if (unit == NULL)
+        Py_RETURN_NONE;
+    return Py_BuildValue("iiiiiiLLL", (int)unit->unit.pass, (int)unit->unit.stage, (int)unit->unit.microbatch,
+                         (int)unit->unit.segment, (int)unit->num_segments, (int)unit->training, (long long)unit->offset,
+                         (long long)unit->length, (long long)unit->sequence_length);
+}
+
+/* -- KV cache: the engine's executor calls the core directly; these stand in for it where there is no engine ------ */
+
+static void kv_cache_destroy(PyObject *capsule)
+{
+    s1f_kv_cache_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_KV_CACHE));
+}
+
+PyDoc_STRVAR(kv_cache_create_doc, "kv_cache_create() -> capsule\n\nAn empty KV cache.");
+
+static PyObject *kv_cache_create(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    s1f_kv_cache *cache = NULL;
+    s1f_status status = s1f_kv_cache_create(&cache);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *capsule = PyCapsule_New(cache, S1F_CAPSULE_KV_CACHE, kv_cache_destroy);
+    if (capsule == NULL)
+        s1f_kv_cache_free(cache);
+    return capsule;
+}
+
+PyDoc_STRVAR(kv_cache_begin_step_doc,
+             "kv_cache_begin_step(cache, stages, sequence_length, num_segments) -> None\n\nstages: list of (stage, "
+             "kv_slots, grad_slots).");
+
+static PyObject *kv_cache_begin_step(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *capsule = NULL, *list = NULL;
+    long long sequence_length = 0;
+    int num_segments = 0;
+    if (!PyArg_ParseTuple(args, "OO!Li:kv_cache_begin_step", &capsule, &PyList_Type, &list, &sequence_length,
+                          &num_segments))
+        return NULL;
+    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
+    if (cache == NULL)
+        return NULL;
+    Py_ssize_t count = PyList_Size(list);
+    s1f_stage_slots *stages = calloc((size_t)count + 1, sizeof *stages);
+    if (stages == NULL)
+        return PyErr_NoMemory();
+    PyObject *result = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int stage = 0, kv_slots = 0, grad_slots = 0;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "iii;stages: (stage, kv_slots, grad_slots)", &stage, &kv_slots,
+                              &grad_slots))
+            goto done;
+        stages[i] = (s1f_stage_slots){stage, kv_slots, grad_slots};
+    }
+    s1f_status status = s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length, num_segments);
+    result = status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+done:
+    free(stages);
+    return result;
+}
+
+PyDoc_STRVAR(kv_cache_bytes_doc, "kv_cache_bytes(cache) -> (int, int)\n\nBytes held of K/V and of dK/dV slabs.");
+
+static PyObject *kv_cache_bytes(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
+    if (cache == NULL)
+        return NULL;
+    int64_t kv_bytes = 0, grad_bytes = 0;
+    s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
+    return Py_BuildValue("LL", (long long)kv_bytes, (long long)grad_bytes);
+}
+
+/* The units that Python has set: the process's, and the thread's. Each holds a reference to its cache. */
+typedef struct {
+    s1f_current_unit unit;
+    PyObject *cache;
+} unit_of_python;
+
+static unit_of_python process_unit;
+static _Thread_local unit_of_python thread_unit;
+
+static unit_of_python *unit_of_scope(const char *scope)
+{
+    if (strcmp(scope, "process") == 0)
+        return &process_unit;
+    if (strcmp(scope, "thread") == 0)
+        return &thread_unit;
+    PyErr_Format(PyExc_ValueError, "scope is '%s', must be 'thread' or 'process'", scope);
+    return NULL;
+}
+
+static s1f_status make_current(const unit_of_python *holder, const s1f_current_unit *unit)
+{
+    if (holder == &process_unit)
+        return s1f_current_unit_set_process(unit);
+    s1f_current_unit_set_thread(unit);
+    return S1F_OK;
+}
+
+PyDoc_STRVAR(current_unit_set_doc,
+             "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, "
+             "offset, length, sequence_length, scope) -> None\n\nBegins a unit, as the executor does.");
+
+static PyObject *current_unit_set(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *capsule = NULL;
+    const char *scope = NULL;
+    int pass = 0, stage = 0, microbatch = 0, segment = 0, num_segments = 0, kv_slot = 0, grad_slot = 0, training = 0;
+    long long offset = 0, length = 0, sequence_length = 0;
+    if (!PyArg_ParseTuple(args, "OiiiiiiipLLLs:current_unit_set", &capsule, &pass, &stage, &microbatch, &segment,
+                          &num_segments, &kv_slot, &grad_slot, &training, &offset, &length, &sequence_length, &scope))
+        return NULL;
+    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
+    unit_of_python *holder = cache == NULL ? NULL : unit_of_scope(scope);
+    if (holder == NULL)
+        return NULL;
+    if (holder->cache != NULL) {
+        PyErr_Format(PyExc_RuntimeError, "the %s has a current unit already", scope);
+        return NULL;
+    }
+    holder->unit = (s1f_current_unit){
+        .unit = {pass, stage, microbatch, segment},
+        .num_segments = num_segments,
+        .kv_slot = kv_slot,
+        .grad_slot = grad_slot,
+        .training = training,
+        .offset = offset,
+        .length = length,
+        .sequence_length = sequence_length,
+        .cache = cache,
+    };
+    s1f_status status = s1f_kv_cache_begin_unit(cache, &holder->unit);
+    if (status == S1F_OK)
+        status = make_current(holder, &holder->unit);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    holder->cache = Py_NewRef(capsule);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(current_unit_clear_doc,
+             "current_unit_clear(scope, finished=True) -> None\n\nEnds the unit; a failed one is not finished.");
+
+static PyObject *current_unit_clear(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *scope = NULL;
+    int finished = 1;
+    if (!PyArg_ParseTuple(args, "s|p:current_unit_clear", &scope, &finished))
+        return NULL;
+    unit_of_python *holder = unit_of_scope(scope);
+    if (holder == NULL)
+        return NULL;
+    if (holder->cache == NULL)
+        Py_RETURN_NONE;
+    s1f_status status = finished ? s1f_kv_cache_finish_unit(holder->unit.cache, &holder->unit) : S1F_OK;
+    (void)make_current(holder, NULL);
+    Py_CLEAR(holder->cache);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+/* -- instruction set ------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(attention_isa_doc, "attention_isa() -> str\n\nInstruction set of the attention kernels in use.");
+
+static PyObject *attention_isa(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyUnicode_FromString(s1f_attention_isa());
+}
+
+PyDoc_STRVAR(attention_set_isa_doc, "attention_set_isa(name) -> None\n\nForces one, for tests; None: the fastest.");
+
+static PyObject *attention_set_isa(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name = NULL;
+    if (!PyArg_ParseTuple(args, "z:attention_set_isa", &name))
+        return NULL;
+    s1f_status status = s1f_attention_set_isa(name);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef s1f_attention_methods[] = {
+    {"bind_torch", bind_torch, METH_VARARGS, bind_torch_doc},
+    {"torch_functions", torch_functions, METH_NOARGS, torch_functions_doc},
+    {"take_op_failure", take_op_failure, METH_NOARGS, take_op_failure_doc},
+    {"layer_register", layer_register, METH_O, layer_register_doc},
+    {"in_step", in_step, METH_NOARGS, in_step_doc},
+    {"token_offset", token_offset, METH_NOARGS, token_offset_doc},
+    {"current_unit", current_unit, METH_NOARGS, current_unit_doc},
+    {"kv_cache_create", kv_cache_create, METH_NOARGS, kv_cache_create_doc},
+    {"kv_cache_begin_step", kv_cache_begin_step, METH_VARARGS, kv_cache_begin_step_doc},
+    {"kv_cache_bytes", kv_cache_bytes, METH_O, kv_cache_bytes_doc},
+    {"current_unit_set", current_unit_set, METH_VARARGS, current_unit_set_doc},
+    {"current_unit_clear", current_unit_clear, METH_VARARGS, current_unit_clear_doc},
+    {"attention_isa", attention_isa, METH_NOARGS, attention_isa_doc},
+    {"attention_set_isa", attention_set_isa, METH_VARARGS, attention_set_isa_doc},
+    {NULL, NULL, 0, NULL},
+};
