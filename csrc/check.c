@@ -10,8 +10,8 @@ typedef struct {
     const s1f_schedule *schedule;
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
     int has_backward, shows_stages;
-    int64_t num_cells;                     /* (stage, micro-batch, segment) */
-    int64_t *number_of[S1F_NUM_PASSES];    /* [cell]: 1 + position in the order of its rank; 0: absent */
+    int64_t num_cells;                  /* (stage, micro-batch, segment) */
+    int64_t *number_of[S1F_NUM_PASSES]; /* [cell]: 1 + position in the order of its rank; 0: absent */
 } table;
 
 static int64_t cell(const table *t, s1f_unit unit)
@@ -70,9 +70,10 @@ static s1f_status fill_once(table *t)
             int64_t *slot = &t->number_of[units[i].pass][cell(t, units[i])];
             if (*slot != 0) {
                 describe(t, units[i], text);
-                return s1f_fail(S1F_ERR_SCHEDULE,
-                                "each unit runs once: %s stands twice in the order of rank %d, at positions %lld and %lld",
-                                text, rank, (long long)(*slot - 1), (long long)i);
+                return s1f_fail(
+                    S1F_ERR_SCHEDULE,
+                    "each unit runs once: %s stands twice in the order of rank %d, at positions %lld and %lld", text,
+                    rank, (long long)(*slot - 1), (long long)i);
             }
             *slot = i + 1;
         }
@@ -137,8 +138,8 @@ static s1f_status check_forward(const table *t, s1f_unit unit)
         status = require_after(t, unit, of_segment(unit, unit.segment - 1),
                                "a segment goes forward after the one before it");
     if (status == S1F_OK && unit.stage > 0)
-        status = require_after(t, unit, of_stage(unit, unit.stage - 1),
-                               "a stage goes forward after the stage before it");
+        status =
+            require_after(t, unit, of_stage(unit, unit.stage - 1), "a stage goes forward after the stage before it");
     return status;
 }
 
@@ -219,8 +220,9 @@ static s1f_status fail_cycle(const table *t, const int64_t *done, int32_t rank)
         standing_before(t, done, rank, &unit, &awaited);
         describe(t, unit, text);
         describe(t, awaited, awaited_text);
-        int written = snprintf(cycle + used, sizeof cycle - used, "%srank %d stands before %s and waits for %s of rank %d",
-                               used == 0 ? "" : "; ", rank, text, awaited_text, rank_of(t, awaited));
+        int written =
+            snprintf(cycle + used, sizeof cycle - used, "%srank %d stands before %s and waits for %s of rank %d",
+                     used == 0 ? "" : "; ", rank, text, awaited_text, rank_of(t, awaited));
         if (written < 0 || (size_t)written >= sizeof cycle - used)
             break; /* a long cycle is cut */
         used += (size_t)written;
@@ -234,10 +236,10 @@ static s1f_status check_no_cycle(const table *t)
 {
     size_t num_ranks = (size_t)t->num_ranks;
     s1f_status status = S1F_OK;
-    int64_t *done = calloc(num_ranks, sizeof *done);           /* units run so far */
-    int32_t *waiter = calloc(num_ranks, sizeof *waiter);       /* first rank that waits for this one, -1: none */
+    int64_t *done = calloc(num_ranks, sizeof *done);     /* units run so far */
+    int32_t *waiter = calloc(num_ranks, sizeof *waiter); /* first rank that waits for this one, -1: none */
     int32_t *next_waiter = calloc(num_ranks, sizeof *next_waiter);
-    int32_t *runnable = calloc(num_ranks, sizeof *runnable);   /* stack; a rank is on it, waits, or is finished */
+    int32_t *runnable = calloc(num_ranks, sizeof *runnable); /* stack; a rank is on it, waits, or is finished */
     int32_t num_runnable = 0;
     if (done == NULL || waiter == NULL || next_waiter == NULL || runnable == NULL) {
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to check the order of %d ranks", t->num_ranks);

@@ -27,8 +27,8 @@ s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit)
     }
     const s1f_current_unit *current = NULL;
     if (atomic_compare_exchange_strong_explicit(&unit_of_process, &current, unit, memory_order_acq_rel,
-                                                memory_order_acquire)
-        || current == unit)
+                                                memory_order_acquire) ||
+        current == unit)
         return S1F_OK;
     char running[64], wanted[64];
     s1f_unit_text(current->unit, 1, running, sizeof running);

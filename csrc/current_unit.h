@@ -15,10 +15,10 @@ typedef struct {
     s1f_unit unit;
     int32_t num_segments;
     int32_t kv_slot, grad_slot;
-    int32_t training;            /* a backward will follow */
-    int64_t offset, length;      /* tokens: first position of the segment, tokens in it */
-    int64_t sequence_length;     /* tokens of the whole sequence */
-    struct s1f_kv_cache *cache;  /* borrowed from the engine that is inside the step */
+    int32_t training;           /* a backward will follow */
+    int64_t offset, length;     /* tokens: first position of the segment, tokens in it */
+    int64_t sequence_length;    /* tokens of the whole sequence */
+    struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step */
 } s1f_current_unit;
 
 /* The unit that runs on this thread, NULL outside a step. Borrowed. */

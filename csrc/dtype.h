@@ -29,8 +29,9 @@ static inline int64_t s1f_dtype_bytes(int32_t dtype)
 
 static inline const char *s1f_dtype_name(int32_t dtype)
 {
-    static const char *const names[S1F_NUM_DTYPES] = {"float32", "float64", "bfloat16", "float16", "int64", "int32",
-                                                      "int16", "int8", "uint8", "bool", "complex64", "complex128"};
+    static const char *const names[S1F_NUM_DTYPES] = {"float32", "float64", "bfloat16",  "float16",
+                                                      "int64",   "int32",   "int16",     "int8",
+                                                      "uint8",   "bool",    "complex64", "complex128"};
     return dtype >= 0 && dtype < S1F_NUM_DTYPES ? names[dtype] : "unknown dtype";
 }
 

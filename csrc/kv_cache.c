@@ -18,11 +18,11 @@ typedef struct {
 } segment_state;
 
 typedef struct {
-    int32_t microbatch;            /* -1: none has taken the slot in this step */
-    int32_t live;                  /* a backward of `microbatch` is still to come */
-    int32_t forwards, backwards;   /* units finished */
-    int64_t tag;                   /* serial of the F of segment 0 that took the slot over */
-    segment_state *segments;       /* [num_segments] */
+    int32_t microbatch;          /* -1: none has taken the slot in this step */
+    int32_t live;                /* a backward of `microbatch` is still to come */
+    int32_t forwards, backwards; /* units finished */
+    int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
+    segment_state *segments;     /* [num_segments] */
 } slot_state;
 
 typedef struct {
@@ -32,7 +32,7 @@ typedef struct {
 
 typedef struct {
     slab k, v, docs;
-    int64_t *written;      /* [num_segments] serial of the F that wrote the segment's rows */
+    int64_t *written; /* [num_segments] serial of the F that wrote the segment's rows */
     int32_t num_segments;
 } layer_slot;
 
@@ -47,8 +47,8 @@ typedef struct {
     int64_t layer;
     int64_t step; /* in which `shape` was fixed */
     s1f_layer_shape shape;
-    layer_slot *slots;   /* [num_slots]; more than a step needs are kept for the next that does */
-    layer_grads *grads;  /* [num_grads] */
+    layer_slot *slots;  /* [num_slots]; more than a step needs are kept for the next that does */
+    layer_grads *grads; /* [num_grads] */
     int32_t num_slots, num_grads;
 } layer_entry;
 
@@ -421,9 +421,9 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
 static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *shape)
 {
     int64_t count = 0; /* 0 where it does not fit: no slab has room for that */
-    if (__builtin_mul_overflow(shape->batch, shape->kv_heads, &count)
-        || __builtin_mul_overflow(count, cache->sequence_length, &count)
-        || __builtin_mul_overflow(count, shape->head_dim, &count) || count > INT64_MAX / 16)
+    if (__builtin_mul_overflow(shape->batch, shape->kv_heads, &count) ||
+        __builtin_mul_overflow(count, cache->sequence_length, &count) ||
+        __builtin_mul_overflow(count, shape->head_dim, &count) || count > INT64_MAX / 16)
         return 0;
     return count;
 }
@@ -442,8 +442,8 @@ static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, l
         return S1F_OK;
     }
     const s1f_layer_shape *fixed = &entry->shape;
-    if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim
-        && fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs)
+    if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim &&
+        fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs)
         return S1F_OK;
     return s1f_fail(S1F_ERR_ARG,
                     "%s: layer %lld changed within a step: batch %lld, %lld kv heads of %lld, %s, %s document ids; its "
@@ -485,8 +485,8 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
         return status;
     entry->grads = grads;
     *out = &entry->grads[index];
-    int64_t bytes = element_count(cache, &entry->shape)
-                    * s1f_dtype_bytes(entry->shape.dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
+    int64_t bytes = element_count(cache, &entry->shape) *
+                    s1f_dtype_bytes(entry->shape.dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
     status = slab_reserve(&(*out)->dk, bytes, &cache->grad_bytes);
     return status == S1F_OK ? slab_reserve(&(*out)->dv, bytes, &cache->grad_bytes) : status;
 }
@@ -518,9 +518,9 @@ static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit
         return status;
     const slot_state *state = *out;
     int32_t s = unit->unit.segment;
-    int begun = is_forward(unit) ? state->segments[s].serial != 0 && state->forwards == s
-                                 : state->forwards == cache->num_segments
-                                       && state->backwards == cache->num_segments - 1 - s;
+    int begun = is_forward(unit)
+                    ? state->segments[s].serial != 0 && state->forwards == s
+                    : state->forwards == cache->num_segments && state->backwards == cache->num_segments - 1 - s;
     if (state->microbatch != unit->unit.microbatch || !state->live || !begun)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has not begun", name_of(unit).text);
     return S1F_OK;
@@ -566,7 +566,8 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
         return status;
     layer_entry *entry = find_entry(cache, unit->unit.stage, layer);
     if (entry == NULL || entry->step != cache->step || entry->num_slots <= unit->kv_slot)
-        return s1f_fail(S1F_ERR_STATE, "%s: backward of layer %lld, which was not used in the forward of micro-batch %d",
+        return s1f_fail(S1F_ERR_STATE,
+                        "%s: backward of layer %lld, which was not used in the forward of micro-batch %d",
                         name_of(unit).text, (long long)layer, (int)unit->unit.microbatch);
     const layer_slot *slot = &entry->slots[unit->kv_slot];
     layer_grads *contribution = NULL;
@@ -578,9 +579,10 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
         return status;
     int first = contribution->tag != state->tag;
     if (!first && contribution->last_segment <= s)
-        return s1f_fail(S1F_ERR_STATE,
-                        "%s: second backward of layer %lld, micro-batch %d, segment %d: its gradients were added already",
-                        name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
+        return s1f_fail(
+            S1F_ERR_STATE,
+            "%s: second backward of layer %lld, micro-batch %d, segment %d: its gradients were added already",
+            name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
     contribution->tag = state->tag;
     contribution->last_segment = s;
     *shape = entry->shape;

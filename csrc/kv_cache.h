@@ -30,19 +30,19 @@ typedef struct {
 
 typedef struct { /* what a layer's slab holds; fixed by its first use in a step */
     int64_t batch, kv_heads, head_dim;
-    int32_t dtype;      /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
-    int32_t with_docs;  /* keep document ids [batch][sequence_length] beside */
+    int32_t dtype;     /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
+    int32_t with_docs; /* keep document ids [batch][sequence_length] beside */
 } s1f_layer_shape;
 
-typedef struct {               /* borrowed pointers into a slab, valid until the next begin_step or free */
-    void *k, *v;               /* row t of (b, h): base + ((b * kv_heads + h) * sequence_length + t) * head_dim elements */
-    int32_t *docs;             /* row t of b: base + b * sequence_length + t; NULL without */
-    int64_t sequence_length;   /* rows per head */
+typedef struct {   /* borrowed pointers into a slab, valid until the next begin_step or free */
+    void *k, *v;   /* row t of (b, h): base + ((b * kv_heads + h) * sequence_length + t) * head_dim elements */
+    int32_t *docs; /* row t of b: base + b * sequence_length + t; NULL without */
+    int64_t sequence_length; /* rows per head */
 } s1f_kv_rows;
 
 typedef struct {
-    void *dk, *dv;             /* float, or double where dtype is fp64; laid out as s1f_kv_rows */
-    int32_t first;             /* 1: nothing was added for this micro-batch yet: store rows [0, offset + length) */
+    void *dk, *dv; /* float, or double where dtype is fp64; laid out as s1f_kv_rows */
+    int32_t first; /* 1: nothing was added for this micro-batch yet: store rows [0, offset + length) */
 } s1f_kv_grads;
 
 s1f_status s1f_kv_cache_create(s1f_kv_cache **out);

@@ -18,24 +18,24 @@ typedef struct {
 struct s1f_program {
     int32_t num_ranks, num_stages, num_microbatches, num_segments, num_edges;
     int has_backward;
-    int32_t *rank_of_stage;  /* [num_stages] */
-    s1f_stage_peak *peaks;   /* [num_stages] */
-    s1f_edge *edges;         /* [num_edges] */
-    rank_program *programs;  /* [num_ranks] */
+    int32_t *rank_of_stage; /* [num_stages] */
+    s1f_stage_peak *peaks;  /* [num_stages] */
+    s1f_edge *edges;        /* [num_edges] */
+    rank_program *programs; /* [num_ranks] */
 };
 
 /* What lowering needs to know on its way. */
 typedef struct {
     const s1f_schedule *schedule;
     s1f_program *program;
-    int64_t units_per_stage;        /* forward units: M k */
-    int32_t *activation_edge;       /* [stage]: edge on which its activations come in, -1 if none */
-    int32_t *gradient_edge;         /* [stage]: the same for gradients */
-    int64_t *sequence[2];           /* [is_gradient][cell of the sender's unit]: number of its message */
-    s1f_unit *consumers;            /* [edge][sequence]: unit that uses the message */
-    int32_t *places;                /* [edge][sequence]: where it lands */
-    int64_t *freed, *sent;          /* [edge]: counters of the pass that runs */
-    int32_t *live_units;            /* [stage]: now */
+    int64_t units_per_stage;            /* forward units: M k */
+    int32_t *activation_edge;           /* [stage]: edge on which its activations come in, -1 if none */
+    int32_t *gradient_edge;             /* [stage]: the same for gradients */
+    int64_t *sequence[2];               /* [is_gradient][cell of the sender's unit]: number of its message */
+    s1f_unit *consumers;                /* [edge][sequence]: unit that uses the message */
+    int32_t *places;                    /* [edge][sequence]: where it lands */
+    int64_t *freed, *sent;              /* [edge]: counters of the pass that runs */
+    int32_t *live_units;                /* [stage]: now */
     int32_t *kv_slot_of, *grad_slot_of; /* [stage][microbatch]: slot held now */
     unsigned char *kv_used, *grad_used; /* [stage][slot] */
 } lowering;
@@ -157,9 +157,9 @@ static void count_places(const lowering *l, int32_t prefetch)
 /* -- credits ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    int64_t done;      /* units of the rank that are through, their SEND and FREE included */
-    int32_t has_run;   /* units[done] has run and waits for its credit */
-    int32_t peer;      /* rank it waits for, once stuck */
+    int64_t done;                      /* units of the rank that are through, their SEND and FREE included */
+    int32_t has_run;                   /* units[done] has run and waits for its credit */
+    int32_t peer;                      /* rank it waits for, once stuck */
     int32_t next_waiter, first_waiter; /* lists of ranks that wait for one rank, -1 ends */
 } progress;
 
@@ -239,7 +239,8 @@ static s1f_status run_with_credits(const lowering *l)
                 stuck++;
             int32_t helped = add_places(l, ranks, stuck);
             if (helped < 0) {
-                status = s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
+                status =
+                    s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
                 goto done;
             }
             for (int32_t rank = 0; rank < num_ranks; rank++) { /* rare: wake all */
@@ -376,7 +377,8 @@ static s1f_status write_program(const lowering *l, int64_t *posted, int32_t rank
     int64_t num_instructions = count_instructions(l, rank);
     w.program->instructions = malloc((size_t)num_instructions * sizeof *w.program->instructions);
     if (w.program->instructions == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld instructions of rank %d", (long long)num_instructions, rank);
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld instructions of rank %d", (long long)num_instructions,
+                        rank);
 
     for (int32_t e = 0; e < l->program->num_edges; e++)
         if (l->program->edges[e].destination_rank == rank)

@@ -29,10 +29,10 @@ typedef enum {
 } s1f_opcode;
 
 typedef struct {
-    int32_t opcode; /* s1f_opcode */
-    int32_t edge;   /* index into edges, -1 for RUN and FREE */
-    s1f_unit unit;  /* POST and WAIT: the consuming unit; SEND: the producing unit */
-    int32_t place;  /* POST, WAIT, SEND; -1 otherwise */
+    int32_t opcode;    /* s1f_opcode */
+    int32_t edge;      /* index into edges, -1 for RUN and FREE */
+    s1f_unit unit;     /* POST and WAIT: the consuming unit; SEND: the producing unit */
+    int32_t place;     /* POST, WAIT, SEND; -1 otherwise */
     int32_t kv_slot;   /* RUN: slot of the micro-batch's KV cache at this stage, from F(m.0) to B(m.0) (I where the
                           backward is split, F(m.k-1) where there is none); -1 for W and what does not run */
     int32_t grad_slot; /* RUN of B or I: slot of its dK/dV, from B(m.k-1) to B(m.0); -1 otherwise */
@@ -47,10 +47,10 @@ typedef struct {
     int64_t num_messages;
 } s1f_edge;
 
-typedef struct {           /* peaks of one stage, in units and slots */
-    int32_t live_units;    /* forward units whose backward is not finished; in a forward-only program: 1 */
-    int32_t kv_slots;      /* micro-batches whose KV cache is held */
-    int32_t grad_slots;    /* micro-batches whose dK/dV are held */
+typedef struct {        /* peaks of one stage, in units and slots */
+    int32_t live_units; /* forward units whose backward is not finished; in a forward-only program: 1 */
+    int32_t kv_slots;   /* micro-batches whose KV cache is held */
+    int32_t grad_slots; /* micro-batches whose dK/dV are held */
 } s1f_stage_peak;
 
 typedef struct s1f_program s1f_program; /* all ranks; opaque */
@@ -61,8 +61,9 @@ typedef struct s1f_program s1f_program; /* all ranks; opaque */
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
 void s1f_program_free(s1f_program *program); /* NULL is fine */
 
-const s1f_instruction *s1f_program_instructions(const s1f_program *program, int32_t rank, int64_t *count); /* borrowed */
-const s1f_edge *s1f_program_edges(const s1f_program *program, int32_t *count);                             /* borrowed */
+const s1f_instruction *s1f_program_instructions(const s1f_program *program, int32_t rank,
+                                                int64_t *count);               /* borrowed */
+const s1f_edge *s1f_program_edges(const s1f_program *program, int32_t *count); /* borrowed */
 s1f_stage_peak s1f_program_stage_peak(const s1f_program *program, int32_t stage);
 /* Peak live tokens of a stage for given segment sizes[num_segments]: forward units not yet freed, in tokens. */
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);

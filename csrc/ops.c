@@ -38,12 +38,12 @@ static s1f_status torch_failed(const char *function)
 static s1f_status describe(tensor *t)
 {
     int32_t dtype = 0, device = 0;
-    if (s1f_torch.aoti_torch_get_device_type(t->handle, &device) != 0
-        || s1f_torch.aoti_torch_get_dtype(t->handle, &dtype) != 0
-        || s1f_torch.aoti_torch_get_dim(t->handle, &t->ndim) != 0
-        || s1f_torch.aoti_torch_get_numel(t->handle, &t->numel) != 0
-        || s1f_torch.aoti_torch_get_sizes(t->handle, &t->sizes) != 0
-        || s1f_torch.aoti_torch_get_strides(t->handle, &t->strides) != 0)
+    if (s1f_torch.aoti_torch_get_device_type(t->handle, &device) != 0 ||
+        s1f_torch.aoti_torch_get_dtype(t->handle, &dtype) != 0 ||
+        s1f_torch.aoti_torch_get_dim(t->handle, &t->ndim) != 0 ||
+        s1f_torch.aoti_torch_get_numel(t->handle, &t->numel) != 0 ||
+        s1f_torch.aoti_torch_get_sizes(t->handle, &t->sizes) != 0 ||
+        s1f_torch.aoti_torch_get_strides(t->handle, &t->strides) != 0)
         return torch_failed("tensor description");
     if (device != s1f_torch_device_cpu())
         return s1f_fail(S1F_ERR_ARG, "every tensor must be on the CPU: there are no kernels for another device yet");
@@ -56,8 +56,7 @@ static s1f_status describe(tensor *t)
 static s1f_status new_tensor(int32_t dtype, int64_t ndim, const int64_t *sizes, const int64_t *strides, tensor *out)
 {
     if (s1f_torch.aoti_torch_empty_strided(ndim, sizes, strides, s1f_dtype_to_torch(dtype), s1f_torch_device_cpu(), 0,
-                                           &out->handle)
-        != 0) {
+                                           &out->handle) != 0) {
         out->handle = NULL;
         return s1f_fail(S1F_ERR_MEMORY, "libtorch could not allocate a tensor of %s", s1f_dtype_name(dtype));
     }
@@ -144,11 +143,10 @@ static s1f_status copy_memory(const tensor *t, void *memory, int32_t dtype, cons
 {
     AtenTensorHandle view = NULL;
     if (s1f_torch.aoti_torch_create_tensor_from_blob(memory, t->ndim, t->sizes, strides, offset,
-                                                     s1f_dtype_to_torch(dtype), s1f_torch_device_cpu(), 0, &view)
-        != 0)
+                                                     s1f_dtype_to_torch(dtype), s1f_torch_device_cpu(), 0, &view) != 0)
         return torch_failed("aoti_torch_create_tensor_from_blob");
-    AOTITorchError failed = into_memory ? s1f_torch.aoti_torch_copy_(view, t->handle, 0)
-                                        : s1f_torch.aoti_torch_copy_(t->handle, view, 0);
+    AOTITorchError failed =
+        into_memory ? s1f_torch.aoti_torch_copy_(view, t->handle, 0) : s1f_torch.aoti_torch_copy_(t->handle, view, 0);
     s1f_torch.aoti_torch_delete_tensor_object(view);
     return failed != 0 ? torch_failed("aoti_torch_copy_") : S1F_OK;
 }
@@ -174,15 +172,15 @@ static s1f_status require(int condition, const char *name, const tensor *t, cons
     char shape[128] = "";
     size_t used = 0;
     for (int64_t i = 0; i < t->ndim && used < sizeof shape; i++)
-        used += (size_t)snprintf(shape + used, sizeof shape - used, "%s%lld", i > 0 ? ", " : "",
-                                 (long long)t->sizes[i]);
+        used +=
+            (size_t)snprintf(shape + used, sizeof shape - used, "%s%lld", i > 0 ? ", " : "", (long long)t->sizes[i]);
     return s1f_fail(S1F_ERR_ARG, "%s is (%s) of %s, %s", name, shape, s1f_dtype_name(t->dtype), rule);
 }
 
 static int is_shape(const tensor *t, int32_t dtype, int64_t batch, int64_t heads, int64_t rows, int64_t head_dim)
 {
-    return t->dtype == dtype && t->ndim == 4 && t->sizes[0] == batch && t->sizes[1] == heads && t->sizes[2] == rows
-           && t->sizes[3] == head_dim;
+    return t->dtype == dtype && t->ndim == 4 && t->sizes[0] == batch && t->sizes[1] == heads && t->sizes[2] == rows &&
+           t->sizes[3] == head_dim;
 }
 
 static int32_t sum_dtype(int32_t dtype) /* of lse, dK and dV while they add up */
@@ -193,11 +191,11 @@ static int32_t sum_dtype(int32_t dtype) /* of lse, dK and dV while they add up *
 /* What every attention op takes: q's shape, then the options, which follow the tensors in the order of the schema. */
 static s1f_status start_arguments(op_call *call, tensor *q, tensor *slopes, tensor *docs, s1f_attention_args *args)
 {
-    s1f_status status = require(q->ndim == 4 && q->numel > 0, "q", q,
-                                "must be (batch, heads, tokens, head_dim), none of them 0");
+    s1f_status status =
+        require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim), none of them 0");
     if (status == S1F_OK)
-        status = require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16
-                             || q->dtype == S1F_FLOAT16,
+        status = require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16 ||
+                             q->dtype == S1F_FLOAT16,
                          "q", q, "must be float32, float64, bfloat16 or float16");
     if (status == S1F_OK)
         status = unit_last_stride(call, q);
@@ -217,8 +215,8 @@ static s1f_status start_arguments(op_call *call, tensor *q, tensor *slopes, tens
     };
     if (slopes->numel > 0) {
         int per_batch = slopes->ndim == 2 && slopes->sizes[0] == args->batch && slopes->sizes[1] == args->heads;
-        status = require(slopes->dtype == S1F_FLOAT32
-                             && (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
+        status = require(slopes->dtype == S1F_FLOAT32 &&
+                             (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
                          "slopes", slopes, "must be (heads) or (batch, heads) of float32");
         int64_t strides[2];
         row_major(slopes->ndim, slopes->sizes, strides);
@@ -228,8 +226,8 @@ static s1f_status start_arguments(op_call *call, tensor *q, tensor *slopes, tens
         args->slopes_batch_stride = per_batch ? args->heads : 0;
     }
     if (status == S1F_OK && docs->numel > 0)
-        status = require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch
-                             && docs->sizes[1] == args->segment_len,
+        status = require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch &&
+                             docs->sizes[1] == args->segment_len,
                          "doc_ids", docs, "must be (batch, tokens) of int32");
     return status;
 }
@@ -237,11 +235,11 @@ static s1f_status start_arguments(op_call *call, tensor *q, tensor *slopes, tens
 /* k and v of q's batch, tokens, head_dim and dtype. */
 static s1f_status take_keys(const tensor *k, const tensor *v, s1f_attention_args *args)
 {
-    s1f_status status = require(k->ndim == 4 && k->numel > 0
-                                    && is_shape(k, args->dtype, args->batch, k->sizes[1], args->segment_len,
-                                                args->head_dim)
-                                    && args->heads % k->sizes[1] == 0,
-                                "k", k, "must agree with q, and its heads divide q's");
+    s1f_status status =
+        require(k->ndim == 4 && k->numel > 0 &&
+                    is_shape(k, args->dtype, args->batch, k->sizes[1], args->segment_len, args->head_dim) &&
+                    args->heads % k->sizes[1] == 0,
+                "k", k, "must agree with q, and its heads divide q's");
     if (status == S1F_OK)
         status = require(is_shape(v, k->dtype, k->sizes[0], k->sizes[1], k->sizes[2], k->sizes[3]), "v", v,
                          "must agree with k");
@@ -255,14 +253,15 @@ static s1f_status take_results(op_call *call, tensor *dout, tensor *out, tensor 
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     row_major(3, lse_sizes, lse_strides);
-    s1f_status status = require(is_shape(dout, args->dtype, args->batch, args->heads, args->segment_len, args->head_dim),
-                                "dout", dout, "must agree with q");
+    s1f_status status =
+        require(is_shape(dout, args->dtype, args->batch, args->heads, args->segment_len, args->head_dim), "dout", dout,
+                "must agree with q");
     if (status == S1F_OK)
         status = require(is_shape(out, args->dtype, args->batch, args->heads, args->segment_len, args->head_dim), "out",
                          out, "must agree with q");
     if (status == S1F_OK)
-        status = require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0
-                             && lse->dtype == sum_dtype(args->dtype),
+        status = require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0 &&
+                             lse->dtype == sum_dtype(args->dtype),
                          "lse", lse, "must be (batch, heads, tokens) of float32, float64 for float64");
     if (status == S1F_OK)
         status = unit_last_stride(call, dout);
@@ -405,9 +404,9 @@ static s1f_status causal_attention_backward(op_call *call)
     args.dkv_strides = strides_of(&dk_sum);
     args.store_kv_grads = 1;
     status = run_backward(call, &args);
-    if (rounds && status == S1F_OK
-        && (s1f_torch.aoti_torch_copy_(dk->handle, dk_sum.handle, 0) != 0
-            || s1f_torch.aoti_torch_copy_(dv->handle, dv_sum.handle, 0) != 0))
+    if (rounds && status == S1F_OK &&
+        (s1f_torch.aoti_torch_copy_(dk->handle, dk_sum.handle, 0) != 0 ||
+         s1f_torch.aoti_torch_copy_(dv->handle, dv_sum.handle, 0) != 0))
         return torch_failed("aoti_torch_copy_");
     return status;
 }
@@ -503,10 +502,11 @@ static s1f_status segment_attention_backward(op_call *call)
     if (status != S1F_OK)
         return status;
     args.kv_heads = scalar_int(call->scalars[3]);
-    if (shape.batch != args.batch || shape.kv_heads != args.kv_heads || shape.head_dim != args.head_dim
-        || shape.dtype != args.dtype)
-        return s1f_fail(S1F_ERR_ARG, "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
-                                     "%lld, %lld of %lld, %s",
+    if (shape.batch != args.batch || shape.kv_heads != args.kv_heads || shape.head_dim != args.head_dim ||
+        shape.dtype != args.dtype)
+        return s1f_fail(S1F_ERR_ARG,
+                        "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
+                        "%lld, %lld of %lld, %s",
                         (long long)key, (long long)args.batch, (long long)args.kv_heads, (long long)args.head_dim,
                         s1f_dtype_name(args.dtype), (long long)shape.batch, (long long)shape.kv_heads,
                         (long long)shape.head_dim, s1f_dtype_name(shape.dtype));
@@ -545,8 +545,9 @@ static s1f_status positions(op_call *call)
         char name[64];
         s1f_unit_text(unit->unit, 1, name, sizeof name);
         if (length != unit->length)
-            return s1f_fail(S1F_ERR_ARG, "%s: positions of dimension %lld, which has %lld elements; the segment has %lld "
-                                         "tokens",
+            return s1f_fail(S1F_ERR_ARG,
+                            "%s: positions of dimension %lld, which has %lld elements; the segment has %lld "
+                            "tokens",
                             name, (long long)dim, (long long)length, (long long)unit->length);
         offset = unit->offset;
     }
@@ -616,18 +617,18 @@ static void run_op(const op *definition, StableIValue *stack)
 }
 
 #define S1F_OPTIONS "float scale, SymInt window, float softcap"
-#define S1F_OPS(X)                                                                                                     \
-    X(causal_attention, 5, 2, "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS             \
-                              ") -> (Tensor, Tensor)")                                                                 \
-    X(causal_attention_backward, 8, 3,                                                                                 \
-      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slopes, Tensor doc_ids, "            \
-      S1F_OPTIONS ") -> (Tensor, Tensor, Tensor)")                                                                     \
-    X(segment_attention, 6, 2,                                                                                         \
-      "(Tensor q, Tensor k, Tensor v, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS                       \
-      ") -> (Tensor, Tensor)")                                                                                         \
-    X(segment_attention_backward, 7, 3,                                                                                \
-      "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS      \
-      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                \
+#define S1F_OPS(X)                                                                                                      \
+    X(causal_attention, 5, 2,                                                                                           \
+      "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS ") -> (Tensor, Tensor)")             \
+    X(causal_attention_backward, 8, 3,                                                                                  \
+      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS \
+      ") -> (Tensor, Tensor, Tensor)")                                                                                  \
+    X(segment_attention, 6, 2,                                                                                          \
+      "(Tensor q, Tensor k, Tensor v, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS                        \
+      ") -> (Tensor, Tensor)")                                                                                          \
+    X(segment_attention_backward, 7, 3,                                                                                 \
+      "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS       \
+      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                 \
     X(positions, 1, 1, "(Tensor x, SymInt dim) -> Tensor")
 
 #define S1F_BOXED(name, num_tensors, num_outputs, schema)                                                              \
@@ -649,8 +650,8 @@ static s1f_status define_ops(TorchLibraryHandle definitions, TorchLibraryHandle 
     } entries[] = {S1F_OPS(S1F_ENTRY)};
 #undef S1F_ENTRY
     for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
-        if (s1f_torch.aoti_torch_library_def(definitions, entries[i].schema) != 0
-            || s1f_torch.torch_library_impl(kernels, entries[i].name, entries[i].kernel, S1F_TORCH_FLOOR) != 0)
+        if (s1f_torch.aoti_torch_library_def(definitions, entries[i].schema) != 0 ||
+            s1f_torch.torch_library_impl(kernels, entries[i].name, entries[i].kernel, S1F_TORCH_FLOOR) != 0)
             return s1f_fail(S1F_ERR_SYSTEM, "libtorch refused to register seq1f1b::%s", entries[i].name);
     return S1F_OK;
 }

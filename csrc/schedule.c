@@ -36,8 +36,8 @@ static s1f_status check_placement(int32_t num_ranks, int32_t num_stages, const i
     for (int32_t stage = 0; stage < num_stages && status == S1F_OK; stage++) {
         int32_t rank = rank_of_stage[stage];
         if (rank < 0 || rank >= num_ranks)
-            status = s1f_fail(S1F_ERR_ARG, "stage %d is placed on rank %d, must be in 0..%d", stage, rank,
-                              num_ranks - 1);
+            status =
+                s1f_fail(S1F_ERR_ARG, "stage %d is placed on rank %d, must be in 0..%d", stage, rank, num_ranks - 1);
         else
             holds_stage[rank] = 1;
     }

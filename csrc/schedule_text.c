@@ -252,8 +252,8 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
         if (rank_of_stage[stage] < 0)
             status = s1f_fail(S1F_ERR_ARG, "no line holds stage %d, the text names stages up to %d", stage, most.stage);
     if (status == S1F_OK)
-        status = s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage,
-                                     &schedule);
+        status =
+            s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage, &schedule);
     for (int64_t i = 0; i < count && status == S1F_OK; i++)
         status = s1f_schedule_append(schedule, units[i].unit);
     free(rank_of_stage);

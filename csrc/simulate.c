@@ -21,9 +21,9 @@ typedef struct {
     const s1f_program *program;
     const s1f_costs *costs;
     const s1f_edge *edges;
-    link *links;         /* [edge] */
-    rank_state *ranks;   /* [rank] */
-    int32_t *queue;      /* ranks that may be able to go on; each at most once */
+    link *links;       /* [edge] */
+    rank_state *ranks; /* [rank] */
+    int32_t *queue;    /* ranks that may be able to go on; each at most once */
     int32_t num_queued;
     s1f_simulation *simulation;
 } simulator;
@@ -56,10 +56,11 @@ static s1f_status run_unit(simulator *s, int32_t rank, s1f_unit unit)
 {
     rank_state *state = &s->ranks[rank];
     int64_t i = state->num_units++;
-    double seconds = s->costs->unit_seconds != NULL
-                         ? s->costs->unit_seconds[rank][i]
-                         : s->costs->pass_seconds[unit.pass][(int64_t)unit.stage * s1f_program_num_segments(s->program) +
-                                                             unit.segment];
+    double seconds =
+        s->costs->unit_seconds != NULL
+            ? s->costs->unit_seconds[rank][i]
+            : s->costs
+                  ->pass_seconds[unit.pass][(int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment];
     s1f_status status = require_cost("the duration of a unit", seconds);
     if (status != S1F_OK)
         return status;
@@ -101,9 +102,7 @@ static s1f_status advance(simulator *s, int32_t rank)
                 return S1F_OK;
             wait_until(s, rank, l->arrived[instruction->sequence]);
             break;
-        case S1F_OP_RUN:
-            status = run_unit(s, rank, instruction->unit);
-            break;
+        case S1F_OP_RUN: status = run_unit(s, rank, instruction->unit); break;
         case S1F_OP_SEND:
             if (l->num_posted <= instruction->sequence)
                 return S1F_OK;

@@ -13,20 +13,20 @@ typedef struct {
      * the order of its rank, [rank][i], to replay what was measured. */
     const double *pass_seconds[S1F_NUM_PASSES];
     const double *const *unit_seconds;
-    double latency;              /* seconds from the end of a transfer to the arrival */
-    double seconds_per_byte;     /* of a link: 1 / bandwidth; 0: infinite */
+    double latency;               /* seconds from the end of a transfer to the arrival */
+    double seconds_per_byte;      /* of a link: 1 / bandwidth; 0: infinite */
     const int64_t *message_bytes; /* [segment]: activation and gradient alike; NULL: 0 */
-    double send;                 /* seconds that a sender itself spends on each SEND */
+    double send;                  /* seconds that a sender itself spends on each SEND */
 } s1f_costs;
 
 typedef struct {
     int32_t num_ranks;
-    double makespan;             /* first start to last end over all ranks, seconds */
-    double *span;                /* [rank] first start to last end of the rank */
-    double *busy;                /* [rank] sum of its units */
-    double *wait;                /* [rank] time in WAIT and in SEND before the credit */
-    int64_t *num_units;          /* [rank] */
-    double **start, **end;       /* [rank][i], units in run order; first start of all is 0 */
+    double makespan;       /* first start to last end over all ranks, seconds */
+    double *span;          /* [rank] first start to last end of the rank */
+    double *busy;          /* [rank] sum of its units */
+    double *wait;          /* [rank] time in WAIT and in SEND before the credit */
+    int64_t *num_units;    /* [rank] */
+    double **start, **end; /* [rank][i], units in run order; first start of all is 0 */
 } s1f_simulation;
 
 /* Linear in the number of instructions. S1F_ERR_ARG if a duration or cost is negative or not finite.

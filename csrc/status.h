@@ -7,15 +7,15 @@
 
 typedef enum {
     S1F_OK = 0,
-    S1F_ERR_ARG,         /* the caller's mistake: ValueError */
-    S1F_ERR_TYPE,        /* the caller's mistake: TypeError */
-    S1F_ERR_SCHEDULE,    /* an order breaks a rule: ScheduleError */
-    S1F_ERR_MEMORY,      /* an allocation failed: MemoryError */
-    S1F_ERR_STATE,       /* used out of order: RuntimeError */
-    S1F_ERR_SYSTEM,      /* the operating system refused: OSError */
-    S1F_ERR_PEER,        /* another rank died, or ended the step: PipelineError */
-    S1F_ERR_TIMEOUT,     /* a peer made no progress in time: PipelineError */
-    S1F_ERR_PYTHON       /* a Python exception is already set (binding only) */
+    S1F_ERR_ARG,      /* the caller's mistake: ValueError */
+    S1F_ERR_TYPE,     /* the caller's mistake: TypeError */
+    S1F_ERR_SCHEDULE, /* an order breaks a rule: ScheduleError */
+    S1F_ERR_MEMORY,   /* an allocation failed: MemoryError */
+    S1F_ERR_STATE,    /* used out of order: RuntimeError */
+    S1F_ERR_SYSTEM,   /* the operating system refused: OSError */
+    S1F_ERR_PEER,     /* another rank died, or ended the step: PipelineError */
+    S1F_ERR_TIMEOUT,  /* a peer made no progress in time: PipelineError */
+    S1F_ERR_PYTHON    /* a Python exception is already set (binding only) */
 } s1f_status;
 
 /* Records a printf-formatted message for this thread and returns `status`, so that a failure reads

@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-PyDoc_STRVAR(bind_torch_doc, "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
+PyDoc_STRVAR(bind_torch_doc,
+             "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
 
 static PyObject *bind_torch(PyObject *module, PyObject *args)
 {
@@ -28,7 +29,8 @@ static PyObject *bind_torch(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(torch_functions_doc, "torch_functions() -> tuple of str\n\nNames of the libtorch functions that are used.");
+PyDoc_STRVAR(torch_functions_doc,
+             "torch_functions() -> tuple of str\n\nNames of the libtorch functions that are used.");
 
 static PyObject *torch_functions(PyObject *module, PyObject *unused)
 {
@@ -100,9 +102,10 @@ static PyObject *token_offset(PyObject *module, PyObject *unused)
     return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
 }
 
-PyDoc_STRVAR(current_unit_doc,
-             "current_unit() -> tuple | None\n\n(pass, stage, microbatch, segment, num_segments, training, offset, length, "
-             "sequence_length) of the unit that runs now.");
+PyDoc_STRVAR(
+    current_unit_doc,
+    "current_unit() -> tuple | None\n\n(pass, stage, microbatch, segment, num_segments, training, offset, length, "
+    "sequence_length) of the unit that runs now.");
 
 static PyObject *current_unit(PyObject *module, PyObject *unused)
 {

@@ -47,8 +47,8 @@ static int add_exception(PyObject *module, const char *name, const char *full_na
 
 static int module_exec(PyObject *module)
 {
-    PyMethodDef *const tables[] = {s1f_partition_methods, s1f_schedule_methods, s1f_attention_methods,
-                                   s1f_p2p_methods, s1f_executor_methods};
+    PyMethodDef *const tables[] = {s1f_partition_methods, s1f_schedule_methods, s1f_attention_methods, s1f_p2p_methods,
+                                   s1f_executor_methods};
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;
@@ -70,7 +70,7 @@ static int module_exec(PyObject *module)
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
 static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT,
+    .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "seq1f1b._C",
     .m_doc = "C core of seq1f1b. Private: import seq1f1b instead.",
     .m_size = 0,

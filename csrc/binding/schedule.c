@@ -335,10 +335,10 @@ static PyObject *program_edges(PyObject *self, PyObject *capsule)
     const s1f_edge *edges = s1f_program_edges(program, &count);
     PyObject *list = PyList_New(0);
     for (int32_t e = 0; list != NULL && e < count; e++) {
-        PyObject *edge = Py_BuildValue("(iiiiNiL)", edges[e].source_stage, edges[e].destination_stage,
-                                       edges[e].source_rank, edges[e].destination_rank,
-                                       PyBool_FromLong(edges[e].is_gradient), edges[e].num_places,
-                                       (long long)edges[e].num_messages);
+        PyObject *edge =
+            Py_BuildValue("(iiiiNiL)", edges[e].source_stage, edges[e].destination_stage, edges[e].source_rank,
+                          edges[e].destination_rank, PyBool_FromLong(edges[e].is_gradient), edges[e].num_places,
+                          (long long)edges[e].num_messages);
         if (append_new(list, edge) < 0)
             Py_CLEAR(list);
     }
@@ -442,8 +442,8 @@ static double **read_unit_seconds(const s1f_program *program, PyObject *sequence
     } else {
         failed = 0;
         for (int32_t rank = 0; rank < num_ranks && !failed; rank++) {
-            seconds[rank] = read_doubles(PyTuple_GetItem(ranks, rank), count_units(program, rank),
-                                         "durations of one rank");
+            seconds[rank] =
+                read_doubles(PyTuple_GetItem(ranks, rank), count_units(program, rank), "durations of one rank");
             failed = seconds[rank] == NULL;
         }
     }
@@ -462,8 +462,8 @@ static PyObject *program_simulate(PyObject *self, PyObject *arguments)
     (void)self;
     PyObject *capsule, *per_pass, *per_unit, *bytes, *result = NULL;
     s1f_costs costs = {0};
-    if (!PyArg_ParseTuple(arguments, "OOOddOd", &capsule, &per_pass, &per_unit, &costs.latency,
-                          &costs.seconds_per_byte, &bytes, &costs.send))
+    if (!PyArg_ParseTuple(arguments, "OOOddOd", &capsule, &per_pass, &per_unit, &costs.latency, &costs.seconds_per_byte,
+                          &bytes, &costs.send))
         return NULL;
     const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
     if (program == NULL)
@@ -523,9 +523,9 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
-    {"schedule_from_csv", schedule_from_csv, METH_VARARGS,
-     "schedule_from_csv(text, num_segments): a schedule handle."},
-    {"program_lower", program_lower, METH_VARARGS, "program_lower(schedule, prefetch): checks, lowers; a program handle."},
+    {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
+    {"program_lower", program_lower, METH_VARARGS,
+     "program_lower(schedule, prefetch): checks, lowers; a program handle."},
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,

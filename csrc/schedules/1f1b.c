@@ -30,8 +30,8 @@ static s1f_status order_of_rank(s1f_schedule *schedule, int32_t rank)
     return status;
 }
 
-s1f_status s1f_schedule_1f1b(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                             int32_t stages_per_rank, s1f_schedule **out)
+s1f_status s1f_schedule_1f1b(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments, int32_t stages_per_rank,
+                             s1f_schedule **out)
 {
     return s1f_schedule_one_stage_per_rank("1f1b", order_of_rank, num_ranks, num_microbatches, num_segments,
                                            stages_per_rank, out);
