@@ -310,8 +310,8 @@ static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
     int32_t rank = reason->peer_rank, waits_for;
     describe(reason, waiting, sizeof waiting);
     s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    snprintf(text, sizeof text, "rank %d is gone: its process ended%s%s (%s)", (int)rank, age_ns < 0 ? "" : " in ",
-             what, waiting);
+    snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, age_ns < 0 ? "" : ", last seen in ", what,
+             waiting);
     atomic_store(&group->failure->lost, rank + 1);
     fail_on_edge(group, rank, reason->edge, text);
     return s1f_fail(S1F_ERR_PEER, "%s", text);
@@ -363,7 +363,7 @@ static s1f_status look_around(s1f_group *group, s1f_signal *signal, uint64_t tar
     s1f_status status;
     int32_t lost = atomic_load(&group->failure->lost);
     if (reason->recovering && lost != 0)
-        return s1f_fail(S1F_ERR_PEER, "rank %d is gone: its process ended in an earlier step", (int)lost - 1);
+        return s1f_fail(S1F_ERR_PEER, "rank %d is gone since an earlier step", (int)lost - 1);
     if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
         return status;
     if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */

@@ -6,20 +6,26 @@ Only set-up is here. Messages, waiting, progress and failures are C (``csrc/grou
 from __future__ import annotations
 
 import fcntl
+import hmac
 import os
 import pickle
+import secrets
+import socket
 import struct
 import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from seq1f1b import _core
 
-__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "resolve_group"]
+__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "connect", "resolve_group"]
 
 ARENA_BYTES = 1 << 40
 """Address space of one edge; memory appears as it is touched."""
@@ -286,12 +292,245 @@ class _LoopbackRank(RankGroup):
         return _core.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)
 
 
+# -- processes of one host ---------------------------------------------------------------------------------------------
+
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
+_ARENA = struct.Struct("qqq")  # source stage, destination stage, bytes
+_SETUP_TIMEOUT = 120.0  # seconds for all ranks to arrive at set-up
+
+
+def host_key() -> str:
+    """Equal for processes that can meet on an abstract Unix socket: same machine, network namespace and user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the peer closed the connection")
+        data += part
+    return data
+
+
+class Meeting:
+    """Connects a rank with others of its host over abstract Unix sockets, which have no name in the file system.
+
+    The names are visible to every user of the host, so either side checks the other's user id and a random 128-bit
+    token that travelled through the process group.
+    """
+
+    def __init__(self, rank: int, timeout_s: float = _SETUP_TIMEOUT) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.name = f"\0seq1f1b-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.name)
+        self._listener.listen(128)
+        self._listener.settimeout(timeout_s)
+
+    def connect(self, names: dict[int, str], tokens: dict[int, bytes]) -> dict[int, socket.socket]:
+        """One connection per peer: greets lower ranks, is greeted by higher ones, then both have checked the other."""
+        connections: dict[int, socket.socket] = {}
+        try:
+            for peer in (rank for rank in names if rank < self.rank):
+                connections[peer] = connection = self._dial(names[peer])
+                connection.sendall(_HELLO.pack(tokens[peer], self.rank))
+            expected = {rank for rank in names if rank > self.rank}
+            while expected:
+                connection, _ = self._listener.accept()
+                greeter = self._greeted_by(connection, expected)
+                if greeter is None:
+                    connection.close()
+                    continue
+                expected.remove(greeter)
+                connections[greeter] = connection
+                connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
+            for peer in (rank for rank in names if rank < self.rank):
+                token, answered_by = _HELLO.unpack(_receive(connections[peer], _HELLO.size))
+                if not hmac.compare_digest(token, self.token) or answered_by != peer:
+                    raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
+        except BaseException:
+            for connection in connections.values():
+                connection.close()
+            raise
+        finally:
+            self._listener.close()
+        return connections
+
+    def _dial(self, name: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self.timeout_s)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                connection.connect(name)
+                break
+            except BlockingIOError:  # the peer's backlog is full
+                if time.monotonic() > deadline:
+                    connection.close()
+                    raise
+                time.sleep(0.01)
+        if _peer_uid(connection) != os.getuid():
+            connection.close()
+            raise ConnectionError("another user answers in the name of a peer")
+        return connection
+
+    def _greeted_by(self, connection: socket.socket, expected: set[int]) -> int | None:
+        """The rank behind a connection; None where it is a stranger, who learns nothing and delays little."""
+        if _peer_uid(connection) != os.getuid():
+            return None
+        connection.settimeout(5.0)
+        try:
+            token, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+        except OSError:
+            return None
+        connection.settimeout(self.timeout_s)
+        return rank if hmac.compare_digest(token, self.token) and rank in expected else None
+
+
+_open_groups: weakref.WeakSet[_ShmRank] = weakref.WeakSet()
+
+
+def _forget_sockets_after_fork() -> None:
+    """A forked child (a data loader's worker) that kept the sockets would hide its parent's death from the peers."""
+    for group in _open_groups:
+        for connection in group._connections.values():
+            connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_sockets_after_fork)
+
+
+class _ShmRank(RankGroup):
+    """A rank whose peers are processes of the same host: one shared block, and an arena per edge."""
+
+    def __init__(
+        self, rank: int, size: int, block: object, connections: dict[int, socket.socket], arena_bytes: int
+    ) -> None:
+        super().__init__(rank, size, _core.group_create(block, size, rank), arena_bytes=arena_bytes, local_size=size)
+        self._connections = connections
+        _open_groups.add(self)
+
+    def _hangup_fds(self) -> list[int]:
+        return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
+
+    def _open_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object:
+        connection = self._connections[peer_rank]
+        arena = _share_arena(
+            connection, source_stage, destination_stage, self.arena_bytes, is_receiver, text, peer_rank
+        )
+        return _core.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+
+    def close(self) -> None:
+        super().close()
+        _core.group_progress(self.group, "close()")
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _share_arena(
+    connection: socket.socket, source: int, destination: int, size: int, is_receiver: bool, text: str, peer_rank: int
+) -> object:
+    """Memory of an edge: the receiver makes it and hands its descriptor to the sender."""
+    try:
+        if is_receiver:
+            fd = memory_fd(size)
+            try:
+                arena = _core.mapping_create(fd, size)
+                socket.send_fds(connection, [_ARENA.pack(source, destination, size)], [fd])
+            finally:
+                os.close(fd)
+            return arena
+        data, fds, _, _ = socket.recv_fds(connection, _ARENA.size, 1)
+    except OSError as error:
+        raise _core.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
+    if not fds:
+        raise _core.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
+    found_source, found_destination, size = _ARENA.unpack(data)
+    if (found_source, found_destination) != (source, destination):
+        os.close(fds[0])
+        raise _core.PipelineError(
+            f"{text}: rank {peer_rank} opened the edge of stage {found_source} to {found_destination} instead; "
+            "all ranks must open their edges in one order"
+        )
+    return map_fd(fds[0], size)
+
+
+def _connect_shm(rank: int, size: int, gather: Callable[[Any], list[Any]], arena_bytes: int) -> _ShmRank:
+    meeting = Meeting(rank)
+    offers = gather((meeting.name, meeting.token))
+    connections = meeting.connect(
+        {peer: name for peer, (name, _) in enumerate(offers) if peer != rank},
+        {peer: token for peer, (_, token) in enumerate(offers)},
+    )
+    block_bytes = _core.group_block_bytes(size)
+    if rank == 0:
+        fd = memory_fd(block_bytes)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"b"], [fd])
+    else:
+        _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
+        if not fds:
+            raise _core.PipelineError("rank 0 left during set-up")
+        fd = fds[0]
+    return _ShmRank(rank, size, map_fd(fd, block_bytes), connections, arena_bytes)
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = ARENA_BYTES) -> RankGroup:
+    """Joins the processes of a torch process group into a pipeline. Collective.
+
+    Args:
+        process_group: of at least one rank; None: the default group. Used for set-up only, unless c10d carries edges.
+        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm where it can be.
+        arena_bytes: address space of one edge; a smaller one only where address space is limited.
+    """
+    if transport not in ("auto", "shm", "c10d"):
+        raise ValueError(f'transport must be "auto", "shm" or "c10d", got {transport!r}')
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if rank < 0:
+        raise ValueError("this process is not in the pipeline's process group")
+    if size == 1:
+        return LoopbackGroup(1, arena_bytes=arena_bytes)[0]
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=process_group)
+        return values
+
+    wishes = gather((transport, host_key()))
+    if len({wish for wish, _ in wishes}) > 1:
+        raise ValueError(f"the ranks ask for different transports: {[wish for wish, _ in wishes]}")
+    keys = [key for _, key in wishes]
+    if transport != "c10d" and len(set(keys)) == 1:
+        return _connect_shm(rank, size, gather, arena_bytes)
+    if transport == "shm":
+        raise ValueError('transport="shm" needs all ranks on one host, in one network namespace and of one user')
+    raise NotImplementedError
+
+
 def resolve_group(group: Any, transport: str = "auto") -> RankGroup:
-    """What an engine's ``group=`` means: a rank of a loopback, or None: one rank, where torch.distributed is not up."""
+    """What an engine's ``group=`` means: a ProcessGroup, a loopback's rank, or None: the default group, else P = 1."""
     if isinstance(group, RankGroup):
         return group
     if isinstance(group, LoopbackGroup):
         raise TypeError("group= takes one rank of a LoopbackGroup: LoopbackGroup(P)[rank]")
-    if group is None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
+    if group is None and not (dist.is_available() and dist.is_initialized()):
         return LoopbackGroup(1)[0]
-    raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
+    return connect(group, transport)

@@ -1,0 +1,611 @@
+/* test_p2p.c - do messages arrive whole and in order, and does every wait end? Ranks are threads here. */
+#include "check.h"
+
+#include "group.h"
+#include "p2p.h"
+#include "transport/arena.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_RANKS = 3, ARENA_BYTES = 64 << 20 };
+static const int64_t SECOND = 1000000000;
+static const char EDGE[] = "activations of stage 0 to 1";
+
+static int64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * SECOND + time.tv_nsec;
+}
+
+static void sleep_ms(int ms)
+{
+    nanosleep(&(struct timespec){.tv_nsec = ms * 1000000L}, NULL);
+}
+
+/* -- a pipeline of threads --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    void *block;
+    int fd;
+    s1f_mapping *mapping;
+    s1f_group *groups[MAX_RANKS];
+    s1f_edge_end *sender, *receiver; /* rank 0 to rank 1 */
+} pipeline;
+
+static pipeline make_pipeline(int32_t num_ranks, int hangup_fd)
+{
+    pipeline made = {.fd = memfd_create("test_p2p", MFD_CLOEXEC)};
+    CHECK(made.fd >= 0 && ftruncate(made.fd, ARENA_BYTES) == 0);
+    CHECK(s1f_mapping_create(made.fd, ARENA_BYTES, &made.mapping) == S1F_OK);
+    size_t block_bytes = (s1f_group_block_bytes(num_ranks) + 63) / 64 * 64;
+    made.block = aligned_alloc(64, block_bytes);
+    memset(made.block, 0, block_bytes);
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
+        CHECK(s1f_group_create(made.block, num_ranks, rank, NULL, NULL, &made.groups[rank]) == S1F_OK);
+        s1f_group_set_limits(made.groups[rank], 30 * SECOND, 0);
+    }
+    if (num_ranks > 1) {
+        void *memory = made.mapping->memory;
+        CHECK(s1f_arena_end_create(made.groups[0], memory, ARENA_BYTES, -1, 1, 0, EDGE, &made.sender) == S1F_OK);
+        CHECK(s1f_arena_end_create(made.groups[1], memory, ARENA_BYTES, hangup_fd, 0, 1, EDGE, &made.receiver) ==
+              S1F_OK);
+    }
+    return made;
+}
+
+static void free_pipeline(pipeline *p)
+{
+    s1f_edge_end_free(p->sender);
+    s1f_edge_end_free(p->receiver);
+    for (int32_t rank = 0; rank < MAX_RANKS; rank++)
+        s1f_group_free(p->groups[rank]);
+    s1f_mapping_free(p->mapping);
+    close(p->fd);
+    free(p->block);
+}
+
+static void begin(pipeline *p, int64_t step, int32_t num_places)
+{
+    s1f_group_begin_step(p->groups[0], step);
+    s1f_group_begin_step(p->groups[1], step);
+    CHECK_STATUS(s1f_p2p_begin_step(p->sender, num_places), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_begin_step(p->receiver, num_places), S1F_OK, "");
+}
+
+static s1f_message message_of(int64_t elements)
+{
+    return (s1f_message){.step = 1,
+                         .destination_stage = 1,
+                         .segment = 3,
+                         .training = 1,
+                         .num_tensors = 1,
+                         .tensors[0] = {.dtype = S1F_INT32, .ndim = 1, .sizes = {elements}}};
+}
+
+static s1f_status send_ints(s1f_edge_end *end, int64_t sequence, int32_t place, int64_t elements, int32_t value)
+{
+    int32_t *data = malloc((size_t)elements * sizeof *data + 1);
+    for (int64_t i = 0; i < elements; i++)
+        data[i] = value + (int32_t)i;
+    s1f_message message = message_of(elements);
+    s1f_status status = s1f_p2p_send(end, sequence, place, &message, (const void *const[]){data});
+    free(data);
+    return status;
+}
+
+static int holds_ints(const s1f_message *message, int64_t elements, int32_t value)
+{
+    const int32_t *data = (const int32_t *)((const char *)message + S1F_HEADER_BYTES + message->tensors[0].offset);
+    if (message->tensors[0].bytes != elements * 4 || message->tensors[0].sizes[0] != elements)
+        return 0;
+    for (int64_t i = 0; i < elements; i++)
+        if (data[i] != value + (int32_t)i)
+            return 0;
+    return 1;
+}
+
+/* -- messages ---------------------------------------------------------------------------------------------------- */
+
+enum { STEPS = 3, MESSAGES = 40 };
+
+static int64_t elements_of(int64_t n)
+{
+    return n * 37 % 1000 * (n % 7 == 0 ? 100 : 1);
+}
+
+typedef struct {
+    s1f_edge_end *end;
+    s1f_group *group;
+    int32_t num_places;
+} side;
+
+static void *run_sender(void *argument)
+{
+    const side *s = argument;
+    for (int64_t step = 1; step <= STEPS; step++) {
+        s1f_group_begin_step(s->group, step);
+        CHECK_STATUS(s1f_p2p_begin_step(s->end, s->num_places + (int32_t)step), S1F_OK, "");
+        for (int64_t n = 0; n < MESSAGES; n++)
+            CHECK_STATUS(
+                send_ints(s->end, n, (int32_t)(n % (s->num_places + step)), elements_of(n), (int32_t)(n + step)),
+                S1F_OK, "");
+    }
+    return NULL;
+}
+
+static void *run_receiver(void *argument)
+{
+    const side *s = argument;
+    for (int64_t step = 1; step <= STEPS; step++) {
+        int32_t places = s->num_places + (int32_t)step;
+        s1f_group_begin_step(s->group, step);
+        CHECK_STATUS(s1f_p2p_begin_step(s->end, places), S1F_OK, "");
+        for (int64_t n = 0; n < places && n < MESSAGES; n++)
+            CHECK_STATUS(s1f_p2p_post(s->end, n, (int32_t)n), S1F_OK, "");
+        for (int64_t n = 0; n < MESSAGES; n++) {
+            const s1f_message *message;
+            CHECK_STATUS(s1f_p2p_wait(s->end, n, (int32_t)(n % places), &message), S1F_OK, "");
+            CHECK(holds_ints(message, elements_of(n), (int32_t)(n + step)));
+            if (n + places < MESSAGES)
+                CHECK_STATUS(s1f_p2p_post(s->end, n + places, (int32_t)(n % places)), S1F_OK, "");
+        }
+    }
+    return NULL;
+}
+
+static void test_messages_arrive(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    pthread_t threads[2];
+    side sides[2] = {{p.sender, p.groups[0], 1}, {p.receiver, p.groups[1], 1}};
+    pthread_create(&threads[0], NULL, run_sender, &sides[0]);
+    pthread_create(&threads[1], NULL, run_receiver, &sides[1]);
+    pthread_join(threads[0], NULL);
+    pthread_join(threads[1], NULL);
+    free_pipeline(&p);
+}
+
+/* A step that was given up leaves positions behind; the next step does not see them. */
+static void test_aborted_step_is_forgotten(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    const s1f_message *message;
+    begin(&p, 1, 2);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 5, 1), S1F_OK, "");
+    begin(&p, 2, 2);
+    s1f_group_set_limits(p.groups[0], SECOND / 20, 0);
+    s1f_group_set_limits(p.groups[1], SECOND / 20, 0);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_TIMEOUT, "message 0");
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 6, 2), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    CHECK(holds_ints(message, 6, 2));
+    CHECK_STATUS(send_ints(p.sender, 1, 1, 6, 2), S1F_ERR_TIMEOUT, "waiting for a free place for");
+    free_pipeline(&p);
+}
+
+static int64_t physical_bytes(int fd)
+{
+    struct stat found;
+    CHECK(fstat(fd, &found) == 0);
+    return (int64_t)found.st_blocks * 512;
+}
+
+static void test_other_places_give_pages_back(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    const s1f_message *message;
+    enum { ELEMENTS = 1 << 20 };
+    begin(&p, 1, 2);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 1), S1F_OK, "");
+    CHECK_STATUS(send_ints(p.sender, 0, 1, ELEMENTS, 0), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 1, &message), S1F_OK, "");
+    int64_t held = physical_bytes(p.fd);
+    CHECK(held >= s1f_arena_place_bytes(4 * ELEMENTS) && held < s1f_arena_place_bytes(4 * ELEMENTS) + (1 << 17));
+    begin(&p, 2, 2);
+    CHECK(physical_bytes(p.fd) == held);
+    begin(&p, 3, 3);
+    CHECK(physical_bytes(p.fd) <= 1 << 16);
+    free_pipeline(&p);
+}
+
+static void test_poison(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    const s1f_message *message;
+    s1f_group_set_poison(p.groups[1], 1);
+    begin(&p, 1, 1);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 9, 7), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    CHECK(holds_ints(message, 9, 7));
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_OK, "");
+    const unsigned char *payload = (const unsigned char *)message + S1F_HEADER_BYTES;
+    for (int i = 0; i < 36; i++)
+        CHECK(payload[i] == 0xFF);
+    free_pipeline(&p);
+}
+
+/* -- mistakes ---------------------------------------------------------------------------------------------------- */
+
+static void test_mistakes(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    const s1f_message *message;
+    CHECK_STATUS(s1f_p2p_begin_step(p.sender, 0), S1F_ERR_ARG, "0 places");
+    CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "raise arena_bytes");
+    begin(&p, 1, 2);
+    CHECK_STATUS(s1f_p2p_post(p.sender, 0, 0), S1F_ERR_STATE, "this is the sender's end");
+    CHECK_STATUS(send_ints(p.receiver, 0, 0, 1, 1), S1F_ERR_STATE, "this is the receiver's end");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_ERR_STATE, "message 1: in place 0 of 2, but message 0 is next");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 2), S1F_ERR_STATE, "in place 2 of 2");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "without having been posted");
+
+    s1f_message large = message_of(ARENA_BYTES);
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &large, (const void *const[]){NULL}), S1F_ERR_ARG, "raise arena_bytes");
+    s1f_message many = message_of(1);
+    many.num_tensors = S1F_MAX_TENSORS + 1;
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &many, NULL), S1F_ERR_ARG, "17 tensors");
+    s1f_message odd = message_of(-1);
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "negative size");
+    odd = message_of(1);
+    odd.tensors[0].dtype = S1F_NUM_DTYPES;
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "unknown dtype");
+    odd = message_of(INT64_MAX / 2);
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &odd, NULL), S1F_ERR_ARG, "tensor 0");
+
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 4, 0), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    s1f_message expected = *message, *forged = (s1f_message *)(uintptr_t)message;
+    CHECK_STATUS(s1f_message_check(message, &expected), S1F_OK, "");
+    expected.segment = 2;
+    CHECK_STATUS(s1f_message_check(message, &expected), S1F_ERR_STATE,
+                 "received F0.3 of step 1 (train), stage 0 to 1, message 0, but the program expects F0.2");
+    forged->tensors[0].offset = 64;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE,
+                 "tensor 0 lies at bytes 64 + 16 of a payload of 16");
+    forged->payload_bytes = ARENA_BYTES;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "its place holds");
+    forged->payload_bytes = 16;
+    forged->sequence = 4;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "its header says message 4");
+    forged->magic = 0;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "not a message of this version");
+    free_pipeline(&p);
+}
+
+static void test_failing_allocations(void)
+{
+    char block[1 << 15] __attribute__((aligned(64))) = {0};
+    s1f_group *group = NULL;
+    s1f_mapping *mapping = NULL;
+    s1f_edge_end *end = NULL;
+    fail_allocation(0);
+    CHECK_STATUS(s1f_group_create(block, 1, 0, NULL, NULL, &group), S1F_ERR_MEMORY, "group of rank 0");
+    CHECK(group == NULL && fail_allocation(-1) == 1);
+    CHECK_STATUS(s1f_group_create(block, 1, 1, NULL, NULL, &group), S1F_ERR_ARG, "rank 1 of 1");
+    CHECK_STATUS(s1f_group_create(block + 1, 1, 0, NULL, NULL, &group), S1F_ERR_ARG, "multiple of 64");
+    int fd = memfd_create("test_p2p", MFD_CLOEXEC);
+    CHECK(ftruncate(fd, 1 << 20) == 0);
+    fail_allocation(0);
+    CHECK_STATUS(s1f_mapping_create(fd, 1 << 20, &mapping), S1F_ERR_MEMORY, "mapping");
+    CHECK(mapping == NULL && fail_allocation(-1) == 1);
+    CHECK_STATUS(s1f_mapping_create(-1, 1 << 20, &mapping), S1F_ERR_SYSTEM, "mapping 1048576 bytes");
+    fail_allocation(0);
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 1 << 20, -1, 0, 0, EDGE, &end), S1F_ERR_MEMORY, EDGE);
+    CHECK(end == NULL && fail_allocation(-1) == 1);
+    CHECK_STATUS(s1f_arena_end_create(NULL, block, 4096, -1, 0, 0, EDGE, &end), S1F_ERR_ARG, "at least");
+    s1f_group_free(NULL);
+    s1f_mapping_free(NULL);
+    s1f_edge_end_free(NULL);
+    close(fd);
+}
+
+/* -- waits end --------------------------------------------------------------------------------------------------- */
+
+static void test_silent_peer(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    const s1f_message *message;
+    s1f_group_set_limits(p.groups[1], SECOND / 10, 1000);
+    begin(&p, 1, 1);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    s1f_group_progress(p.groups[0], "F2.1");
+    int64_t start = now_ns();
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_TIMEOUT,
+                 "rank 0 has been in F2.1 for 0.1 s (waiting for activations of stage 0 to 1, message 0)");
+    CHECK(now_ns() - start < 2 * SECOND);
+    s1f_failure failure;
+    s1f_group_failure(p.groups[0], &failure);
+    CHECK(failure.rank == 0 && strcmp(failure.unit, "F2.1") == 0 && strcmp(failure.edge, EDGE) == 0);
+    CHECK_STATUS(s1f_group_check(p.groups[0]), S1F_ERR_PEER, "rank 0 ended the step: rank 0 has been in F2.1");
+    s1f_group_fail(p.groups[0], 1, "a later one");
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 0 ended the step");
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_OK, "");
+    free_pipeline(&p);
+}
+
+static atomic_int stop_progress;
+
+static void *keep_progressing(void *group)
+{
+    while (!atomic_load(&stop_progress)) {
+        s1f_group_progress(group, "F0.0");
+        sleep_ms(10);
+    }
+    return NULL;
+}
+
+static void *stop_later(void *unused)
+{
+    (void)unused;
+    for (int i = 0; i < 10; i++)
+        sleep_ms(50);
+    atomic_store(&stop_progress, 1);
+    return NULL;
+}
+
+static void *wait_for_first(void *end)
+{
+    const s1f_message *message;
+    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message), S1F_OK, "");
+    return NULL;
+}
+
+/* Rank 2 waits for rank 1, which waits for rank 0, which works: nobody is stuck. Once rank 0 is, it is named. */
+static void test_chain_of_waits(void)
+{
+    pipeline p = make_pipeline(3, -1);
+    pthread_t working, waiting;
+    begin(&p, 1, 1);
+    s1f_group_set_limits(p.groups[2], SECOND / 5, 0);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    pthread_create(&working, NULL, keep_progressing, p.groups[0]);
+    pthread_create(&waiting, NULL, wait_for_first, p.receiver);
+    s1f_signal never = {0};
+    s1f_wait_reason reason = {.peer_rank = 1,
+                              .hangup_fd = -1,
+                              .purpose = "waiting for",
+                              .edge = "activations of stage 1 to 2",
+                              .sequence = 3};
+    int64_t start = now_ns();
+    sleep_ms(50);
+    /* Rank 0 falls silent after 0.5 s; counted from the wait alone, the error would come after 0.2 s. */
+    pthread_t stopper;
+    pthread_create(&stopper, NULL, stop_later, NULL);
+    CHECK_STATUS(s1f_group_wait(p.groups[2], &never, 1, &reason), S1F_ERR_TIMEOUT, "rank 0 has been in F0.0 for 0.");
+    CHECK(strstr(s1f_last_error(), "activations of stage 1 to 2, message 3") != NULL);
+    CHECK(now_ns() - start > SECOND / 2);
+    pthread_join(stopper, NULL);
+    pthread_join(working, NULL);
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 1, 1), S1F_OK, "");
+    pthread_join(waiting, NULL);
+    free_pipeline(&p);
+}
+
+static void test_dead_peer(void)
+{
+    int sockets[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    pipeline p = make_pipeline(2, sockets[0]);
+    const s1f_message *message;
+    begin(&p, 1, 2);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
+    CHECK_STATUS(send_ints(p.sender, 0, 0, 3, 3), S1F_OK, "");
+    s1f_group_progress(p.groups[0], "F1.0");
+    close(sockets[1]);
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, ""); /* sent before it died */
+    int64_t start = now_ns();
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 1, 1, &message), S1F_ERR_PEER,
+                 "rank 0 is gone, last seen in F1.0 (waiting for activations of stage 0 to 1, message 1)");
+    CHECK(now_ns() - start < SECOND / 2);
+    close(sockets[0]);
+    free_pipeline(&p);
+}
+
+static void *fail_soon(void *group)
+{
+    sleep_ms(50);
+    s1f_group_fail(group, 0, "ValueError: no such token");
+    return NULL;
+}
+
+static void test_failure_ends_waits(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    pthread_t failing;
+    const s1f_message *message;
+    begin(&p, 1, 1);
+    CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
+    pthread_create(&failing, NULL, fail_soon, p.groups[0]);
+    int64_t start = now_ns();
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_PEER,
+                 "rank 0 ended the step: ValueError: no such token");
+    CHECK(now_ns() - start < SECOND);
+    pthread_join(failing, NULL);
+    free_pipeline(&p);
+}
+
+static s1f_status interrupt(void *context)
+{
+    (*(int *)context)++;
+    return s1f_fail(S1F_ERR_STATE, "interrupted");
+}
+
+static void test_interruption(void)
+{
+    char block[1 << 15] __attribute__((aligned(64))) = {0};
+    int calls = 0;
+    s1f_group *group;
+    CHECK(s1f_group_create(block, 1, 0, interrupt, &calls, &group) == S1F_OK);
+    s1f_signal never = {0};
+    s1f_wait_reason reason = {.hangup_fd = -1, .purpose = "waiting for", .edge = "nothing", .sequence = -1};
+    CHECK_STATUS(s1f_group_wait(group, &never, 1, &reason), S1F_ERR_STATE, "interrupted");
+    CHECK(calls == 1);
+    s1f_group_free(group);
+}
+
+/* -- gather ------------------------------------------------------------------------------------------------------ */
+
+enum { ROUNDS = 60 };
+
+static void *run_gathers(void *argument)
+{
+    const side *s = argument;
+    int32_t rank = s->num_places, bytes[MAX_RANKS]; /* its number stands in for the rank here */
+    char *out = malloc(MAX_RANKS * S1F_GATHER_BYTES), data[300];
+    for (uint32_t round = 0; round < ROUNDS; round++) {
+        memset(data, (int)round + rank, sizeof data);
+        CHECK_STATUS(s1f_group_gather(s->group, round / 40, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes),
+                     S1F_OK, "");
+        for (int32_t peer = 0; peer < MAX_RANKS; peer++)
+            CHECK(bytes[peer] == 100 * peer + 1 &&
+                  out[peer * S1F_GATHER_BYTES + 100 * peer] == (char)((int)round + peer));
+    }
+    free(out);
+    return NULL;
+}
+
+static void test_gather(void)
+{
+    pipeline p = make_pipeline(3, -1);
+    pthread_t threads[MAX_RANKS];
+    side sides[MAX_RANKS];
+    for (int32_t rank = 0; rank < MAX_RANKS; rank++) {
+        sides[rank] = (side){NULL, p.groups[rank], rank};
+        pthread_create(&threads[rank], NULL, run_gathers, &sides[rank]);
+    }
+    for (int32_t rank = 0; rank < MAX_RANKS; rank++)
+        pthread_join(threads[rank], NULL);
+    char out[S1F_GATHER_BYTES];
+    int32_t bytes;
+    CHECK_STATUS(s1f_group_gather(p.groups[0], 9, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
+                 "4033");
+    free_pipeline(&p);
+}
+
+/* -- relay: two private arenas, and a thread that carries messages between them ------------------------------------ */
+
+typedef struct {
+    s1f_edge_end *sender, *receiver;
+    void *posted[MESSAGES];
+    const void *sent[MESSAGES];
+    int64_t bytes[MESSAGES];
+    atomic_int num_posted, num_sent, num_freed;
+    int64_t step;
+} carrier;
+
+static s1f_status carrier_begin_step(void *context, int64_t step)
+{
+    carrier *c = context;
+    c->step = step;
+    return S1F_OK;
+}
+
+static s1f_status carrier_post(void *context, int64_t sequence, void *place)
+{
+    carrier *c = context;
+    c->posted[sequence] = place;
+    atomic_fetch_add(&c->num_posted, 1);
+    return S1F_OK;
+}
+
+static s1f_status carrier_send(void *context, int64_t sequence, const void *place, int64_t payload_bytes)
+{
+    carrier *c = context;
+    c->sent[sequence] = place;
+    c->bytes[sequence] = payload_bytes;
+    atomic_fetch_add(&c->num_sent, 1);
+    return S1F_OK;
+}
+
+static void carrier_free(void *context)
+{
+    atomic_fetch_add(&((carrier *)context)->num_freed, 1);
+}
+
+static const s1f_relay carrier_relay = {"test", carrier_begin_step, carrier_post, carrier_send, carrier_free};
+
+static void *carry(void *context)
+{
+    carrier *c = context;
+    for (int n = 0; n < MESSAGES; n++) {
+        while (atomic_load(&c->num_posted) <= n || atomic_load(&c->num_sent) <= n)
+            sleep_ms(1);
+        memcpy(c->posted[n], c->sent[n], S1F_HEADER_BYTES + (size_t)c->bytes[n]);
+        s1f_relay_done(c->sender, c->step, n);
+        s1f_relay_done(c->receiver, c->step, n);
+    }
+    return NULL;
+}
+
+static void test_relay(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    carrier *c = calloc(1, sizeof *c);
+    char *memory = p.mapping->memory;
+    enum { HALF = ARENA_BYTES / 2, PLACES = 3 };
+    fail_allocation(0);
+    CHECK_STATUS(s1f_relay_end_create(p.groups[0], memory, HALF, &carrier_relay, c, 1, 0, EDGE, &c->sender),
+                 S1F_ERR_MEMORY, EDGE);
+    fail_allocation(-1);
+    CHECK(s1f_relay_end_create(p.groups[0], memory, HALF, &carrier_relay, c, 1, 0, EDGE, &c->sender) == S1F_OK);
+    CHECK(s1f_relay_end_create(p.groups[1], memory + HALF, HALF, &carrier_relay, c, 0, 1, EDGE, &c->receiver) ==
+          S1F_OK);
+    s1f_group_begin_step(p.groups[0], 5);
+    s1f_group_begin_step(p.groups[1], 5);
+    fail_allocation(0);
+    CHECK_STATUS(s1f_p2p_begin_step(c->sender, PLACES), S1F_ERR_MEMORY, "3 places");
+    fail_allocation(-1);
+    CHECK_STATUS(s1f_p2p_begin_step(c->sender, PLACES), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_begin_step(c->receiver, PLACES), S1F_OK, "");
+    pthread_t carrying;
+    pthread_create(&carrying, NULL, carry, c);
+    for (int64_t n = 0; n < MESSAGES; n++) {
+        const s1f_message *message;
+        CHECK_STATUS(s1f_p2p_post(c->receiver, n, (int32_t)(n % PLACES)), S1F_OK, "");
+        CHECK_STATUS(send_ints(c->sender, n, (int32_t)(n % PLACES), elements_of(n), (int32_t)n), S1F_OK, "");
+        CHECK_STATUS(s1f_p2p_wait(c->receiver, n, (int32_t)(n % PLACES), &message), S1F_OK, "");
+        CHECK(holds_ints(message, elements_of(n), (int32_t)n));
+    }
+    CHECK_STATUS(s1f_relay_flush(c->sender), S1F_OK, "");
+    pthread_join(carrying, NULL);
+    s1f_edge_end_free(c->sender);
+    s1f_edge_end_free(c->receiver);
+    CHECK(atomic_load(&c->num_freed) == 2);
+    free(c);
+    free_pipeline(&p);
+}
+
+int main(void)
+{
+    test_messages_arrive();
+    test_aborted_step_is_forgotten();
+    test_other_places_give_pages_back();
+    test_poison();
+    test_mistakes();
+    test_failing_allocations();
+    test_silent_peer();
+    test_chain_of_waits();
+    test_dead_peer();
+    test_failure_ends_waits();
+    test_interruption();
+    test_gather();
+    test_relay();
+    return check_failures();
+}

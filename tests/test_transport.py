@@ -1,0 +1,437 @@
+"""Do messages pass between real processes as they were sent, and does every wait end, whatever happens to the peer?"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from seq1f1b import PipelineError, _core, transport  # noqa: E402
+from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
+
+PLACES = 2
+EDGE = "activations of stage 0 to 1"
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "seq1f1b.transport"])
+
+
+def _child(fn: Callable[..., Any], rank: int, size: int, store: str, kind: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    group = transport.connect(None, kind)
+    try:
+        pipe.send(("result", fn(group, pipe)))
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        group.close()
+
+
+class Ranks:
+    """Processes that run ``fn(group, pipe)``, one per rank, with a pipe each to this one."""
+
+    def __init__(self, size: int, fn: Callable[..., Any], folder: Path, kind: str) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_child, args=(fn, rank, size, str(folder / "store"), kind, theirs))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def receive(self, rank: int, timeout: float = 60.0) -> Any:
+        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def result(self, rank: int) -> Any:
+        kind, value = self.receive(rank)
+        assert kind == "result", f"rank {rank}: {value}"
+        return value
+
+    def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> None:
+        os.kill(self.processes[rank].pid, with_signal)
+
+
+@contextmanager
+def running(size: int, fn: Callable[..., Any], folder: Path, kind: str = "shm") -> Iterator[Ranks]:
+    ranks = Ranks(size, fn, folder, kind)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def fields(group: RankGroup, source: int, segment: int) -> Any:
+    return (group.step, source, 1 - source, 0, 0, segment, 1, (8, segment, 1))
+
+
+def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | None], source: int = 0) -> None:
+    headers = [
+        (0, transport.NONE, (), 0)
+        if t is None
+        else (transport.DTYPES.index(t.dtype), int(t.requires_grad), tuple(t.shape), t.data_ptr())
+        for t in tensors
+    ]
+    _core.edge_send(end, n, n % PLACES, fields(group, source, n), headers)
+
+
+def receive(end: object, n: int) -> list[torch.Tensor | None]:
+    _, tensors = _core.edge_wait(end, n, n % PLACES)
+    return [
+        None if flags & transport.NONE else transport.place_tensor(end, address, code, sizes)
+        for code, flags, sizes, address in tensors
+    ]
+
+
+def open_both(group: RankGroup) -> tuple[object, object]:
+    """The ends of rank 0 -> rank 1 and of rank 1 -> rank 0, as (out, back)."""
+    ends = [group.edge_end(s, 1 - s, 1 - group.rank, s != group.rank, f"edge of stage {s} to {1 - s}") for s in (0, 1)]
+    return ends[group.rank], ends[1 - group.rank]
+
+
+def begin(group: RankGroup, *ends: object) -> None:
+    group.begin_step()
+    for end in ends:
+        _core.edge_begin_step(end, PLACES)
+
+
+def messages() -> list[list[torch.Tensor | None]]:
+    generator = torch.Generator().manual_seed(0)
+    made: list[list[torch.Tensor | None]] = []
+    for dtype in transport.DTYPES:
+        bits = torch.randint(-128, 127, (3, 5, 16), generator=generator, dtype=torch.int8)
+        made.append([bits.to(dtype) if dtype in (torch.bool, torch.complex64, torch.complex128) else bits.view(dtype)])
+    for mib in (2, 8, 64):
+        made.append([torch.randint(0, 255, (mib << 20,), generator=generator, dtype=torch.uint8)])
+    made.append([torch.empty(0, 7, dtype=torch.bfloat16)])
+    made.append([])
+    made.append([torch.randn(3, 3, generator=generator), None, torch.arange(5), torch.tensor(2.5), None])
+    return made
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    as_bytes = [t.reshape(-1).view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
+
+
+def exchange(group: RankGroup, pipe: Connection) -> int:
+    """Both ranks send everything to each other, in three steps, with full places in both directions all the time."""
+    out, back = open_both(group)
+    expected = messages()
+    count = len(expected)
+    for _ in range(3):
+        begin(group, out, back)
+        for n in range(PLACES):
+            _core.edge_post(back, n, n)
+        for n in range(PLACES):
+            send(group, out, n, expected[n], group.rank)
+        for n in range(count):
+            got = receive(back, n)
+            assert len(got) == len(expected[n]) and all(map(same, got, expected[n])), f"message {n} changed"
+            if n + PLACES < count:
+                _core.edge_post(back, n + PLACES, n % PLACES)
+                send(group, out, n + PLACES, expected[n + PLACES], group.rank)
+        group.end_step(failed=False)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_every_dtype_and_size(tmp_path: Path, kind: str) -> None:
+    with running(2, exchange, tmp_path, kind) as ranks:
+        assert ranks.result(0) == ranks.result(1) == len(messages())
+
+
+def test_loopback_passes_the_same() -> None:
+    groups = LoopbackGroup(2)
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda r=r: results.append(exchange(groups[r], None))) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [len(messages())] * 2
+
+
+# -- waits end ---------------------------------------------------------------------------------------------------------
+
+
+def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
+    """Rank 0 waits for a message that rank 1, inside F2.1, never sends."""
+    end = group.edge_end(1, 0, 1 - group.rank, group.rank == 0, "gradients of stage 1 to 0")
+    if group.rank == 0:
+        group.set_limits(*pipe.recv())
+        begin(group, end)
+        _core.edge_post(end, 0, 0)
+        group.barrier()
+        pipe.send("waiting")
+        try:
+            _core.edge_wait(end, 0, 0)
+        except (PipelineError, KeyboardInterrupt) as error:
+            attributes = [getattr(error, name, None) for name in ("rank", "unit", "edge")]
+            return type(error).__name__, str(error), attributes, time.monotonic()
+        return "a message came from nowhere"
+    begin(group, end)
+    if os.fork() == 0:  # a data loader's worker: it must not keep the pipeline's sockets open
+        time.sleep(3)
+        os._exit(0)
+    group.barrier()
+    _core.group_progress(group.group, "F2.1")
+    while not pipe.poll(20):
+        pass
+    return None
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(2, wait_for_message, tmp_path, kind) as ranks:
+        ranks.pipes[0].send((300.0, 20.0))
+        assert ranks.receive(0) == "waiting"
+        time.sleep(0.3)
+        killed = time.monotonic()
+        ranks.kill(1)
+        name, text, attributes, ended = ranks.result(0)
+    assert name == "PipelineError" and ended - killed < 1.0
+    assert attributes[0] == 1 and attributes[2] == "gradients of stage 1 to 0"
+    assert "rank 1 is gone" in text and "gradients of stage 1 to 0, message 0" in text
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_silent_peer_is_named(tmp_path: Path, kind: str) -> None:
+    with running(2, wait_for_message, tmp_path, kind) as ranks:
+        ranks.pipes[0].send((0.7, 20.0))
+        assert ranks.receive(0) == "waiting"
+        name, text, attributes, _ = ranks.result(0)
+        ranks.pipes[1].send("end")
+    assert name == "PipelineError" and attributes == [1, "F2.1", "gradients of stage 1 to 0"]
+    assert text.startswith("rank 1 has been in F2.1 for 0.")
+    assert text.endswith("(waiting for gradients of stage 1 to 0, message 0)")
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_interrupt_ends_a_wait(tmp_path: Path, kind: str) -> None:
+    with running(2, wait_for_message, tmp_path, kind) as ranks:
+        ranks.pipes[0].send((300.0, 0.0))
+        assert ranks.receive(0) == "waiting"
+        time.sleep(0.3)
+        sent = time.monotonic()
+        ranks.kill(0, signal.SIGINT)
+        name, _, _, ended = ranks.result(0)
+        ranks.pipes[1].send("end")
+    assert name == "KeyboardInterrupt" and ended - sent < 1.0
+
+
+# -- failed steps ------------------------------------------------------------------------------------------------------
+
+
+def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
+    """A chain 0 -> 1 -> 2. Rank 2 fails in step 2, when rank 0 has already left it; then all go on."""
+    rank, last = group.rank, group.size - 1
+    into = (
+        group.edge_end(rank - 1, rank, rank - 1, True, f"activations of stage {rank - 1} to {rank}") if rank else None
+    )
+    out = group.edge_end(rank, rank + 1, rank + 1, False, EDGE) if rank < last else None
+    errors = []
+
+    def step(failing: bool) -> int:
+        number = group.begin_step()
+        for end in (into, out):
+            if end is not None:
+                _core.edge_begin_step(end, PLACES)
+        if into is not None:
+            for n in range(PLACES):
+                _core.edge_post(into, n, n)
+            if failing and rank == last:
+                time.sleep(0.3)
+                raise ValueError("no such token")
+            assert receive(into, 0)[0].item() == 41 + rank
+        if out is not None:
+            send(group, out, 0, [torch.tensor(42 + rank)])
+            if failing and rank == 1:
+                send(group, out, 1, [torch.tensor(0)])
+                send(group, out, 2, [torch.tensor(0)])  # no place is granted: waits for the failure
+        return number
+
+    number = 0
+    while number < 5:  # not a fixed count of attempts: rank 0 spends one on learning of the failure
+        try:
+            number = step(failing=number == 1 and not errors)
+            group.end_step(failed=False)
+        except (PipelineError, ValueError) as error:
+            if isinstance(error, ValueError):
+                group.fail(f"ValueError: {error}")
+            errors.append((str(error), getattr(error, "rank", None)))
+            group.end_step(failed=True)
+        if number == 2 and rank == 0:
+            time.sleep(1.0)  # so that it learns of the failure when it enters the next step
+    sums = group.all_reduce_sum([rank, 0.5]), group.all_reduce_max([rank, -rank])
+    return [number, errors, sums, group.all_gather_object("x" * (10000 * rank + 1))]
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
+    with running(3, fail_and_go_on, tmp_path, kind) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    numbers, errors, sums, texts = zip(*results, strict=True)
+    assert len(set(numbers)) == 1 and numbers[0] > 0
+    assert errors[2] == [("no such token", None)]
+    for rank in (0, 1):
+        assert errors[rank] == [("rank 2 ended the step: ValueError: no such token", 2)]
+    assert all(s == ([3, 1.5], [2, 0]) for s in sums)
+    assert all([len(t) for t in text] == [1, 10001, 20001] for text in texts)
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, list[int]]:
+    """Descriptors before the second pipeline and after it, and arenas mapped while and after a tensor lies in one."""
+
+    def count_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def count_arenas() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
+
+    fds, arenas = count_fds(), count_arenas()
+    second = transport.connect(None, "shm")
+    out, back = open_both(second)
+    begin(second, out, back)
+    _core.edge_post(back, 0, 0)
+    send(second, out, 0, [torch.arange(5)], group.rank)
+    (view,) = receive(back, 0)
+    second.barrier()
+    second.close()
+    del second, out, back
+    gc.collect()
+    held = count_arenas() - arenas
+    value = view.tolist()
+    del view
+    gc.collect()
+    return count_fds() - fds, held, count_arenas() - arenas, value
+
+
+def test_nothing_is_left_after_close(tmp_path: Path) -> None:
+    with running(2, open_and_close, tmp_path) as ranks:
+        for rank in range(2):
+            fds, held, left, value = ranks.result(rank)
+            assert fds == 0, "descriptors leaked"
+            assert held == 2, "the arena of a live tensor and its group's block"
+            assert left == 0, "mappings leaked"
+            assert value == [0, 1, 2, 3, 4]
+
+
+def meet(meetings: list[transport.Meeting]) -> list[Any]:
+    results: list[Any] = [None] * len(meetings)
+
+    def run(rank: int) -> None:
+        others = {r: m for r, m in enumerate(meetings) if r != rank}
+        try:
+            names = {r: m.name for r, m in others.items()}
+            results[rank] = meetings[rank].connect(names, {r: m.token for r, m in others.items()})
+        except OSError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(meetings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def close_all(results: list[Any]) -> None:
+    for connections in results:
+        for connection in connections.values() if isinstance(connections, dict) else ():
+            connection.close()
+
+
+def test_stranger_without_token_is_refused() -> None:
+    meetings = [transport.Meeting(rank, timeout_s=20.0) for rank in range(3)]
+    strangers = []
+    for hello in (b"x" * 16 + b"\1" + b"\0" * 7, b"", meetings[0].token + b"\7" + b"\0" * 7):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(meetings[0].name)
+        stranger.sendall(hello)
+        if not hello:
+            stranger.shutdown(socket.SHUT_WR)
+        strangers.append(stranger)
+    results = meet(meetings)
+    assert [sorted(connections) for connections in results] == [[1, 2], [0, 2], [0, 1]]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b"", "a stranger was answered"
+        stranger.close()
+    close_all(results)
+
+
+def test_other_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_peer_uid", lambda connection: os.getuid() + 1)
+    results = meet([transport.Meeting(rank, timeout_s=0.5) for rank in range(2)])
+    assert all(isinstance(result, OSError) for result in results)
+
+
+def test_limited_address_space_is_explained() -> None:
+    code = """
+import resource, torch
+from seq1f1b.transport import LoopbackGroup
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+try:
+    LoopbackGroup(2)[0].edge_end(0, 1, 1, False, "edge")
+    raise SystemExit("1 TiB was mapped")
+except MemoryError as error:
+    assert "ulimit -v" in str(error) and "arena_bytes" in str(error), error
+LoopbackGroup(2, arena_bytes=1 << 26)[0].edge_end(0, 1, 1, False, "edge")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bad_arguments() -> None:
+    groups = LoopbackGroup(2)
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        LoopbackGroup(0)
+    with pytest.raises(TypeError, match=r"LoopbackGroup\(P\)\[rank\]"):
+        transport.resolve_group(groups)
+    with pytest.raises(TypeError, match="got str"):
+        transport.resolve_group("gloo")
+    assert transport.resolve_group(groups[1]) is groups[1]
+    assert transport.resolve_group(None).size == 1
+    with pytest.raises(ValueError, match="timeout must be above 0"):
+        groups[0].set_limits(0.0)
+    end = groups[0].edge_end(0, 1, 1, False, EDGE)
+    begin(groups[0], end)
+    with pytest.raises(ValueError, match="17 tensors"):
+        send(groups[0], end, 0, [torch.zeros(1)] * 17)
+    with pytest.raises(RuntimeError, match=f"{EDGE}, message 0: this is the sender's end"):
+        _core.edge_post(end, 0, 0)
