@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { UNIT_TEXT_BYTES = 64, CYCLE_TEXT_BYTES = 1024 };
+enum { UNIT_TEXT_BYTES = 64, LINK_TEXT_BYTES = 2 * UNIT_TEXT_BYTES + 96, CYCLE_TEXT_BYTES = 1024 };
 
 typedef struct {
     const s1f_schedule *schedule;
@@ -89,13 +89,37 @@ static s1f_status fail_missing(const table *t, s1f_unit unit)
                     rank_of(t, unit));
 }
 
+static s1f_unit forward_of_cell(const table *t, int64_t i)
+{
+    return (s1f_unit){S1F_PASS_FORWARD, (int32_t)(i / t->num_segments / t->num_microbatches),
+                      (int32_t)(i / t->num_segments % t->num_microbatches), (int32_t)(i % t->num_segments)};
+}
+
+/* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of the
+ * order, however large an index a text names. */
+static s1f_status fail_too_few(const table *t, int64_t total)
+{
+    unsigned char *present = calloc((size_t)total + 1, 1);
+    if (present == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)total);
+    for (int32_t rank = 0; rank < t->num_ranks; rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(t->schedule, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++)
+            if (units[i].pass == S1F_PASS_FORWARD && cell(t, units[i]) <= total)
+                present[cell(t, units[i])] = 1;
+    }
+    int64_t missing = 0;
+    while (present[missing])
+        missing++;
+    free(present);
+    return fail_missing(t, forward_of_cell(t, missing));
+}
+
 static s1f_status check_complete(const table *t)
 {
-    s1f_unit unit = {S1F_PASS_FORWARD, 0, 0, 0};
     for (int64_t i = 0; i < t->num_cells; i++) {
-        unit.segment = (int32_t)(i % t->num_segments);
-        unit.microbatch = (int32_t)(i / t->num_segments % t->num_microbatches);
-        unit.stage = (int32_t)(i / t->num_segments / t->num_microbatches);
+        s1f_unit unit = forward_of_cell(t, i);
         if (t->number_of[S1F_PASS_FORWARD][i] == 0)
             return fail_missing(t, unit);
         if (!t->has_backward)
@@ -220,12 +244,13 @@ static s1f_status fail_cycle(const table *t, const int64_t *done, int32_t rank)
         standing_before(t, done, rank, &unit, &awaited);
         describe(t, unit, text);
         describe(t, awaited, awaited_text);
-        int written =
-            snprintf(cycle + used, sizeof cycle - used, "%srank %d stands before %s and waits for %s of rank %d",
-                     used == 0 ? "" : "; ", rank, text, awaited_text, rank_of(t, awaited));
-        if (written < 0 || (size_t)written >= sizeof cycle - used)
-            break; /* a long cycle is cut */
-        used += (size_t)written;
+        used += (size_t)snprintf(cycle + used, sizeof cycle - used,
+                                 "%srank %d stands before %s and waits for %s of rank %d", used == 0 ? "" : "; ", rank,
+                                 text, awaited_text, rank_of(t, awaited));
+        if (used + LINK_TEXT_BYTES > sizeof cycle) {
+            snprintf(cycle + used, sizeof cycle - used, "; and so on round to rank %d", first);
+            break;
+        }
         rank = rank_of(t, awaited);
     } while (rank != first);
     return s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: %s", cycle);
@@ -329,7 +354,13 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
                .has_backward = s1f_schedule_has_backward(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
     t.num_cells = (int64_t)t.num_stages * t.num_microbatches * t.num_segments;
-    /* calloc, with 0 for absent: a text that names one huge index costs address space only */
+    int64_t num_units, total = 0;
+    for (int32_t rank = 0; rank < t.num_ranks; rank++) {
+        s1f_schedule_units(schedule, rank, &num_units);
+        total += num_units;
+    }
+    if (total < t.num_cells)
+        return fail_too_few(&t, total);
     int64_t *numbers = calloc((size_t)t.num_cells * S1F_NUM_PASSES, sizeof *numbers);
     if (numbers == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to check %lld units", (long long)t.num_cells * S1F_NUM_PASSES);

@@ -196,23 +196,20 @@ static int advance(const lowering *l, progress *ranks, int32_t rank)
     return 1;
 }
 
-/* Adds one place to every edge of the cycle in which `rank` is stuck that waits for a credit. The order passed its check,
- * so there is one. Returns a rank that can go on, -1 if none. */
-static int32_t add_places(const lowering *l, const progress *ranks, int32_t rank)
+/* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit. The order passed its
+ * check, so there is one. Returns 0 if not. */
+static int add_place(const lowering *l, const progress *ranks, int32_t rank)
 {
-    for (int32_t step = 0; step < l->program->num_ranks; step++)
+    for (int32_t step = 0; step < l->program->num_ranks; step++) /* whoever waits for whom ends in the cycle */
         rank = ranks[rank].peer;
-    int32_t first = rank, helped = -1;
-    do {
+    for (int32_t step = 0; step < l->program->num_ranks; step++, rank = ranks[rank].peer)
         if (ranks[rank].has_run) {
             int64_t num_units;
             int32_t out = outgoing(l, s1f_schedule_units(l->schedule, rank, &num_units)[ranks[rank].done]);
             l->program->edges[out].num_places++;
-            helped = rank;
+            return 1;
         }
-        rank = ranks[rank].peer;
-    } while (rank != first);
-    return helped;
+    return 0;
 }
 
 /* Runs all ranks against each other. A stuck state depends on the number of places only, never on who ran first, so
@@ -237,8 +234,7 @@ static s1f_status run_with_credits(const lowering *l)
             int32_t stuck = 0;
             while (finished[stuck])
                 stuck++;
-            int32_t helped = add_places(l, ranks, stuck);
-            if (helped < 0) {
+            if (!add_place(l, ranks, stuck)) {
                 status =
                     s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
                 goto done;

@@ -56,11 +56,9 @@ static s1f_status run_unit(simulator *s, int32_t rank, s1f_unit unit)
 {
     rank_state *state = &s->ranks[rank];
     int64_t i = state->num_units++;
+    int64_t cost = (int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment;
     double seconds =
-        s->costs->unit_seconds != NULL
-            ? s->costs->unit_seconds[rank][i]
-            : s->costs
-                  ->pass_seconds[unit.pass][(int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment];
+        s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank][i] : s->costs->pass_seconds[unit.pass][cost];
     s1f_status status = require_cost("the duration of a unit", seconds);
     if (status != S1F_OK)
         return status;

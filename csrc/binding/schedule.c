@@ -529,13 +529,15 @@ PyMethodDef s1f_schedule_methods[] = {
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,
-     "(source_stage, destination_stage, source_rank, destination_rank, is_gradient, num_places, num_messages) per edge."},
+     "(source_stage, destination_stage, source_rank, destination_rank, is_gradient, num_places, num_messages) per "
+     "edge."},
     {"program_stage_peak", program_stage_peak, METH_VARARGS,
      "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},
     {"program_peak_tokens", program_peak_tokens, METH_VARARGS,
      "program_peak_tokens(program, stage, segment_sizes): peak live tokens."},
     {"program_rank_peak", program_rank_peak, METH_VARARGS,
-     "program_rank_peak(program, rank, weights): peak of the live units' weights, given as [stage * num_segments + segment]."},
+     "program_rank_peak(program, rank, weights): peak of the live units' weights, given as [stage * num_segments + "
+     "segment]."},
     {"program_simulate", program_simulate, METH_VARARGS,
      "program_simulate(program, pass_seconds, unit_seconds, latency, seconds_per_byte, message_bytes, send): "
      "(makespan, span, busy, wait, start, end)."},

@@ -1,0 +1,225 @@
+/* test_schedule.c - schedules, their text, lowered programs and simulations from C, with every allocation failing. */
+#include "check.h"
+
+#include "../../csrc/check.h"
+#include "../../csrc/lower.h"
+#include "../../csrc/schedule.h"
+#include "../../csrc/simulate.h"
+
+#include <stdlib.h>
+
+/* -- calls that allocate, as one shape ---------------------------------------------------------------------------- */
+
+static s1f_schedule *given_schedule; /* what the calls below work on */
+static s1f_program *given_program;
+
+static s1f_status build(void)
+{
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_build("seq1f1b", 3, 40, 2, 1, &schedule); /* 160 units a rank: arrays grow */
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    s1f_schedule_free(schedule);
+    return status;
+}
+
+static s1f_status forward_only(void)
+{
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_forward_only(given_schedule, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    s1f_schedule_free(schedule);
+    return status;
+}
+
+static s1f_status text_and_back(void)
+{
+    char *text = NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_to_text(given_schedule, &text);
+    CHECK((status == S1F_OK) == (text != NULL));
+    if (status == S1F_OK) {
+        status = s1f_schedule_from_text(text, &schedule);
+        CHECK((status == S1F_OK) == (schedule != NULL));
+    }
+    s1f_schedule_free(schedule);
+    free(text);
+    return status;
+}
+
+static s1f_status csv_and_back(void)
+{
+    char *text = NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_to_csv(given_schedule, &text);
+    if (status == S1F_OK)
+        status = s1f_schedule_from_csv(text, s1f_schedule_num_segments(given_schedule), &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    s1f_schedule_free(schedule);
+    free(text);
+    return status;
+}
+
+static s1f_status check(void)
+{
+    return s1f_schedule_check(given_schedule, 0);
+}
+
+static s1f_status lower(void)
+{
+    s1f_program *program = NULL;
+    s1f_status status = s1f_schedule_lower(given_schedule, 1, &program);
+    CHECK((status == S1F_OK) == (program != NULL));
+    s1f_program_free(program);
+    return status;
+}
+
+static s1f_status simulate(void)
+{
+    static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    static const int64_t bytes[4] = {8, 8, 8, 8};
+    s1f_costs costs = {.latency = 0.5, .seconds_per_byte = 0.25, .message_bytes = bytes, .send = 0.125};
+    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+        costs.pass_seconds[pass] = seconds;
+    s1f_simulation *simulation = NULL;
+    s1f_status status = s1f_program_simulate(given_program, &costs, &simulation);
+    CHECK((status == S1F_OK) == (simulation != NULL));
+    if (simulation != NULL)
+        CHECK(simulation->makespan > 0);
+    s1f_simulation_free(simulation);
+    return status;
+}
+
+/* A failed allocation is S1F_ERR_MEMORY, leaves *out alone and nothing behind; a shrinking realloc may fail unnoticed. */
+static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
+{
+    int64_t n = 0, failed = 0;
+    for (;; n++) {
+        fail_allocation(n);
+        s1f_status status = call();
+        int64_t asked = fail_allocation(-1);
+        if (asked <= n) {
+            CHECK(status == S1F_OK);
+            break;
+        }
+        CHECK(status == S1F_OK || status == S1F_ERR_MEMORY);
+        if (status == S1F_ERR_MEMORY) {
+            CHECK(strstr(s1f_last_error(), "no memory") != NULL);
+            failed++;
+        }
+    }
+    CHECK(failed >= at_least && failed >= n - 1);
+}
+
+static void test_failing_allocations(void)
+{
+    static const char *const orders[] = {
+        "F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0\nF0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
+        "[0]F0.0 [3]F0.0 [3]I0.0 [3]W0.0 [0]I0.0 [0]W0.0\n[1]F0.0 [2]F0.0 [2]I0.0 [1]I0.0 [2]W0.0 [1]W0.0",
+        "[0]F0.0 [0]F1.0 [0]F2.0 [2]F0.0 [2]F1.0 [2]F2.0\n[1]F0.0 [1]F1.0 [1]F2.0 [3]F0.0 [3]F1.0 [3]F2.0",
+        "F0.0 B0.0",
+    };
+    fail_each_allocation(build, 10);
+    for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
+        CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
+        fail_each_allocation(forward_only, 4);
+        fail_each_allocation(text_and_back, 6);
+        fail_each_allocation(csv_and_back, 6);
+        fail_each_allocation(check, 5);
+        fail_each_allocation(lower, 25);
+        fail_each_allocation(simulate, 10);
+        s1f_program_free(given_program);
+        s1f_schedule_free(given_schedule);
+    }
+}
+
+/* -- what Python cannot reach ------------------------------------------------------------------------------------- */
+
+static void test_create(void)
+{
+    static const int32_t both[] = {0, 1}, first[] = {0, 0}, outside[] = {0, 2};
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_create(0, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "num_ranks is 0");
+    CHECK_STATUS(s1f_schedule_create(2, 0, 1, 1, both, &schedule), S1F_ERR_ARG, "num_stages is 0");
+    CHECK_STATUS(s1f_schedule_create(2, 2, 0, 1, both, &schedule), S1F_ERR_ARG, "num_microbatches is 0");
+    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 0, both, &schedule), S1F_ERR_ARG, "num_segments is 0");
+    CHECK_STATUS(s1f_schedule_create(3, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "must be at least num_ranks, 3");
+    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 1, first, &schedule), S1F_ERR_ARG, "rank 1 holds no stage");
+    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 1, outside, &schedule), S1F_ERR_ARG, "placed on rank 2, must be in 0..1");
+    CHECK_STATUS(s1f_schedule_create(2, 2, INT32_MAX, INT32_MAX, both, &schedule), S1F_ERR_ARG, "are more than");
+    CHECK(schedule == NULL);
+}
+
+static void test_append(void)
+{
+    static const int32_t both[] = {0, 1};
+    static const s1f_unit wrong[] = {{4, 0, 0, 0}, {-1, 0, 0, 0}, {0, 2, 0, 0}, {0, -1, 0, 0},
+                                     {0, 0, 3, 0}, {0, 0, -1, 0}, {0, 0, 0, 4}, {0, 0, 0, -1}};
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
+        CHECK_STATUS(s1f_schedule_append(schedule, wrong[i]), S1F_ERR_ARG, "must be in 0..");
+    s1f_unit unit = {S1F_PASS_BACKWARD, 1, 2, 3};
+    CHECK_STATUS(s1f_schedule_append(schedule, unit), S1F_OK, "");
+    int64_t count = -1;
+    s1f_schedule_units(schedule, 0, &count);
+    CHECK(count == 0);
+    const s1f_unit *units = s1f_schedule_units(schedule, 1, &count);
+    CHECK(count == 1 && memcmp(units, &unit, sizeof unit) == 0);
+    CHECK(s1f_schedule_has_backward(schedule) && !s1f_schedule_shows_stages(schedule));
+    s1f_schedule_free(schedule);
+    s1f_schedule_free(NULL);
+    s1f_program_free(NULL);
+    s1f_simulation_free(NULL);
+}
+
+static void test_unit_text(void)
+{
+    s1f_unit unit = {S1F_PASS_BACKWARD_WEIGHT, INT32_MAX, INT32_MAX, INT32_MAX};
+    char text[64], small[4];
+    s1f_unit_text(unit, 1, text, sizeof text);
+    CHECK(strcmp(text, "[2147483647]W2147483647.2147483647") == 0);
+    s1f_unit_text(unit, 0, small, sizeof small);
+    CHECK(strcmp(small, "W21") == 0);
+    for (int32_t pass = 0; pass < S1F_NUM_PASSES; pass++)
+        CHECK(s1f_pass_from_letter(s1f_pass_letter(pass)) == pass);
+    CHECK(s1f_pass_letter(S1F_NUM_PASSES) == '?' && s1f_pass_from_letter('X') == -1);
+}
+
+/* A text may name one huge index: memory stays linear in the units that are there. */
+static void test_huge_index(void)
+{
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_from_csv("0F2000000000", 1, &schedule), S1F_ERR_ARG, "larger than the number of units");
+    CHECK_STATUS(s1f_schedule_from_csv("0F1,0F0", INT32_MAX, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_ERR_SCHEDULE, "each unit runs once: F0.2 is missing");
+    s1f_schedule_free(schedule);
+}
+
+/* More ranks in a cycle than a message has room for. */
+static void test_long_cycle(void)
+{
+    enum { RANKS = 64 };
+    int32_t rank_of_stage[2 * RANKS];
+    for (int32_t stage = 0; stage < 2 * RANKS; stage++)
+        rank_of_stage[stage] = stage % RANKS;
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_create(RANKS, 2 * RANKS, 1, 1, rank_of_stage, &schedule), S1F_OK, "");
+    for (int32_t stage = 2 * RANKS - 1; stage >= 0; stage--) { /* every rank: its later stage first */
+        s1f_unit unit = {S1F_PASS_FORWARD, stage, 0, 0};
+        CHECK_STATUS(s1f_schedule_append(schedule, unit), S1F_OK, "");
+    }
+    CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_ERR_SCHEDULE, "and so on round to rank ");
+    s1f_schedule_free(schedule);
+}
+
+int main(void)
+{
+    test_create();
+    test_append();
+    test_unit_text();
+    test_huge_index();
+    test_long_cycle();
+    test_failing_allocations();
+    return check_failures();
+}

@@ -1,0 +1,42 @@
+"""Random orders that keep every rule, on loop and V placement, whole and split backward, and without backward."""
+
+import itertools
+import random
+
+from seq1f1b import Schedule, Unit
+
+
+def random_order(rng: random.Random) -> Schedule:
+    """A random order that keeps every rule: units start in a random one of the orders that the rules allow."""
+    P, v = rng.randint(1, 3), rng.randint(1, 2)
+    M, k = rng.randint(1, 3), rng.randint(1, 3)
+    S = P * v
+    placement = rng.choice([[s % P for s in range(S)], [min(s % (2 * P), 2 * P - 1 - s % (2 * P)) for s in range(S)]])
+    has_backward, split = rng.random() < 0.8, rng.random() < 0.4
+    done: set[Unit] = set()
+    ranks: list[list[Unit]] = [[] for _ in range(P)]
+    while True:
+        ready = []
+        for stage, m, s in itertools.product(range(S), range(M), range(k)):
+            forward, weight = Unit("F", stage, m, s), Unit("W", stage, m, s)
+            back = Unit("I" if split else "B", stage, m, s)
+            if forward not in done:
+                before = [forward._replace(segment=s - 1)] * (s > 0) + [forward._replace(stage=stage - 1)] * (stage > 0)
+                candidate = forward
+            elif has_backward and back not in done:
+                before = (
+                    [forward._replace(segment=i) for i in range(k)] if s == k - 1 else [back._replace(segment=s + 1)]
+                )
+                before += [back._replace(stage=stage + 1)] * (stage < S - 1)
+                candidate = back
+            elif has_backward and split and weight not in done:
+                before, candidate = [], weight
+            else:
+                continue
+            if done.issuperset(before):
+                ready.append(candidate)
+        if not ready:
+            return Schedule(ranks)
+        unit = rng.choice(ready)
+        done.add(unit)
+        ranks[placement[unit.stage]].append(unit)
