@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
+from seq1f1b.draw import timeline_text
 
 __all__ = ["Schedule", "Simulation", "Timeline", "Unit", "build_schedule", "schedules"]
 
@@ -141,7 +142,9 @@ class Schedule:
         inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
         if weight is not None and min(inputs) < 0:
             raise ValueError("weight is more than backward, of which it is a part")
-        sizes = [message_bytes] * self.num_segments if isinstance(message_bytes, int) else message_bytes
+        if segment_sizes is not None and len(segment_sizes) != self.num_segments:
+            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
+        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
         program = _core.program_lower(self.handle, prefetch)
         makespan, span, busy, wait, start, end = _core.program_simulate(
             program,
@@ -245,6 +248,10 @@ class Simulation:
     def bubble_ratio(self) -> float:
         """Share of the ranks' time that is bubble."""
         return sum(self.bubble) / (self.makespan * len(self.bubble)) if self.makespan > 0 else 0.0
+
+    def to_text(self, width: int = 100) -> str:
+        """The timeline as text, one line per rank, in ``width`` columns."""
+        return timeline_text(self.timeline, width=width)
 
 
 def build_schedule(

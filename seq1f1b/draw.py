@@ -1,0 +1,194 @@
+"""Pictures of a timeline, simulated or measured: text, PNG, and a trace for chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seq1f1b.schedule import Timeline, Unit
+
+__all__ = ["timeline_png", "timeline_text", "trace_json"]
+
+_PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+
+
+def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
+    """One line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
+
+    The labels are the longest for which ``width`` has room: ``0.1``, or ``0b`` for the same, or ``0``, or none. Blanks
+    are bubbles. The last line says how to read it.
+    """
+    units = [unit for track in timeline for unit, _, _ in track]
+    begin, end = _extent(timeline)
+    margin = len(f"rank {len(timeline) - 1}  ")
+    columns = max(width - margin, 1)
+    shortest = min((stop - start for track in timeline for _, start, stop in track if stop > start), default=0.0)
+    scale = columns / (end - begin) if end > begin else 0.0
+    if scale * shortest >= 1:  # equal units get equal columns
+        scale = int(scale * shortest + 1e-9) / shortest
+    narrowest = int(scale * shortest + 1e-9)
+    label = next(form for form, room in _labels(units) if max(len(form(unit)) for unit in units) + room <= narrowest)
+    lines = []
+    for rank, track in enumerate(timeline):
+        line = ""
+        for unit, start, stop in track:
+            left, right = round((start - begin) * scale), round((stop - begin) * scale)
+            line = line[:left].ljust(left) + label(unit)[: right - left].ljust(right - left, _FILL[unit.kind])
+        lines.append(f"rank {rank}".ljust(margin) + line)
+    example = next((unit for unit in units if unit.segment > 0), units[0])
+    kinds = [kind for kind in _FILL if any(unit.kind == kind for unit in units)]
+    legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {_PASSES[kind]}" for kind in kinds)
+    if label(example):
+        legend += f" of micro-batch {example.microbatch}" + (f", segment {example.segment}" * (example.segment > 0))
+    per_column = f"; one column is {_seconds(1 / scale)}" if scale > 0 else ""
+    return "\n".join([*lines, legend + per_column]) + "\n"
+
+
+def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
+    """Ways to name a unit where its pass is told otherwise, longest first, and the columns to leave behind the name."""
+    num_segments = max(unit.segment for unit in units) + 1
+    if num_segments > 1:
+        yield lambda unit: f"{unit.microbatch}.{unit.segment}", 1
+        if num_segments <= 26:
+            yield lambda unit: f"{unit.microbatch}{chr(ord('a') + unit.segment)}", 0
+    yield lambda unit: f"{unit.microbatch}", 0
+    yield lambda unit: "", -1
+
+
+def _extent(timeline: Timeline) -> tuple[float, float]:
+    """First start and last end."""
+    begin = min(start for track in timeline for _, start, _ in track)
+    end = max(stop for track in timeline for _, _, stop in track)
+    return begin, end
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds per unit, and the unit in which a time of this size reads well."""
+    return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
+
+
+def _seconds(seconds: float) -> str:
+    size, name = _time_unit(seconds)
+    return f"{seconds / size:.3g} {name}"
+
+
+def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
+    """Draws one or several timelines, one below the other on a common time axis.
+
+    Args:
+        path: file to write; its suffix chooses the format.
+        tracks: a timeline, or several with the heading of each, for instance planned and measured.
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.colors import to_rgb
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.patches import Patch
+    except ModuleNotFoundError as error:
+        raise ImportError("a PNG timeline needs matplotlib; run: pip install matplotlib") from error
+
+    named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
+    palette = [to_rgb(color) for color in _MICROBATCH_COLORS]
+
+    def color(unit: Unit) -> tuple[float, float, float]:
+        """The micro-batch's hue: pale forward, full backward, between the two where the backward is split."""
+        keep = _STRENGTH[unit.kind]
+        red, green, blue = palette[unit.microbatch % len(palette)]
+        return 1 - keep * (1 - red), 1 - keep * (1 - green), 1 - keep * (1 - blue)
+
+    longest = max(end - begin for begin, end in map(_extent, named.values()))
+    second, unit_name = _time_unit(longest)
+    rows = sum(len(timeline) for timeline in named.values())
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08)  # inches
+    figure = Figure(figsize=(14, 1.5 + 0.42 * rows + 0.6 * len(named)), dpi=110, layout=layout)
+    axes = figure.subplots(
+        len(named), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [len(t) for t in named.values()]}
+    )[:, 0]
+    for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
+        begin, _ = _extent(timeline)
+        for rank, track in enumerate(timeline):
+            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in track]
+            ax.broken_barh(
+                bars, (rank - 0.42, 0.84), facecolors=[color(unit) for unit, _, _ in track], edgecolor="white", lw=0.6
+            )
+            _label_bars(ax, rank, track, bars, longest / second)
+        ax.set_title(heading, loc="left", fontsize=11)
+        ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
+        ax.set_ylim(len(timeline) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="x", color="0.9", lw=0.6)
+        ax.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            ax.spines[side].set_visible(False)
+    axes[-1].set_xlim(0, longest / second)
+    axes[-1].set_xlabel(f"time ({unit_name})")
+    if title is not None:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+
+    units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
+    microbatches = sorted({unit.microbatch for unit in units})
+    shown = microbatches[: len(palette)]
+    handles = [Patch(facecolor=palette[m], label=f"micro-batch {m}") for m in shown]
+    if len(microbatches) > len(shown):
+        handles.append(Patch(facecolor="none", label="... colours repeat"))
+    for kind, strength in _STRENGTH.items():
+        if any(unit.kind == kind for unit in units):
+            grey = (1 - 0.6 * strength,) * 3
+            handles.append(Patch(facecolor=grey, label=f"{kind}: {_PASSES[kind]}"))
+    columns = -(-len(handles) // -(-len(handles) // 8))  # at most 8, rows equally long
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+_MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
+                      "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+
+
+def _label_bars(ax: Any, rank: int, track: Any, bars: list[tuple[float, float]], longest: float) -> None:
+    """Writes micro-batch and segment into the bars of a track that have room for them."""
+    labels = [f"{unit.microbatch}.{unit.segment}" for unit, _, _ in track]
+    if not any(unit.segment for unit, _, _ in track):
+        labels = [f"{unit.microbatch}" for unit, _, _ in track]
+    for (unit, _, _), (left, width), text in zip(track, bars, labels, strict=True):
+        if width >= 0.005 * longest * len(text):
+            ink = "white" if unit.kind != "F" else "0.15"
+            ax.text(left + width / 2, rank, text, ha="center", va="center", fontsize=8, color=ink)
+
+
+def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> None:
+    """Writes a trace with one track per rank; open it in ui.perfetto.dev or chrome://tracing.
+
+    Args:
+        path: file to write.
+        tracks: a timeline, or several with the name of each, for instance planned and measured: a process each.
+    """
+    named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"pipeline": tracks}
+    events: list[dict[str, object]] = []
+    for pid, (heading, timeline) in enumerate(named.items()):
+        begin, _ = _extent(timeline)
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
+        for rank, track in enumerate(timeline):
+            thread = {"ph": "M", "pid": pid, "tid": rank}
+            events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+            for unit, start, stop in track:
+                events.append(
+                    {
+                        "ph": "X",
+                        "pid": pid,
+                        "tid": rank,
+                        "ts": (start - begin) * 1e6,
+                        "dur": (stop - start) * 1e6,
+                        "name": str(unit),
+                        "cat": _PASSES[unit.kind],
+                        "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
+                    }
+                )
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

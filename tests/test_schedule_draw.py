@@ -1,0 +1,107 @@
+"""Are the pictures of a timeline right: text, PNG, trace?"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from seq1f1b import Schedule, Simulation, build_schedule, draw
+
+
+def simulate(name: str, num_segments: int, forward: float, num_microbatches: int = 4) -> Simulation:
+    schedule = build_schedule(name, num_ranks=4, num_microbatches=num_microbatches, num_segments=num_segments)
+    return schedule.simulate(forward, 2 * forward)
+
+
+def test_text_of_1f1b_and_seq1f1b() -> None:
+    assert simulate("1f1b", 1, 2.0).to_text(92) == (
+        "rank 0  0---1---2---3---                        0=======    1=======    2=======    3=======\n"
+        "rank 1      0---1---2---                0=======3---1=======    2=======    3=======\n"
+        "rank 2          0---1---        0=======2---1=======3---2=======    3=======\n"
+        "rank 3              0---0=======1---1=======2---2=======3---3=======\n"
+        "0-- forward, 0== backward of micro-batch 0; one column is 500 ms\n"
+    )
+    assert simulate("seq1f1b", 2, 1.0).to_text(92) == (
+        "rank 0  0a0b1a1b2a            0b==2b0a==3a1b==3b1a==  2b==  2a==  3b==3a==\n"
+        "rank 1    0a0b1a1b        0b==2a0a==2b1b==3a1a==3b2b==  2a==  3b==3a==\n"
+        "rank 2      0a0b1a    0b==1b0a==2a1b==2b1a==3a2b==3b2a==  3b==3a==\n"
+        "rank 3        0a0b0b==1a0a==1b1b==2a1a==2b2b==3a2a==3b3b==3a==\n"
+        "0b-- forward, 0b== backward of micro-batch 0, segment 1; one column is 500 ms\n"
+    )
+
+
+def test_labels_shrink_with_the_width() -> None:
+    simulation = simulate("seq1f1b", 2, 1.0)
+    assert simulation.to_text(140).startswith("rank 0  0.0-0.1-1.0-")
+    assert simulation.to_text(80).startswith("rank 0  0a0b1a")
+    assert simulation.to_text(50).startswith("rank 0  00112")
+    assert simulation.to_text(20).startswith("rank 0  ")
+    for width in (10, 20, 50, 80, 140, 1000):
+        assert max(map(len, simulation.to_text(width).splitlines()[:-1])) <= max(width, 9)
+
+
+def test_text_of_a_split_backward() -> None:
+    simulation = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0").simulate()
+    assert simulation.to_text(38) == (
+        "rank 0  0----0----0~~~~0~~~~0++++0++++\n"
+        "0-- forward, 0~~ input gradient, 0++ weight gradient of micro-batch 0; one column is 200 ms\n"
+    )
+
+
+def test_text_of_units_that_take_no_time() -> None:
+    text = Schedule.from_text("F0.0 B0.0").simulate(0.0, 0.0).to_text()
+    assert text == "rank 0  \n-- forward, == backward\n"
+
+
+def test_trace(tmp_path: Path) -> None:
+    planned, measured = simulate("1f1b", 1, 2e-3), simulate("seq1f1b", 2, 1e-3)
+    path = tmp_path / "trace.json"
+    draw.trace_json(path, {"planned": planned.timeline, "measured": measured.timeline})
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["planned", "measured"]
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert threads == {(pid, rank): f"rank {rank}" for pid in range(2) for rank in range(4)}
+    for pid, simulation in enumerate((planned, measured)):
+        for rank, track in enumerate(simulation.timeline):
+            bars = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, rank)]
+            assert [bar["name"] for bar in bars] == [str(unit) for unit, _, _ in track]
+            assert [bar["ts"] for bar in bars] == pytest.approx([1e6 * start for _, start, _ in track])
+            assert [bar["dur"] for bar in bars] == pytest.approx([1e6 * (end - start) for _, start, end in track])
+            assert [bar["args"] for bar in bars] == [
+                {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment} for unit, _, _ in track
+            ]
+            assert [bar["cat"] for bar in bars] == [{"F": "forward", "B": "backward"}[u.kind] for u, _, _ in track]
+
+
+def test_a_measured_timeline_starts_at_its_own_zero(tmp_path: Path) -> None:
+    """A clock's zero is anywhere; pictures begin at the first start."""
+    planned = simulate("1f1b", 1, 2.0).timeline
+    measured = [[(unit, start + 12345.0, end + 12345.0) for unit, start, end in track] for track in planned]
+    assert draw.timeline_text(measured, width=92) == draw.timeline_text(planned, width=92)
+    draw.trace_json(tmp_path / "a.json", planned)
+    draw.trace_json(tmp_path / "b.json", measured)
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
+
+
+def test_png_shows_every_microbatch_forward_and_backward(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "timeline.png"
+    timelines = {"1F1B": simulate("1f1b", 1, 2.0).timeline, "Seq1F1B": simulate("seq1f1b", 2, 1.0).timeline}
+    draw.timeline_png(path, timelines, title="4 ranks")
+    pixels = image.imread(path)
+    assert pixels.shape[1] > 1200 and pixels.shape[0] > 400
+    bars = pixels[:, 60:-60, :3].reshape(-1, 3)
+    for red, green, blue in ((0x1F, 0x77, 0xB4), (0xE6, 0x86, 0x2D), (0x2C, 0x9A, 0x45), (0xCC, 0x3B, 0x3B)):
+        for strength in (1.0, 0.38):  # backward, forward
+            color = [1 - strength * (1 - channel / 255) for channel in (red, green, blue)]
+            assert (abs(bars - color).max(axis=1) < 0.01).mean() > 0.01
+
+
+def test_png_of_one_timeline_with_more_microbatches_than_colours(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    draw.timeline_png(path, simulate("seq1f1b", 4, 1e-3, num_microbatches=12).timeline)
+    assert path.read_bytes().startswith(b"\x89PNG")

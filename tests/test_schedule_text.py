@@ -1,0 +1,149 @@
+"""Do orders survive being written and read, and does torch's own checker agree with ours about them?"""
+
+import itertools
+import random
+
+import pytest
+from orders import random_order
+
+from seq1f1b import Schedule, Unit, build_schedule, schedules
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+def test_round_trips_of_random_orders() -> None:
+    rng = random.Random(5)
+    for _ in range(100):
+        schedule = random_order(rng)
+        for again in (
+            Schedule(schedule.ranks),
+            Schedule.from_text(schedule.to_text()),
+            Schedule.from_csv(schedule.to_csv(), num_segments=schedule.num_segments),
+        ):
+            assert again == schedule
+            assert again.ranks == schedule.ranks
+            assert again.rank_of_stage == schedule.rank_of_stage
+            assert again.num_microbatches == schedule.num_microbatches
+            assert again.num_segments == schedule.num_segments
+            assert again.to_text() == schedule.to_text()
+
+
+def test_v_placement() -> None:
+    text = "[0]F0.0 [3]F0.0 [3]B0.0 [0]B0.0\n[1]F0.0 [2]F0.0 [2]B0.0 [1]B0.0\n"
+    schedule = Schedule.from_text(text)
+    assert schedule.rank_of_stage == (0, 1, 1, 0)
+    assert schedule.num_ranks == 2
+    assert schedule.to_text() == text
+    assert schedule.to_csv() == "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
+    schedule.check()
+
+
+def test_stages_are_named_unless_rank_r_holds_stage_r() -> None:
+    assert Schedule.from_text("[0]F0.0\n[1]F0.0").to_text() == "F0.0\nF0.0\n"
+    assert Schedule.from_text("[1]F0.0\n[0]F0.0").to_text() == "[1]F0.0\n[0]F0.0\n"
+    assert Schedule.from_text("[0]F0.0 [1]F0.0").to_text() == "[0]F0.0 [1]F0.0\n"
+
+
+def test_blanks_comments_and_empty_lines() -> None:
+    text = "# two ranks\n\n  F0.0\tF1.0  # the first\r\n\n   \nF0.0 F1.0"
+    assert Schedule.from_text(text).to_text() == "F0.0 F1.0\nF0.0 F1.0\n"
+
+
+def test_csv_of_torch() -> None:
+    """Bubbles are empty cells, rows end with carriage return and line feed; 3 is micro-batch 1, segment 1."""
+    schedule = Schedule.from_csv(
+        "0F0,0F1,0F2,,0B1,0F3,0B0,,0B3,0B2\r\n,1F0,1F1,1B1,1F2,1B0,1F3,1B3,1B2,\r\n", num_segments=2
+    )
+    assert schedule == build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
+
+
+def test_units_and_schedules_as_values() -> None:
+    unit = Unit("F", 2, 1, 0)
+    assert str(unit) == "F1.0"
+    assert unit == ("F", 2, 1, 0)
+    one, same = (build_schedule("gpipe", num_ranks=2, num_microbatches=2) for _ in range(2))
+    assert one == same and hash(one) == hash(same)
+    assert one != build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    assert repr(one) == "<Schedule: 2 ranks, 2 stages, 2 micro-batches, 1 segments>"
+
+
+# -- errors say where --------------------------------------------------------------------------------------------------
+
+HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W), micro-batch, segment"
+HOW_CSV = "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the text holds no unit"),
+        ("# nothing\n\n", "the text holds no unit"),
+        ("F0.0\nF0.0 F0,1", f"line 2, unit 2, 'F0,1': {HOW}"),
+        ("F0", f"line 1, unit 1, 'F0': {HOW}"),
+        ("F0.", f"line 1, unit 1, 'F0.': {HOW}"),
+        ("F.0", f"line 1, unit 1, 'F.0': {HOW}"),
+        ("X0.0", f"line 1, unit 1, 'X0.0': {HOW}"),
+        ("F-1.0", f"line 1, unit 1, 'F-1.0': {HOW}"),
+        ("F0.0.0", f"line 1, unit 1, 'F0.0.0': {HOW}"),
+        ("[F0.0", f"line 1, unit 1, '[F0.0': {HOW}"),
+        ("[0F0.0", f"line 1, unit 1, '[0F0.0': {HOW}"),
+        ("F2147483648.0", f"line 1, unit 1, 'F2147483648.0': {HOW}"),
+        ("F" + 60 * "9", f"line 1, unit 1, 'F{38 * '9'}': {HOW}"),
+        ("F0.0\n\n[1]F0.0", "line 3, unit 1, '[1]F0.0': either every unit names its stage or none does"),
+        ("[0]F0.0 [1]F0.0\n[1]B0.0", "line 2, unit 1, '[1]B0.0': another line holds this stage already"),
+        ("[0]F0.0\n[2]F0.0 [2]F1.0", "no line holds stage 1, the text names stages up to 2"),
+        ("F7.0 B0.0", "line 1, unit 1, 'F7.0': an index is larger than the number of units in the text"),
+    ],
+)
+def test_errors_of_text(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Schedule.from_text(text)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "num_segments", "message"),
+    [
+        (",,\n", 1, "the text holds no unit"),
+        ("0F0,0SEND_F0", 1, f"line 1, unit 2, '0SEND_F0': {HOW_CSV}"),
+        ("0F0,0UNSHARD", 1, f"line 1, unit 2, '0UNSHARD': {HOW_CSV}"),
+        ("F0", 1, f"line 1, unit 1, 'F0': {HOW_CSV}"),
+        ("0F0.1", 1, f"line 1, unit 1, '0F0.1': {HOW_CSV}"),
+        ("0F0", 0, "num_segments is 0, must be at least 1"),
+        ("0F0\n0B0", 1, "line 2, unit 1, '0B0': another line holds this stage already"),
+    ],
+)
+def test_errors_of_csv(text: str, num_segments: int, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Schedule.from_csv(text, num_segments=num_segments)
+    assert str(error.value) == message
+
+
+def test_units_that_cannot_be_placed() -> None:
+    with pytest.raises(ValueError, match="rank 1 has no units"):
+        Schedule([[Unit("F", 0, 0, 0)], []])
+    with pytest.raises(ValueError, match="another line holds this stage already"):
+        Schedule([[Unit("F", 0, 0, 0)], [Unit("B", 0, 0, 0)]])
+    with pytest.raises(ValueError, match="a unit is written"):
+        Schedule([[Unit("G", 0, 0, 0)]])
+    with pytest.raises(ValueError, match="null character"):
+        Schedule.from_text("F0.0\0")
+
+
+# -- torch's own checker and dry run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_torch_accepts_and_can_run_the_flat_order(name: str) -> None:
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="needs torch")
+    for P, M, k in itertools.product((1, 2, 3, 4), (1, 2, 4), (1, 2, 4)):
+        schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k)
+        actions = {
+            rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+            for rank, line in enumerate(schedule.to_csv().splitlines())
+        }
+        placement = torch_schedules._validate_schedule(actions, P, P, M * k)
+        assert tuple(placement[stage] for stage in range(P)) == schedule.rank_of_stage
+        with_transfers = torch_schedules._add_send_recv(actions, lambda stage: stage, P)
+        steps = torch_schedules._simulate_comms_compute(with_transfers, lambda stage: stage, P)
+        assert all(len([a for a in steps[rank] if a is not None]) == len(with_transfers[rank]) for rank in range(P))
