@@ -1,6 +1,6 @@
 """What the extension offers, one section per file of csrc/binding/. Handles of the core are opaque capsules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # ---- module.c
@@ -135,3 +135,34 @@ def current_unit_set(
 def current_unit_clear(scope: str, finished: bool = True, /) -> None: ...
 def attention_isa() -> str: ...
 def attention_set_isa(name: str | None, /) -> None: ...
+
+# ---- executor.c
+
+_UnitTuple = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
+
+def executor_create(
+    program: object,
+    rank: int,
+    group: object,
+    cache: object,
+    ends: list[object],
+    thread_scope: bool,
+    dtype_codes: dict[object, int],
+    /,
+) -> object: ...
+def executor_step(
+    executor: object,
+    step: int,
+    training: bool,
+    sequence_length: int,
+    sizes: Sequence[int],
+    forward: Callable[[int, int, int, int, int, Any], Any],
+    backward: Callable[[int, int, int, int, int, Any], Any],
+    segment_sizes: Callable[[int], list[int]],
+    make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
+    /,
+) -> None: ...
+def executor_last_unit(executor: object, /) -> _UnitTuple: ...
+def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _UnitTuple, int, int]]: ...
+def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int]: ...
+def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...

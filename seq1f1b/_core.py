@@ -72,3 +72,11 @@ kv_cache_bytes = _C.kv_cache_bytes
 current_unit_set = _C.current_unit_set
 current_unit_clear = _C.current_unit_clear
 attention_isa = _C.attention_isa
+
+# executor
+executor_create = _C.executor_create
+executor_step = _C.executor_step
+executor_last_unit = _C.executor_last_unit
+executor_timeline = _C.executor_timeline
+executor_totals = _C.executor_totals
+executor_stage_measure = _C.executor_stage_measure

@@ -1,4 +1,443 @@
-/* executor.c - conversions for the executor room. */
+/* executor.c - conversions for the executor: compute is Python, the walk is not.
+ *
+ * The walk holds no GIL; each callback takes it and gives it back. Tensors over receive places are made once per (edge,
+ * place) and kept as long as messages there look alike. */
 #include "binding.h"
 
-PyMethodDef s1f_executor_methods[] = {{NULL, NULL, 0, NULL}};
+#include "../executor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { /* Python's view of the message in one place */
+    int32_t num_tensors;
+    s1f_tensor_header tensors[S1F_MAX_TENSORS];
+    PyObject *views;
+} place_views;
+
+typedef struct {
+    s1f_executor *executor;
+    PyObject *program, *group, *cache, *ends; /* keep what the executor borrows */
+    PyObject *dtype_codes;                    /* {torch.dtype: s1f_dtype} */
+    PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
+    int32_t num_edges;
+    int32_t *num_places;
+    place_views **views; /* [edge][place] */
+    /* during a step: */
+    PyThreadState *thread;
+    PyObject *forward, *backward, *segment_sizes, *make_views; /* borrowed */
+} executor_handle;
+
+static void drop_views(executor_handle *handle)
+{
+    for (int32_t edge = 0; handle->views != NULL && edge < handle->num_edges; edge++) {
+        for (int32_t place = 0; handle->views[edge] != NULL && place < handle->num_places[edge]; place++)
+            Py_XDECREF(handle->views[edge][place].views);
+        free(handle->views[edge]);
+    }
+    free(handle->views);
+    free(handle->num_places);
+}
+
+static void handle_free(executor_handle *handle)
+{
+    drop_views(handle);
+    s1f_executor_free(handle->executor);
+    Py_XDECREF(handle->program);
+    Py_XDECREF(handle->group);
+    Py_XDECREF(handle->cache);
+    Py_XDECREF(handle->ends);
+    Py_XDECREF(handle->dtype_codes);
+    Py_XDECREF(handle->name_data_ptr);
+    Py_XDECREF(handle->name_dtype);
+    Py_XDECREF(handle->name_shape);
+    Py_XDECREF(handle->name_requires_grad);
+    free(handle);
+}
+
+static void capsule_free(PyObject *capsule)
+{
+    handle_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_EXECUTOR));
+}
+
+/* -- callbacks: called without the GIL ----------------------------------------------------------------------------- */
+
+static PyObject *views_of(executor_handle *handle, const s1f_input *input)
+{
+    const s1f_message *message = input->message;
+    place_views *cached = &handle->views[input->edge][input->place];
+    size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
+    if (cached->views != NULL && cached->num_tensors == message->num_tensors &&
+        memcmp(cached->tensors, message->tensors, bytes) == 0)
+        return cached->views;
+
+    PyObject *descriptions = PyTuple_New(message->num_tensors);
+    for (int32_t i = 0; descriptions != NULL && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        PyObject *sizes = PyTuple_New(tensor->ndim);
+        for (int32_t d = 0; sizes != NULL && d < tensor->ndim; d++)
+            PyTuple_SetItem(sizes, d, PyLong_FromLongLong(tensor->sizes[d]));
+        PyObject *item = sizes == NULL ? NULL
+                                       : Py_BuildValue("(iiNL)", (int)tensor->dtype, (int)tensor->flags, sizes,
+                                                       (long long)tensor->offset);
+        if (item == NULL) {
+            Py_CLEAR(descriptions);
+            break;
+        }
+        PyTuple_SetItem(descriptions, i, item);
+    }
+    if (descriptions == NULL)
+        return NULL;
+    const char *payload = (const char *)message + S1F_HEADER_BYTES;
+    PyObject *end = PyList_GetItem(handle->ends, input->edge);
+    PyObject *views =
+        PyObject_CallFunction(handle->make_views, "ONN", end, PyLong_FromVoidPtr((void *)payload), descriptions);
+    if (views == NULL)
+        return NULL;
+    Py_XDECREF(cached->views);
+    cached->views = views;
+    cached->num_tensors = message->num_tensors;
+    memcpy(cached->tensors, message->tensors, bytes);
+    return views;
+}
+
+static s1f_status describe_tensor(executor_handle *handle, PyObject *tensor, s1f_tensor_header *header,
+                                  const void **data)
+{
+    if (tensor == Py_None) {
+        header->flags = S1F_TENSOR_NONE;
+        return S1F_OK;
+    }
+    s1f_status status = S1F_ERR_PYTHON;
+    PyObject *dtype = NULL, *shape = NULL, *address = NULL, *requires_grad = NULL;
+    if ((dtype = PyObject_GetAttr(tensor, handle->name_dtype)) == NULL ||
+        (shape = PyObject_GetAttr(tensor, handle->name_shape)) == NULL ||
+        (requires_grad = PyObject_GetAttr(tensor, handle->name_requires_grad)) == NULL ||
+        (address = PyObject_CallMethodObjArgs(tensor, handle->name_data_ptr, NULL)) == NULL)
+        goto done;
+    PyObject *code = PyDict_GetItemWithError(handle->dtype_codes, dtype); /* borrowed */
+    if (code == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_TypeError, "a stage cannot hand over a tensor of dtype %S", dtype);
+        goto done;
+    }
+    Py_ssize_t ndim = PyTuple_Size(shape);
+    if (ndim < 0 || ndim > S1F_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "a stage cannot hand over a tensor of %zd dimensions, at most %d", ndim,
+                     (int)S1F_MAX_DIMS);
+        goto done;
+    }
+    header->dtype = (int32_t)PyLong_AsLong(code);
+    header->flags = requires_grad == Py_True ? S1F_TENSOR_REQUIRES_GRAD : 0;
+    header->ndim = (int32_t)ndim;
+    header->bytes = s1f_dtype_bytes(header->dtype);
+    for (Py_ssize_t d = 0; d < ndim; d++) {
+        header->sizes[d] = PyLong_AsLongLong(PyTuple_GetItem(shape, d));
+        header->bytes *= header->sizes[d];
+    }
+    *data = PyLong_AsVoidPtr(address);
+    status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
+done:
+    Py_XDECREF(address);
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return status;
+}
+
+static s1f_status describe_result(executor_handle *handle, PyObject *tensors, s1f_result *result)
+{
+    Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : -1;
+    if (count < 0 || count > S1F_MAX_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "a stage hands over a tuple of at most %d tensors, got %R", (int)S1F_MAX_TENSORS,
+                     (PyObject *)Py_TYPE(tensors));
+        return S1F_ERR_PYTHON;
+    }
+    result->num_tensors = (int32_t)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        s1f_status status = describe_tensor(handle, PyTuple_GetItem(tensors, i), &result->tensors[i], &result->data[i]);
+        if (status != S1F_OK)
+            return status;
+    }
+    result->keep = tensors;
+    return S1F_OK;
+}
+
+static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *unit, const s1f_input *input,
+                               int32_t is_sent, s1f_result *result)
+{
+    PyObject *received = Py_None, *callback = NULL;
+    if (unit->unit.pass == S1F_PASS_FORWARD)
+        callback = handle->forward;
+    else if (unit->unit.pass == S1F_PASS_BACKWARD)
+        callback = handle->backward;
+    else
+        return s1f_fail(S1F_ERR_SCHEDULE, "the engine does not run split backward yet (I, W)");
+    if (input->message != NULL && (received = views_of(handle, input)) == NULL)
+        return S1F_ERR_PYTHON;
+    PyObject *tensors =
+        PyObject_CallFunction(callback, "iiiLLO", (int)unit->unit.stage, (int)unit->unit.microbatch,
+                              (int)unit->unit.segment, (long long)unit->offset, (long long)unit->length, received);
+    if (tensors == NULL)
+        return S1F_ERR_PYTHON;
+    if (!is_sent) {
+        Py_DECREF(tensors);
+        return S1F_OK;
+    }
+    s1f_status status = describe_result(handle, tensors, result);
+    if (status != S1F_OK)
+        Py_DECREF(tensors);
+    return status;
+}
+
+static s1f_status run_callback(void *context, const s1f_current_unit *unit, const s1f_input *input, int32_t is_sent,
+                               s1f_result *result)
+{
+    executor_handle *handle = context;
+    PyEval_RestoreThread(handle->thread);
+    s1f_status status = run_with_gil(handle, unit, input, is_sent, result);
+    handle->thread = PyEval_SaveThread();
+    return status;
+}
+
+static void release_callback(void *context, void *keep)
+{
+    executor_handle *handle = context;
+    PyEval_RestoreThread(handle->thread);
+    Py_XDECREF((PyObject *)keep);
+    handle->thread = PyEval_SaveThread();
+}
+
+/* Reads exactly num_segments integers. */
+static int read_sizes(PyObject *list, int32_t num_segments, int64_t *sizes)
+{
+    Py_ssize_t count = PySequence_Size(list);
+    if (count != num_segments) {
+        if (count >= 0)
+            PyErr_Format(PyExc_ValueError, "%zd segment sizes for %d segments", count, (int)num_segments);
+        return -1;
+    }
+    for (Py_ssize_t s = 0; s < count; s++) {
+        PyObject *item = PySequence_GetItem(list, s);
+        sizes[s] = item == NULL ? -1 : PyLong_AsLongLong(item);
+        Py_XDECREF(item);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
+{
+    executor_handle *handle = context;
+    PyEval_RestoreThread(handle->thread);
+    PyObject *list = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
+    const s1f_program *program = PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM);
+    int failed = list == NULL || read_sizes(list, s1f_program_num_segments(program), sizes) < 0;
+    Py_XDECREF(list);
+    handle->thread = PyEval_SaveThread();
+    return failed ? S1F_ERR_PYTHON : S1F_OK;
+}
+
+/* -- the module's functions -------------------------------------------------------------------------------------- */
+
+static int allocate_views(executor_handle *handle, const s1f_edge *edges)
+{
+    handle->num_places = calloc((size_t)handle->num_edges + 1, sizeof *handle->num_places);
+    handle->views = calloc((size_t)handle->num_edges + 1, sizeof *handle->views);
+    if (handle->num_places == NULL || handle->views == NULL)
+        return -1;
+    for (int32_t edge = 0; edge < handle->num_edges; edge++) {
+        handle->num_places[edge] = edges[edge].num_places;
+        handle->views[edge] = calloc((size_t)edges[edge].num_places + 1, sizeof **handle->views);
+        if (handle->views[edge] == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *program_capsule, *group_capsule, *cache_capsule, *ends, *dtype_codes;
+    int rank, thread_scope;
+    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!", &program_capsule, &rank, &group_capsule, &cache_capsule, &PyList_Type,
+                          &ends, &thread_scope, &PyDict_Type, &dtype_codes))
+        return NULL;
+    s1f_program *program = s1f_from_capsule(program_capsule, S1F_CAPSULE_PROGRAM);
+    s1f_group *group = program == NULL ? NULL : s1f_from_capsule(group_capsule, S1F_CAPSULE_GROUP);
+    s1f_kv_cache *cache = group == NULL ? NULL : s1f_from_capsule(cache_capsule, S1F_CAPSULE_KV_CACHE);
+    if (cache == NULL)
+        return NULL;
+    int32_t num_edges;
+    const s1f_edge *edges = s1f_program_edges(program, &num_edges);
+    if (PyList_Size(ends) != num_edges) {
+        PyErr_Format(PyExc_ValueError, "%zd edge ends for %d edges", PyList_Size(ends), (int)num_edges);
+        return NULL;
+    }
+
+    executor_handle *handle = calloc(1, sizeof *handle);
+    s1f_edge_end **pointers = calloc((size_t)num_edges + 1, sizeof *pointers);
+    PyObject *capsule = NULL;
+    if (handle == NULL || pointers == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    handle->num_edges = num_edges;
+    for (int32_t i = 0; i < num_edges; i++) {
+        PyObject *end = PyList_GetItem(ends, i);
+        if (end != Py_None && (pointers[i] = s1f_from_capsule(end, S1F_CAPSULE_EDGE_END)) == NULL)
+            goto failed;
+    }
+    if (allocate_views(handle, edges) < 0) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    handle->name_data_ptr = PyUnicode_InternFromString("data_ptr");
+    handle->name_dtype = PyUnicode_InternFromString("dtype");
+    handle->name_shape = PyUnicode_InternFromString("shape");
+    handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
+        goto failed;
+    s1f_compute compute = {handle, run_callback, release_callback, sizes_callback};
+    s1f_status status =
+        s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
+    if (status != S1F_OK) {
+        s1f_raise(status);
+        goto failed;
+    }
+    Py_INCREF(handle->program = program_capsule);
+    Py_INCREF(handle->group = group_capsule);
+    Py_INCREF(handle->cache = cache_capsule);
+    Py_INCREF(handle->ends = ends);
+    Py_INCREF(handle->dtype_codes = dtype_codes);
+    capsule = PyCapsule_New(handle, S1F_CAPSULE_EXECUTOR, capsule_free);
+failed:
+    free(pointers);
+    if (capsule == NULL && handle != NULL)
+        handle_free(handle);
+    return capsule;
+}
+
+static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule, *sizes_list, *forward, *backward, *segment_sizes, *make_views;
+    long long step, sequence_length;
+    int training;
+    if (!PyArg_ParseTuple(arguments, "OLpLOOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &forward,
+                          &backward, &segment_sizes, &make_views))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    if (handle == NULL)
+        return NULL;
+    int32_t num_segments = s1f_program_num_segments(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM));
+    int64_t *sizes = NULL;
+    if (sequence_length != 0) {
+        if ((sizes = calloc((size_t)num_segments, sizeof *sizes)) == NULL)
+            return PyErr_NoMemory();
+        if (read_sizes(sizes_list, num_segments, sizes) < 0) {
+            free(sizes);
+            return NULL;
+        }
+    }
+    handle->forward = forward;
+    handle->backward = backward;
+    handle->segment_sizes = segment_sizes;
+    handle->make_views = make_views;
+    handle->thread = PyEval_SaveThread();
+    s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length, sizes);
+    PyEval_RestoreThread(handle->thread);
+    handle->forward = handle->backward = handle->segment_sizes = handle->make_views = NULL;
+    free(sizes);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_tuple(s1f_unit unit)
+{
+    return Py_BuildValue("(iiii)", (int)unit.pass, (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
+}
+
+static PyObject *executor_last_unit(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    return handle == NULL ? NULL : unit_tuple(s1f_executor_last_unit(handle->executor));
+}
+
+static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    if (handle == NULL)
+        return NULL;
+    int64_t count, num_instructions;
+    const s1f_span *spans = s1f_executor_spans(handle->executor, &count);
+    const s1f_instruction *instructions =
+        s1f_program_instructions(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM), rank, &num_instructions);
+    if (num_instructions != count) {
+        PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
+        return NULL;
+    }
+    PyObject *list = PyList_New(count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *item = Py_BuildValue("(iNLL)", (int)instructions[i].opcode, unit_tuple(instructions[i].unit),
+                                       (long long)spans[i].start_ns, (long long)spans[i].end_ns);
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    if (handle == NULL)
+        return NULL;
+    int64_t count, num_instructions, spent[S1F_OP_FREE + 1] = {0};
+    const s1f_span *spans = s1f_executor_spans(handle->executor, &count);
+    const s1f_instruction *instructions =
+        s1f_program_instructions(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM), rank, &num_instructions);
+    for (int64_t i = 0; i < count && i < num_instructions; i++)
+        spent[instructions[i].opcode] += spans[i].end_ns - spans[i].start_ns;
+    int64_t start = count > 0 ? spans[0].start_ns : 0, end = count > 0 ? spans[count - 1].end_ns : 0;
+    return Py_BuildValue("(LLLLL)", (long long)start, (long long)end, (long long)spent[S1F_OP_RUN],
+                         (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND]);
+}
+
+static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule;
+    int stage;
+    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &stage))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    if (handle == NULL)
+        return NULL;
+    if (stage < 0 || stage >= s1f_program_num_stages(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM))) {
+        PyErr_Format(PyExc_ValueError, "no stage %d", stage);
+        return NULL;
+    }
+    s1f_stage_measure measure = s1f_executor_stage_measure(handle->executor, stage);
+    return Py_BuildValue("(iL)", (int)measure.peak_live_units, (long long)measure.peak_live_tokens);
+}
+
+PyMethodDef s1f_executor_methods[] = {
+    {"executor_create", executor_create, METH_VARARGS,
+     "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes) -> handle"},
+    {"executor_step", executor_step, METH_VARARGS,
+     "executor_step(executor, step, training, sequence_length, sizes, forward, backward, segment_sizes, make_views)"},
+    {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},
+    {"executor_timeline", executor_timeline, METH_VARARGS,
+     "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
+    {"executor_totals", executor_totals, METH_VARARGS,
+     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns) of the last step"},
+    {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
+     "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
+    {NULL, NULL, 0, NULL}};
