@@ -35,6 +35,12 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
+    "LoopbackGroup": "seq1f1b.transport",
+    "PipelineEngine": "seq1f1b.engine",
+    "add_loss": "seq1f1b.context",
+    "carry_in": "seq1f1b.context",
+    "carry_out": "seq1f1b.context",
+    "shift_labels": "seq1f1b.weighting",
     "causal_attention": "seq1f1b.attention",
     "layer_handle": "seq1f1b.attention",
     "positions": "seq1f1b.attention",

@@ -1,0 +1,589 @@
+"""The pipeline engine: trains stages of torch modules under any checked order of units."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b import _core
+from seq1f1b.context import inside_step
+from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.report import StepRecord, make_report
+from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.splitting import (
+    Leaves,
+    Rule,
+    check_rules,
+    microbatches,
+    sequence_length,
+    split_inputs,
+    split_kwargs,
+    split_sequence,
+)
+from seq1f1b.stage import StageRuntime
+from seq1f1b.transport import DTYPES, RankGroup, resolve_group
+from seq1f1b.weighting import combine, count_targets, make_seeds, shares
+
+__all__ = ["PipelineEngine"]
+
+_REDUCED = (torch.bfloat16, torch.float16)
+_DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+class PipelineEngine:
+    """Runs one rank's part of a pipeline-parallel training step.
+
+    Args:
+        stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. A
+            middle stage gets what the one before returned: a tensor, or a tuple of tensors.
+        schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
+        num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
+            ``seq_dim``.
+        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); or k token
+            counts.
+        model_shape: of the whole model, for ``"balanced"``.
+        arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
+            or a callable of the unit (``.microbatch .segment .offset .length``).
+        loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. A module that holds
+            parameters is run forward and backward at once, so that only one segment's logits are alive.
+        loss_reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``:
+            segments are added.
+        loss_weight: counts the targets of a segment; default: elements that are not -100.
+        scale_grads: gradients of the mean of the M losses; False: of their sum.
+        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1.
+        transport: ``"auto"``, ``"shm"`` (processes of one host) or ``"c10d"`` (any process group).
+        timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
+        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step; None: in their own.
+        prefetch: receive places beyond the peak of live ones.
+        spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
+    Source: Seq1F1B, arXiv:2406.03488.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module | Sequence[nn.Module],
+        *,
+        schedule: str | Schedule = "seq1f1b",
+        num_microbatches: int,
+        num_segments: int = 1,
+        segment_sizes: str | Sequence[int] | None = None,
+        model_shape: ModelShape | None = None,
+        seq_dim: int = 1,
+        arg_rules: Mapping[str, Rule] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], float] | None = None,
+        scale_grads: bool = True,
+        group: Any = None,
+        transport: str = "auto",
+        timeout: float = 300.0,
+        first_step_timeout: float = 1800.0,
+        grad_dtype: torch.dtype | None = torch.float32,
+        prefetch: int = 1,
+        spin_us: float | None = None,
+    ) -> None:
+        modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
+        _check_counts(num_microbatches=num_microbatches, num_segments=num_segments, prefetch=prefetch)
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction is {loss_reduction!r}, must be 'mean' or 'sum'")
+        if seq_dim < 1:
+            raise ValueError(f"seq_dim is {seq_dim}, must be at least 1: dimension 0 is the batch")
+        if not timeout > 0 or not first_step_timeout > 0:
+            raise ValueError(f"timeout is {timeout} s and first_step_timeout {first_step_timeout} s, must be above 0")
+        check_rules({}, arg_rules or {})
+        self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
+        self._check_sizes_argument(segment_sizes, model_shape)
+        self._segment_sizes, self._model_shape = segment_sizes, model_shape
+        self._arg_rules = dict(arg_rules or {})
+        self._loss_fn, self._loss_reduction, self._loss_weight = loss_fn, loss_reduction, loss_weight
+        self._scale_grads = scale_grads
+        self._timeout, self._first_timeout, self._spin_us = timeout, max(timeout, first_step_timeout), spin_us
+        self._grad_dtype = grad_dtype
+
+        self._group: RankGroup = resolve_group(group, transport)
+        self.rank, self.num_ranks = self._group.rank, self._group.size
+        self.schedule = self._make_schedule(schedule, len(modules))
+        self.num_stages = self.schedule.num_stages
+        self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
+        if len(self.stages) != len(modules):
+            raise ValueError(
+                f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
+            )
+        self.device = _common_device(modules)
+        self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
+        if self.has_last and loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
+
+        self._thread_scope = self._group.is_thread
+        self._runtimes = {
+            index: StageRuntime(
+                module,
+                index,
+                num_stages=self.num_stages,
+                num_segments=num_segments,
+                loss_fn=loss_fn,
+                device=self.device,
+                thread_scope=self._thread_scope,
+            )
+            for index, module in zip(self.stages, modules, strict=True)
+        }
+        for index, runtime in self._runtimes.items():
+            runtime.previous = self._runtimes.get(index - 1)
+            runtime.following = self._runtimes.get(index + 1)
+        self._cache = _core.kv_cache_create()
+        self._ends: dict[tuple[int, int], Any] = {}
+        self._prefetch = prefetch
+        self._program = _core.program_lower(self.schedule.handle, prefetch)
+        self._connect()
+        self._executor = self._make_executor(self._program)
+        self._eval_program: Any = None
+        self._eval_executor: Any = None
+        self._step = 0
+        self._known_shapes: set[Any] = set()
+        self._activation_bytes: dict[int, float] = {}
+        self._closed = False
+        self.last_step: StepRecord | None = None
+
+    # -- public ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        loss_weight: float | None = None,
+    ) -> list[Tensor]:
+        """Forward and backward of one batch; adds to ``.grad``.
+
+        Args:
+            inputs: the whole batch, a tensor or a tuple (the first stage's positional arguments), or a list of M
+                micro-batches. Needed on the first stage's rank, ignored elsewhere.
+            target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
+            kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
+            loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
+                instead of by each micro-batch's and M.
+        Returns:
+            M losses on the rank of the last stage, [] elsewhere.
+        Raises:
+            ValueError, TypeError: arguments that break a rule, on the rank that was given them.
+            PipelineError: another rank failed, was lost or made no progress.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
+        return self._run(True, inputs, target, kwargs, loss_weight, False)[0]
+
+    def eval(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Forward only, without gradients. Arguments as :meth:`step`; target may be left out.
+
+        Returns:
+            M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair of
+            them and the output of the whole batch, segments and micro-batches merged (None elsewhere).
+        """
+        with torch.no_grad():
+            losses, outputs = self._run(False, inputs, target, kwargs, None, return_outputs)
+        return (losses, outputs) if return_outputs else losses
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank under their modules' own names, those of a loss that holds the head included."""
+        seen: set[int] = set()
+        for module in self.modules():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def modules(self) -> list[nn.Module]:
+        """This rank's stages in ascending order, and on the last stage's rank a loss that holds parameters."""
+        modules = [r.module for r in self._runtimes.values() if isinstance(r.module, nn.Module)]
+        if self.has_last and isinstance(self._loss_fn, nn.Module):
+            modules.append(self._loss_fn)
+        return modules
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips by one norm over the gradients of all stages. Collective over the pipeline.
+
+        Returns:
+            The norm before clipping, equal on every rank.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if norm_type == float("inf"):
+            local = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+            total = max(self._group.all_gather_object(local))
+        else:
+            power = sum(
+                float(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)) ** norm_type for g in gradients
+            )
+            # Summed in rank order on every rank, so that all scale by the same number.
+            total = sum(self._group.all_gather_object(power)) ** (1.0 / norm_type)
+        scale = max_norm / (total + 1e-6)
+        if scale < 1.0 or total != total:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        return torch.tensor(total, dtype=torch.float64)
+
+    def report(self, gather: bool = False) -> Any:
+        """What the last step measured, beside what the plan says.
+
+        Args:
+            gather: collective: reports of all ranks, the makespan, and its simulation from measured durations.
+        Returns:
+            :class:`seq1f1b.report.Report`, or with ``gather`` a :class:`seq1f1b.report.PipelineReport`.
+        """
+        return make_report(
+            self.last_step,
+            rank=self.rank,
+            schedule=self.schedule,
+            cache=self._cache,
+            gather=self._group.all_gather_object if gather else None,
+        )
+
+    def close(self) -> None:
+        """Leaves the pipeline's transports. The engine is unusable afterwards."""
+        self._closed = True
+        self._executor = self._eval_executor = None
+        self._ends.clear()
+        self._group.close()
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _check_sizes_argument(self, sizes: str | Sequence[int] | None, shape: ModelShape | None) -> None:
+        if isinstance(sizes, str):
+            if sizes != "balanced":
+                raise ValueError(f"segment_sizes is {sizes!r}; it must be None, 'balanced' or a list of token counts")
+            if shape is None:
+                raise ValueError("segment_sizes='balanced' needs model_shape=seq1f1b.ModelShape(...)")
+        elif sizes is not None:
+            if len(sizes) != self.num_segments:
+                raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {self.num_segments}")
+            for s, size in enumerate(sizes):
+                if size < 1:
+                    raise ValueError(f"segment_sizes[{s}] is {size}, must be at least 1")
+
+    def _make_schedule(self, schedule: str | Schedule, stages_per_rank: int) -> Schedule:
+        if isinstance(schedule, str):
+            schedule = build_schedule(
+                schedule,
+                num_ranks=self.num_ranks,
+                num_microbatches=self.num_microbatches,
+                num_segments=self.num_segments,
+                stages_per_rank=stages_per_rank,
+            )
+        expected = (self.num_ranks, self.num_microbatches, self.num_segments)
+        found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
+        if found != expected:
+            raise ValueError(
+                f"the schedule is for (ranks, micro-batches, segments) = {found}, the engine has {expected}: "
+                "the group's size and num_microbatches, num_segments must agree with it"
+            )
+        split = next((u for rank in schedule.ranks for u in rank if u.kind in ("I", "W")), None)
+        if split is not None:
+            raise _core.ScheduleError(
+                f"the engine does not run split backward yet: the order has {split} of pass {split.kind}"
+            )
+        schedule.check()
+        return schedule
+
+    def _connect(self) -> None:
+        """Opens every edge; all ranks in the same order."""
+        for source, destination, source_rank, destination_rank, *_ in _core.program_edges(self._program):
+            kind = "gradients" if destination < source else "activations"
+            text = f"{kind} of stage {source} to stage {destination}"
+            if self.rank in (source_rank, destination_rank):
+                receiver = self.rank == destination_rank
+                peer = source_rank if receiver else destination_rank
+                self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
+
+    def _make_executor(self, program: Any) -> Any:
+        ends = [self._ends.get((edge[0], edge[1])) for edge in _core.program_edges(program)]
+        return _core.executor_create(
+            program, self.rank, self._group.group, self._cache, ends, self._thread_scope, _DTYPE_CODES
+        )
+
+    def _eval_parts(self) -> tuple[Any, Any]:
+        if self._eval_executor is None:
+            self._eval_program = _core.program_lower(_core.schedule_forward_only(self.schedule.handle), self._prefetch)
+            self._eval_executor = self._make_executor(self._eval_program)
+        return self._eval_program, self._eval_executor
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def sizes_of(self, length: int) -> list[int]:
+        """Segment sizes for a sequence of this many tokens."""
+        if length < self.num_segments:
+            raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {self.num_segments}")
+        if self._segment_sizes is None:
+            return partition_sequence(length, self.num_segments, strategy="even")
+        if isinstance(self._segment_sizes, str):
+            return partition_sequence(length, self.num_segments, strategy="flops", model=self._model_shape)
+        sizes = [int(size) for size in self._segment_sizes]
+        if sum(sizes) != length:
+            raise ValueError(f"segment_sizes sum to {sum(sizes)} tokens, the sequence has {length}")
+        return sizes
+
+    def _run(
+        self, training: bool, inputs: Any, target: Any, kwargs: Any, loss_weight: float | None, return_outputs: bool
+    ) -> tuple[list[Tensor], Any]:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._step += 1
+        executor = self._executor
+        batch = _Batch(self, training, inputs, target, kwargs, loss_weight, return_outputs)
+        try:
+            program, executor = (self._program, self._executor) if training else self._eval_parts()
+            batch.prepare()
+            self._group.set_limits(self._limit(batch), self._spin_us)
+            self._group.begin_step(self._step)
+            accumulators = self._enter_grad_dtype() if training else []
+            autocast = torch.is_autocast_enabled(self.device.type)
+            start = time.perf_counter()
+            with inside_step():
+                _core.executor_step(
+                    executor,
+                    self._step,
+                    training,
+                    batch.length,
+                    batch.sizes,
+                    self._forward,
+                    self._backward_without_autocast if autocast else self._backward,
+                    batch.learn,
+                    self._group.place_views,
+                )
+            elapsed = time.perf_counter() - start
+            batch.leaves.propagate()
+            self._leave_grad_dtype(accumulators)
+            self._group.end_step(failed=False)
+        except BaseException as error:
+            explained = self._end_failed_step(error, executor)
+            if explained is error:
+                raise
+            raise explained from error
+        self._known_shapes.add(batch.shape_key)
+        for index, runtime in self._runtimes.items():
+            if runtime.saved_tokens:
+                self._activation_bytes[index] = runtime.saved_bytes / runtime.saved_tokens
+        self.last_step = StepRecord(
+            training, self._step, batch.sizes, elapsed, program, executor, self.stages, dict(self._activation_bytes)
+        )
+        return batch.losses(), batch.outputs() if return_outputs else None
+
+    def _forward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
+        return self._runtimes[stage].forward(m, s, length, received)
+
+    def _backward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
+        return self._runtimes[stage].backward(m, s, received)
+
+    def _backward_without_autocast(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
+        with torch.autocast(self.device.type, enabled=False):
+            return self._runtimes[stage].backward(m, s, received)
+
+    def _limit(self, batch: _Batch) -> float:
+        """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
+        return self._timeout if batch.shape_key in self._known_shapes else self._first_timeout
+
+    def _enter_grad_dtype(self) -> list[nn.Parameter]:
+        """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
+        if self._grad_dtype is None:
+            return []
+        changed = [p for p in self.parameters() if p.requires_grad and p.dtype in _REDUCED]
+        for parameter in changed:
+            _set_grad_dtype(parameter, self._grad_dtype)
+        return changed
+
+    def _leave_grad_dtype(self, changed: list[nn.Parameter]) -> None:
+        for parameter in changed:
+            _set_grad_dtype(parameter, parameter.dtype)
+
+    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
+        """Ends the step on every rank, and gives the error its place: stage and unit.
+
+        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
+        """
+        unit = _last_unit(executor)
+        if isinstance(error, _core.PipelineError):
+            error.unit = error.unit or unit
+            explained: BaseException = error
+        else:
+            explained = _explain(error, unit)
+            self._group.fail(f"{unit}: {type(explained).__name__}: {explained}" if unit else f"{explained}")
+        for runtime in self._runtimes.values():
+            runtime.begin_step(training=False)
+        self._group.end_step(failed=True)
+        return explained
+
+
+def _last_unit(executor: Any) -> str:
+    """The unit at which the executor left its last step, "" where it did not begin one."""
+    if executor is None:
+        return ""
+    kind, stage, microbatch, segment = _core.executor_last_unit(executor)
+    return str(Unit("FBIW"[kind], stage, microbatch, segment))
+
+
+def _explain(error: BaseException, unit: str) -> BaseException:
+    """An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with."""
+    failure = _core.take_op_failure()
+    if failure is None or not isinstance(error, RuntimeError) or str(failure) not in str(error):
+        return error
+    return type(failure)(f"{unit}: {failure}")
+
+
+class _Batch:
+    """One step's arguments, split for this rank's units once the sequence length is known."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        training: bool,
+        inputs: Any,
+        target: Any,
+        kwargs: Any,
+        loss_weight: float | None,
+        keep_outputs: bool,
+    ) -> None:
+        self._engine, self._training = engine, training
+        self._inputs, self._target, self._kwargs = inputs, target, kwargs
+        self._global_count, self._keep_outputs = loss_weight, keep_outputs
+        self.leaves = Leaves()
+        self.length, self.sizes = 0, [0] * engine.num_segments
+        self._weights: list[list[float]] = []
+
+    @property
+    def shape_key(self) -> tuple[bool, int]:
+        return self._training, self.length
+
+    def prepare(self) -> None:
+        """On the first stage's rank everything is known; elsewhere :meth:`learn` follows with the first message."""
+        engine = self._engine
+        if engine.has_last and self._training and (engine._loss_fn is None or self._target is None):
+            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
+        if self._target is not None and engine.has_last and engine._loss_fn is None:
+            raise ValueError("target was given, but the engine has no loss_fn")
+        if self._global_count is not None and not self._global_count > 0:
+            raise ValueError(f"loss_weight is {self._global_count}, must be above 0")
+        check_rules(self._kwargs, engine._arg_rules)
+        if engine.has_first:
+            if self._inputs is None:
+                raise ValueError("inputs are needed on the rank of the first stage")
+            self._inputs = self.leaves.replace(self._inputs)
+            self.learn(sequence_length(self._inputs, engine.seq_dim))
+
+    def learn(self, length: int) -> list[int]:
+        """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
+        engine = self._engine
+        M, dim = engine.num_microbatches, engine.seq_dim
+        self.length, self.sizes = length, engine.sizes_of(length)
+        inputs = split_inputs(self._inputs, M, self.sizes, dim) if engine.has_first else None
+        kwargs = None
+        if self._kwargs or engine._arg_rules:
+            kwargs = split_kwargs(self.leaves.replace(self._kwargs), engine._arg_rules, M, self.sizes, dim)
+        targets = seeds = segment_shares = None
+        if engine.has_last and self._target is not None:
+            whole = microbatches(self._target, M, "target")
+            targets = self._split_targets(whole, dim)
+            segment_shares, seeds = self._weigh(whole, targets)
+        scale = 1.0 / M if engine._scale_grads and self._global_count is None else 1.0
+        mean = engine._loss_reduction == "mean"
+        for runtime in engine._runtimes.values():
+            last = runtime.is_last
+            runtime.begin_step(
+                training=self._training,
+                inputs=inputs if runtime.is_first else None,
+                kwargs=kwargs,
+                targets=targets if last else None,
+                seeds=seeds if last else None,
+                shares=segment_shares if last else None,
+                auxiliary_seed=[scale * (size / length if mean else 1.0) for size in self.sizes],
+                keep_outputs=self._keep_outputs and last,
+                measure_activations=self._training and self.shape_key not in engine._known_shapes,
+            )
+        return self.sizes
+
+    def _split_targets(self, whole: list[Any], dim: int) -> list[list[Any]]:
+        if self._engine.num_segments == 1:
+            return [[target] for target in whole]
+        return [split_sequence(t, self.sizes, dim, f"target of micro-batch {m}") for m, t in enumerate(whole)]
+
+    def _weigh(self, whole: list[Any], split: list[list[Any]]) -> tuple[list[list[float]], list[list[Tensor]]]:
+        """Shares of the segments in their micro-batch's loss, and the seeds of their backwards."""
+        engine = self._engine
+        M, k = engine.num_microbatches, engine.num_segments
+        if engine._loss_reduction == "sum":
+            counts = self._weights = [[1.0] * k for _ in range(M)]
+        else:
+            counts = count_targets(whole, split, self.sizes, engine.seq_dim, engine._loss_weight)
+            self._weights = shares(counts)
+        if self._global_count is not None:
+            seeds = [[count / self._global_count for count in row] for row in counts]
+        else:
+            scale = 1.0 / M if engine._scale_grads else 1.0
+            seeds = [[share * scale for share in row] for row in self._weights]
+        return self._weights, make_seeds(seeds, engine.device)
+
+    def losses(self) -> list[Tensor]:
+        runtime = self._last_runtime()
+        if runtime is None or self._target is None:
+            return []
+        return combine(runtime.losses, self._weights, self._engine.device)
+
+    def outputs(self) -> Any:
+        runtime = self._last_runtime()
+        if runtime is None:
+            return None
+        k = self._engine.num_segments
+        rows = [
+            _merge([runtime.outputs[m * k + s] for s in range(k)], self._engine.seq_dim)
+            for m in range(self._engine.num_microbatches)
+        ]
+        return _merge(rows, 0)
+
+    def _last_runtime(self) -> StageRuntime | None:
+        return self._engine._runtimes.get(self._engine.num_stages - 1)
+
+
+def _merge(parts: list[Any], dim: int) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
+    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]
+
+
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < (0 if name == "prefetch" else 1):
+            raise ValueError(f"{name} is {value}, must be at least {0 if name == 'prefetch' else 1}")
+
+
+def _common_device(modules: Sequence[Any]) -> torch.device:
+    devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type != "cpu":
+        raise ValueError(f"parameters lie on {device}: this release runs on the CPU only")
+    return device

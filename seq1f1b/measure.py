@@ -1,0 +1,47 @@
+"""Bytes that autograd keeps for a backward, measured while a forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+
+class SavedBytes:
+    """Counts the storages saved by the graph that is built inside, each once, parameters and given tensors not at all.
+
+    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those.
+    """
+
+    def __init__(self, module: nn.Module, excluded: Iterable[Any]) -> None:
+        known = [*module.parameters(), *module.buffers(), *(t for t in excluded if isinstance(t, Tensor))]
+        self._seen = {t.untyped_storage().data_ptr() for t in known}
+        self.bytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+
+def is_compiled(module: Any) -> bool:
+    return not isinstance(module, nn.Module) or any(
+        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in module.modules()
+    )

@@ -1,0 +1,178 @@
+"""What a step measured, beside what the plan says."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from seq1f1b import _core
+from seq1f1b.schedule import Schedule, Simulation, Unit
+
+__all__ = ["PipelineReport", "Report", "StageReport"]
+
+_RUN = 2  # s1f_opcode of lower.h
+_KINDS = "FBIW"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The last step, kept by the engine until the next one."""
+
+    training: bool
+    number: int
+    sizes: list[int]
+    seconds: float
+    program: Any
+    executor: Any
+    stages: list[int]
+    activation_bytes: dict[int, float]  # per token, by stage; empty where it was not measured
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage. Units and tokens are live from the start of their F to the end of their B.
+
+    Attributes:
+        peak_live_units, peak_live_tokens: measured. The planned ones come from the lowered program and the sizes.
+        planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
+        activation_bytes: planned_live_tokens times the bytes per token that autograd saved in the first micro-batch of
+            this shape; None where it was not measured (compiled modules).
+    """
+
+    stage: int
+    peak_live_units: int
+    planned_live_units: int
+    peak_live_tokens: int
+    planned_live_tokens: int
+    planned_kv_slots: int
+    planned_grad_slots: int
+    activation_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's last step. Times in seconds.
+
+    Attributes:
+        seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
+        busy: in the units. wait: for messages. send: for credits and copies.
+        bubble: share of ``seconds`` that is not ``busy``.
+        kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients.
+        receive_places: of all incoming edges.
+        process_peak_bytes: the most resident memory of this process so far.
+        timeline: (unit, start, end) on the machine's monotonic clock.
+    """
+
+    rank: int
+    step: int
+    training: bool
+    segment_sizes: tuple[int, ...]
+    seconds: float
+    busy: float
+    wait: float
+    send: float
+    bubble: float
+    stages: tuple[StageReport, ...]
+    kv_bytes: int
+    grad_bytes: int
+    receive_places: int
+    process_peak_bytes: int
+    timeline: tuple[tuple[Unit, float, float], ...]
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """All ranks' last step.
+
+    Attributes:
+        ranks: one :class:`Report` each.
+        makespan: first start to last end over all ranks (ranks of several hosts: the longest rank).
+        bubble: share of the ranks' time in ``makespan`` that is not busy.
+        planned: the simulation of the same order with every unit's measured duration and free transfers: what the
+            schedule allows.
+    """
+
+    ranks: tuple[Report, ...]
+    makespan: float
+    bubble: float
+    planned: Simulation
+
+    @property
+    def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
+        """Per rank, with the first start of all at 0."""
+        start = min(track[0][1] for track in (r.timeline for r in self.ranks) if track)
+        return tuple(tuple((u, a - start, b - start) for u, a, b in r.timeline) for r in self.ranks)
+
+
+def make_report(
+    record: StepRecord | None,
+    *,
+    rank: int,
+    schedule: Schedule,
+    cache: Any,
+    gather: Callable[[Any], list[Any]] | None,
+) -> Report | PipelineReport:
+    """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks."""
+    if record is None:
+        raise RuntimeError("there is nothing to report before the first step")
+    own = _rank_report(record, rank, cache)
+    if gather is None:
+        return own
+    ranks = tuple(gather(own))
+    if not record.training:
+        schedule = schedule.forward_only()
+    starts = [r.timeline[0][1] for r in ranks if r.timeline]
+    ends = [r.timeline[-1][2] for r in ranks if r.timeline]
+    makespan = max(ends) - min(starts)
+    busy = sum(r.busy for r in ranks)
+    durations = [[end - start for _, start, end in r.timeline] for r in ranks]
+    planned = schedule.simulate(durations=durations, segment_sizes=record.sizes)
+    return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), planned)
+
+
+def _rank_report(record: StepRecord, rank: int, cache: Any) -> Report:
+    start, end, run, wait, send = _core.executor_totals(record.executor, rank)
+    seconds = (end - start) * 1e-9
+    timeline = tuple(
+        (Unit(_KINDS[unit[0]], *unit[1:]), first * 1e-9, last * 1e-9)
+        for opcode, unit, first, last in _core.executor_timeline(record.executor, rank)
+        if opcode == _RUN
+    )
+    kv_bytes, grad_bytes = _core.kv_cache_bytes(cache)
+    places = sum(edge[5] for edge in _core.program_edges(record.program) if edge[3] == rank)
+    return Report(
+        rank=rank,
+        step=record.number,
+        training=record.training,
+        segment_sizes=tuple(record.sizes),
+        seconds=seconds,
+        busy=run * 1e-9,
+        wait=wait * 1e-9,
+        send=send * 1e-9,
+        bubble=1.0 - run * 1e-9 / seconds if seconds > 0 else 0.0,
+        stages=tuple(_stage_report(record, stage) for stage in record.stages),
+        kv_bytes=kv_bytes,
+        grad_bytes=grad_bytes,
+        receive_places=places,
+        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        timeline=timeline,
+    )
+
+
+def _stage_report(record: StepRecord, stage: int) -> StageReport:
+    live_units, live_tokens = _core.executor_stage_measure(record.executor, stage)
+    planned_units, kv_slots, grad_slots = _core.program_stage_peak(record.program, stage)
+    planned_tokens = _core.program_peak_tokens(record.program, stage, record.sizes)
+    per_token = record.activation_bytes.get(stage)
+    return StageReport(
+        stage=stage,
+        peak_live_units=live_units,
+        planned_live_units=planned_units,
+        peak_live_tokens=live_tokens,
+        planned_live_tokens=planned_tokens,
+        planned_kv_slots=kv_slots,
+        planned_grad_slots=grad_slots,
+        activation_bytes=None if per_token is None else round(per_token * planned_tokens),
+    )

@@ -1,0 +1,174 @@
+"""From a batch to the arguments of each unit: micro-batches along the batch, segments along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Rule: TypeAlias = "str | Callable[[Segment], Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a callable argument rule is given: which tokens of which micro-batch a unit works on."""
+
+    microbatch: int
+    segment: int
+    offset: int
+    length: int
+
+
+def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
+    """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated."""
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return [value] * num_microbatches
+        size = value.size(0)
+        if size % num_microbatches:
+            raise ValueError(
+                f"{name} has batch size {size}, which {num_microbatches} micro-batches do not divide; pass a list of "
+                f"{num_microbatches} micro-batches of one size instead"
+            )
+        return list(torch.split(value, size // num_microbatches)) if size else [value] * num_microbatches
+    if isinstance(value, tuple):
+        parts = [split_batch(item, num_microbatches, name) for item in value]
+        return [tuple(part[m] for part in parts) for m in range(num_microbatches)]
+    if isinstance(value, dict):
+        split = {key: split_batch(item, num_microbatches, f"{name}[{key!r}]") for key, item in value.items()}
+        return [{key: split[key][m] for key in split} for m in range(num_microbatches)]
+    return [value] * num_microbatches
+
+
+def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str) -> list[Any]:
+    """k segments of a tensor, or of a tuple or dict of tensors; anything else is repeated."""
+    if isinstance(value, Tensor):
+        length = sum(sizes)
+        if value.dim() <= dim or value.size(dim) != length:
+            raise ValueError(
+                f"{name} of shape {tuple(value.shape)} has no dimension {dim} of {length} tokens to split into segments"
+            )
+        return list(torch.split(value, list(sizes), dim))
+    if isinstance(value, tuple):
+        parts = [split_sequence(item, sizes, dim, name) for item in value]
+        return [tuple(part[s] for part in parts) for s in range(len(sizes))]
+    if isinstance(value, dict):
+        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]") for key, item in value.items()}
+        return [{key: split[key][s] for key in split} for s in range(len(sizes))]
+    return [value] * len(sizes)
+
+
+def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
+    """A list is M micro-batches already; a tensor or tuple is the whole batch."""
+    if isinstance(value, list):
+        if len(value) != num_microbatches:
+            raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
+        return value
+    return split_batch(value, num_microbatches, name)
+
+
+def sequence_length(inputs: Any, dim: int) -> int:
+    """Tokens of the first tensor among the first micro-batch's positional arguments."""
+    first = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) else inputs
+    while isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    if not isinstance(first, Tensor):
+        raise TypeError(f"inputs must begin with a tensor, got {type(first).__name__}")
+    if first.dim() <= dim:
+        raise ValueError(f"inputs of shape {tuple(first.shape)} have no sequence dimension {dim} (seq_dim)")
+    return int(first.size(dim))
+
+
+class Leaves:
+    """Arguments that require grad: units see leaves, whose summed gradients are propagated once at the step's end.
+
+    Two segments that shared the graph behind an argument would run backward through it a second time.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def replace(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            leaf = value.detach().requires_grad_()
+            self._pairs.append((value, leaf))
+            return leaf
+        if isinstance(value, tuple):
+            return tuple(self.replace(item) for item in value)
+        if isinstance(value, list):
+            return [self.replace(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self.replace(item) for key, item in value.items()}
+        return value
+
+    def propagate(self) -> None:
+        for value, leaf in self._pairs:
+            if leaf.grad is not None:
+                torch.autograd.backward(value, leaf.grad)
+        self._pairs.clear()
+
+
+def split_inputs(inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: int) -> list[list[tuple[Any, ...]]]:
+    """Positional arguments of the first stage, per micro-batch and segment."""
+    units = []
+    for m, microbatch in enumerate(microbatches(inputs, num_microbatches, "inputs")):
+        arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
+        units.append(split_sequence(arguments, sizes, dim, f"inputs of micro-batch {m}"))
+    return units
+
+
+def check_rules(kwargs: Any, rules: Mapping[str, Rule]) -> None:
+    """Every tensor keyword needs a rule: to guess from its sizes would be silently wrong."""
+    for name, rule in rules.items():
+        if rule not in ("slice", "replicate") and not callable(rule):
+            raise ValueError(
+                f"arg_rules[{name!r}] is {rule!r}; it must be 'slice', 'replicate' or a callable of the unit"
+            )
+    for microbatch in kwargs if isinstance(kwargs, list) else [kwargs or {}]:
+        for name, value in microbatch.items():
+            if isinstance(value, Tensor) and name not in rules:
+                raise ValueError(
+                    f"keyword argument {name!r} is a tensor of shape {tuple(value.shape)} without a rule: say "
+                    f"arg_rules={{{name!r}: 'slice'}} (along batch and sequence), 'replicate' or a callable of the unit"
+                )
+
+
+def split_kwargs(
+    kwargs: Any, rules: Mapping[str, Rule], num_microbatches: int, sizes: Sequence[int], dim: int
+) -> list[list[dict[str, Any]]]:
+    """Keyword arguments of a stage, per micro-batch and segment."""
+    if not kwargs and not any(callable(rule) for rule in rules.values()):
+        return [[{}] * len(sizes)] * num_microbatches
+    per_microbatch: list[dict[str, Any]]
+    if isinstance(kwargs, list):
+        per_microbatch = microbatches(kwargs, num_microbatches, "kwargs")
+    else:
+        per_microbatch = [{} for _ in range(num_microbatches)]
+        for name, value in (kwargs or {}).items():
+            sliced = rules.get(name, "replicate") == "slice"
+            parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
+            for m in range(num_microbatches):
+                per_microbatch[m][name] = parts[m]
+    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim) for m in range(num_microbatches)]
+
+
+def _kwargs_of_segments(
+    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int
+) -> list[dict[str, Any]]:
+    units: list[dict[str, Any]] = [{} for _ in sizes]
+    for name in kwargs.keys() | {name for name, rule in rules.items() if callable(rule)}:
+        rule = rules.get(name, "replicate")
+        if callable(rule):
+            offset = 0
+            for s, length in enumerate(sizes):
+                units[s][name] = rule(Segment(microbatch, s, offset, length))
+                offset += length
+            continue
+        value = kwargs[name]
+        parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]") if rule == "slice" else [value] * len(sizes)
+        for s in range(len(sizes)):
+            units[s][name] = parts[s]
+    return units

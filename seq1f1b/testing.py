@@ -1,0 +1,45 @@
+"""Ranks as threads of one process: for tests, and for looking at a schedule without launching anything."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from seq1f1b.transport import LoopbackGroup
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+
+
+def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
+    """Calls ``fn(group)`` once per rank, each in a thread of its own, with that rank's loopback group.
+
+    The threads take over the caller's grad mode and CPU autocast state. Returns the results by rank; the first error by
+    time is raised again once every thread has ended.
+    """
+    groups = LoopbackGroup(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    errors: list[BaseException] = []
+    grad = torch.is_grad_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def run(rank: int) -> None:
+        try:
+            with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                results[rank] = fn(groups[rank])
+        except BaseException as error:
+            errors.append(error)
+            groups[rank].fail(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
