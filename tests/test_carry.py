@@ -1,0 +1,172 @@
+"""Does state along the sequence other than attention's pass between segments, forward and backward?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_model import gradient_error
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seq1f1b
+from seq1f1b import PipelineEngine
+from seq1f1b.testing import run_ranks
+
+HIDDEN, LENGTH = 6, 17
+
+
+class CausalConvolution(nn.Module):
+    """Depth-wise, width 4: carries the last three inputs."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.weight = nn.Parameter(torch.randn(HIDDEN, 1, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = seq1f1b.carry_in(self.index, x.new_zeros(x.size(0), 3, HIDDEN))
+        window = torch.cat([before, x], 1)
+        seq1f1b.carry_out(self.index, window[:, -3:])
+        return x + F.conv1d(window.transpose(1, 2), self.weight, groups=HIDDEN).transpose(1, 2)
+
+
+class LinearAttention(nn.Module):
+    """Carries the sum of outer products of keys and values."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        state = seq1f1b.carry_in(self.index, x.new_zeros(x.size(0), HIDDEN, HIDDEN))
+        sums = state.unsqueeze(1) + (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1)
+        seq1f1b.carry_out(self.index, sums[:, -1])
+        return x + torch.einsum("bsd,bsde->bse", q, sums) / LENGTH
+
+
+class Recurrent(nn.Module):
+    """A GRU: carries its hidden state."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = seq1f1b.carry_in(self.index, x.new_zeros(1, x.size(0), HIDDEN))
+        out, state = self.gru(x, state)
+        seq1f1b.carry_out(self.index, state)
+        return x + out
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if torch.is_grad_enabled() else self.inner(x)
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", [CausalConvolution, LinearAttention, Recurrent])
+@pytest.mark.parametrize("sizes", [[17], [5, 1, 11], [1, 1, 1, 14]])
+def test_state_along_the_sequence(kind, sizes, checkpointed):
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), kind(i)).double() for i in range(2)]
+    x, y = torch.randn(6, LENGTH, HIDDEN).double(), torch.randn(6, LENGTH, HIDDEN).double()
+    whole = nn.Sequential(*stages)
+    losses = [squared(whole(a), b) for a, b in zip(x.chunk(3), y.chunk(3), strict=True)]
+    (sum(losses) / 3).backward()
+    truth = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    whole.zero_grad()
+
+    def run(group):
+        stage = Checkpointed(stages[group.rank]) if checkpointed else stages[group.rank]
+        engine = PipelineEngine(
+            stage, num_microbatches=3, num_segments=len(sizes), segment_sizes=sizes, loss_fn=squared, group=group
+        )
+        return engine.step(x, target=y)
+
+    found = run_ranks(2, run)[-1]
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(found, losses, strict=True))
+    assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= 1e-10
+
+
+def test_state_that_was_never_left_is_an_error():
+    class Forgetful(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + seq1f1b.carry_in(7, x.new_zeros(())))
+
+    engine = PipelineEngine(Forgetful(HIDDEN, HIDDEN), num_microbatches=1, num_segments=2, loss_fn=squared)
+    x = torch.randn(2, 4, HIDDEN)
+    with pytest.raises(RuntimeError, match="segment 1 reads carried state 7, which segment 0 did not leave"):
+        engine.step(x, target=x)
+
+
+def test_reentrant_checkpointing_is_named():
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = CausalConvolution(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
+
+    engine = PipelineEngine(Reentrant(), num_microbatches=1, num_segments=2, loss_fn=squared)
+    x = torch.randn(2, 4, HIDDEN)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        engine.step(x, target=x)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_auxiliary_losses_of_every_stage(reduction):
+    """A mean over tokens, added per segment, has the gradient of the mean over the micro-batch."""
+
+    class Balanced(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            square = out.square()
+            seq1f1b.add_loss(0.1 * (square.mean() if reduction == "mean" else square.sum()))
+            return out
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        error = (output - target).square()
+        return error.mean() if reduction == "mean" else error.sum()
+
+    torch.manual_seed(0)
+    stages = [Balanced(HIDDEN, HIDDEN).double() for _ in range(3)]
+    x, y = torch.randn(4, LENGTH, HIDDEN).double(), torch.randn(4, LENGTH, HIDDEN).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        for stage in stages:
+            a = F.linear(a, stage.weight, stage.bias)
+            total = total + 0.1 * (a.square().mean() if reduction == "mean" else a.square().sum()) / 2
+        total = total + loss_fn(a, b) / 2
+    total.backward()
+    truth = {f"{i}.{n}": p.grad.clone() for i, stage in enumerate(stages) for n, p in stage.named_parameters()}
+    for stage in stages:
+        stage.zero_grad()
+
+    def run(group):
+        engine = PipelineEngine(
+            stages[group.rank],
+            num_microbatches=2,
+            num_segments=3,
+            segment_sizes=[4, 12, 1],
+            loss_fn=loss_fn,
+            loss_reduction=reduction,
+            group=group,
+        )
+        engine.step(x, target=y)
+
+    run_ranks(3, run)
+    found = {f"{i}.{n}": p.grad for i, stage in enumerate(stages) for n, p in stage.named_parameters()}
+    assert gradient_error(found, truth) <= 1e-10

@@ -1,0 +1,445 @@
+"""Does a step do what the surface says: accumulation, eval, arguments, reductions, lengths, 16-bit, peaks, orders?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b import PipelineEngine, Schedule
+from seq1f1b.testing import run_ranks
+
+LENGTH = 16
+
+
+def gradients_of(engines_or_results):
+    merged = {}
+    for found in engines_or_results:
+        merged.update(found)
+    return merged
+
+
+def grads(engine):
+    return {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+
+
+def test_peaks_are_the_plans_and_the_formulas():
+    """Live units: min(P - p - 1 + k, M k) at stage p; tokens: the lowered plan's for the given sizes."""
+    config = Config()
+    for P, M, k, sizes in [(4, 5, 3, [9, 1, 6]), (3, 1, 4, [1, 2, 3, 10]), (2, 3, 1, [16]), (4, 8, 2, [11, 5])]:
+        tokens, target = batch(config, M, LENGTH, size=1)
+        model = whole_model(config)
+
+        def run(group, P=P, M=M, k=k, sizes=sizes, model=model, tokens=tokens, target=target):
+            stage = stage_of(model, config, group.rank, P)
+            engine = PipelineEngine(
+                stage, num_microbatches=M, num_segments=k, segment_sizes=sizes, loss_fn=cross_entropy, group=group
+            )
+            engine.step(tokens, target=target)
+            return engine.report()
+
+        for p, report in enumerate(run_ranks(P, run)):
+            (stage,) = report.stages
+            assert stage.peak_live_units == stage.planned_live_units == min(P - p - 1 + k, M * k)
+            assert stage.peak_live_tokens == stage.planned_live_tokens
+            held = min(-(-stage.planned_live_units // k) + 1, M)
+            assert 1 <= stage.planned_kv_slots <= held
+            # one layer per stage where P = 4: K and V, fp64, of every slot
+            per_slot = (
+                2
+                * config.kv_heads
+                * (config.hidden // config.heads)
+                * LENGTH
+                * 8
+                * len(range(p * config.layers // P, (p + 1) * config.layers // P))
+            )
+            assert report.kv_bytes == stage.planned_kv_slots * per_slot
+            assert report.grad_bytes == stage.planned_grad_slots * per_slot
+
+
+def test_gradients_accumulate_over_steps_and_lengths_may_change():
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    steps = [batch(config, 2, length, seed=length) for length in (16, 9, 23, 16)]
+    truth: dict[str, Tensor] = {}
+    for tokens, target in steps:
+        for name, g in run_whole(model, tokens, target, 2)[1].items():
+            truth[name] = truth[name] + g if name in truth else g
+
+    def run(group):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 2),
+            num_microbatches=2,
+            num_segments=3,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        for tokens, target in steps:
+            engine.step(tokens if group.rank == 0 else None, target=target if group.rank == 1 else None)
+        return grads(engine)
+
+    assert gradient_error(gradients_of(run_ranks(2, run)), truth) <= 1e-10
+
+
+def test_eval_between_steps_gives_losses_and_merged_outputs():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 3, LENGTH)
+    with torch.no_grad():
+        outputs = model(tokens)
+    losses, truth = run_whole(model, tokens, target, 3)
+
+    def run(group):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 3),
+            num_microbatches=3,
+            num_segments=4,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        before = engine.eval(tokens, target=target, return_outputs=True)
+        engine.step(tokens, target=target)
+        only_outputs = engine.eval(tokens, return_outputs=True)
+        return before, only_outputs, grads(engine), engine.report().stages[0].peak_live_units
+
+    results = run_ranks(3, run)
+    (found, merged), (none, again), _, peak = results[-1]
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(found, losses, strict=True))
+    torch.testing.assert_close(merged, outputs, rtol=0, atol=1e-12)
+    assert none == [] and torch.equal(again, merged)
+    assert results[0][0] == ([], None)
+    assert peak == 1
+    assert gradient_error(gradients_of(r[2] for r in results), truth) <= 1e-10
+
+
+def test_given_micro_batches_equal_the_whole_batch():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 3, LENGTH)
+
+    def run(group, split):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 2),
+            num_microbatches=3,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        if split:
+            losses = engine.step(list(tokens.chunk(3)), target=list(target.chunk(3)))
+        else:
+            losses = engine.step(tokens, target=target)
+        return losses, grads(engine)
+
+    whole, given = run_ranks(2, lambda g: run(g, False)), run_ranks(2, lambda g: run(g, True))
+    assert all(torch.equal(a, b) for a, b in zip(whole[1][0], given[1][0], strict=True))
+    for (_, a), (_, b) in zip(whole, given, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class TwoTensors(nn.Module):
+    """Hands over a float tensor, an integer one and one without gradient; reads keyword arguments."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, ids, extra=None, *, mask, scale, name="", shift=None):
+        y = self.linear(x) * mask.unsqueeze(-1) * scale
+        if shift is not None:
+            y = y + shift
+        y = y + 0.1 * ids.unsqueeze(-1)
+        if self.index == 2:
+            return y
+        return y, ids + 1, x.detach() if extra is None else extra
+
+
+def test_tuples_and_keyword_arguments_by_rule():
+    torch.manual_seed(0)
+    stages = [TwoTensors(i).double() for i in range(3)]
+    x = torch.randn(4, LENGTH, 4).double()
+    ids = torch.randint(5, (4, LENGTH))
+    y = torch.randn(4, LENGTH, 4).double()
+    mask = torch.rand(4, LENGTH).double()
+    scale = torch.rand(4).double().requires_grad_()
+    shift = torch.randn(LENGTH).double()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    losses = []
+    for m in range(2):
+        rows = slice(2 * m, 2 * m + 2)
+        value = (x[rows], ids[rows])
+        for stage in stages:
+            value = stage(*value, mask=mask[rows], scale=scale, shift=shift.view(1, -1, 1))
+        losses.append(loss_fn(value, y[rows]))
+    (sum(losses) / 2).backward()
+    losses = [loss.detach() for loss in losses]
+    truth = {f"{i}.{n}": p.grad.clone() for i, s in enumerate(stages) for n, p in s.named_parameters()}
+    truth_scale = scale.grad.clone()
+    scale.grad = None
+    for stage in stages:
+        stage.zero_grad()
+    seen = []
+
+    def run(group):
+        engine = PipelineEngine(
+            stages[group.rank],
+            num_microbatches=2,
+            num_segments=3,
+            segment_sizes=[5, 1, 10],
+            loss_fn=loss_fn,
+            group=group,
+            arg_rules={
+                "mask": "slice",
+                "scale": "replicate",
+                "shift": lambda unit: shift[unit.offset : unit.offset + unit.length].view(1, -1, 1),
+            },
+        )
+        own = scale.detach().clone().requires_grad_()
+        found = engine.step((x, ids), target=y, kwargs={"mask": mask, "scale": own, "name": "same"})
+        seen.append(own.grad)
+        return found
+
+    found = run_ranks(3, run)[-1]
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(found, losses, strict=True))
+    gradients = {f"{i}.{n}": p.grad for i, s in enumerate(stages) for n, p in s.named_parameters()}
+    assert gradient_error(gradients, truth) <= 1e-10
+    torch.testing.assert_close(sum(seen), truth_scale, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("empty", ["last", "first", "all of one micro-batch"])
+def test_a_segment_without_counted_targets_contributes_zero(empty):
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    if empty == "last":
+        target[:, 8:] = -100
+    elif empty == "first":
+        target[:, :8] = -100
+    else:
+        target[2:] = -100
+    truth = {}
+    total = 0.0
+    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
+        if (y != -100).any():
+            total = total + cross_entropy(model(x), y) / 2
+    total.backward()
+    truth = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    def run(group):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 2),
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        return engine.step(tokens, target=target), grads(engine)
+
+    results = run_ranks(2, run)
+    losses = results[1][0]
+    assert all(torch.isfinite(loss) for loss in losses)
+    assert abs(float(sum(losses)) / 2 - float(total)) < 1e-12
+    assert gradient_error(gradients_of(r[1] for r in results), truth) <= 1e-10
+
+
+def test_sum_reduction_global_count_and_unscaled_gradients():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 3, LENGTH)
+
+    def summed(output, y):
+        return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
+
+    total = summed(model(tokens), target)
+    counted = int((target != -100).sum())
+    (total / counted).backward()
+    per_token = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def run(group, loss_fn, loss_weight, **options):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 2),
+            num_microbatches=3,
+            num_segments=4,
+            segment_sizes=[1, 9, 4, 2],
+            loss_fn=loss_fn,
+            group=group,
+            **options,
+        )
+        losses = engine.step(tokens, target=target, loss_weight=loss_weight)
+        return losses, grads(engine)
+
+    for loss_fn, options, weight, factor in [
+        (summed, {"loss_reduction": "sum"}, counted, 1.0),
+        (cross_entropy, {}, counted, 1.0),
+        (summed, {"loss_reduction": "sum"}, None, counted / 3),
+        (summed, {"loss_reduction": "sum", "scale_grads": False}, None, float(counted)),
+    ]:
+        results = run_ranks(2, lambda g, a=loss_fn, b=weight, c=options: run(g, a, b, **c))
+        found = gradients_of(r[1] for r in results)
+        assert gradient_error(found, {name: g * factor for name, g in per_token.items()}) <= 1e-10
+        if loss_fn is summed:
+            assert abs(float(sum(results[1][0])) - float(total)) < 1e-9
+
+
+class HeadLoss(nn.Module):
+    """The head inside the loss: logits of one segment at a time."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.norm(hidden)), target)
+
+
+def test_head_inside_the_loss():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 3, LENGTH)
+    losses, truth = run_whole(model, tokens, target, 3)
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        loss_fn = None
+        if group.rank == 1:
+            loss_fn = HeadLoss(config).double()
+            loss_fn.norm, loss_fn.head = stage.norm, stage.head
+            del stage.norm, stage.head
+        engine = PipelineEngine(stage, num_microbatches=3, num_segments=4, loss_fn=loss_fn, group=group)
+        found = engine.step(tokens, target=target)
+        norm = engine.clip_grad_norm_(1e9)
+        return found, grads(engine), norm, engine.eval(tokens, target=target)
+
+    results = run_ranks(2, run)
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(results[1][0], losses, strict=True))
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(results[1][3], losses, strict=True))
+    found = gradients_of(r[1] for r in results)
+    assert gradient_error(found, truth) <= 1e-10
+    norm = torch.stack([g.norm() for g in truth.values()]).norm()
+    assert abs(float(results[0][2]) / float(norm) - 1) < 1e-9 and float(results[0][2]) == float(results[1][2])
+
+
+def test_clipping_scales_every_stage_by_one_norm():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    _, truth = run_whole(model, tokens, target, 2)
+    norm = float(torch.stack([g.norm() for g in truth.values()]).norm())
+
+    def run(group):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 3),
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        engine.step(tokens, target=target)
+        engine.clip_grad_norm_(norm / 4)
+        return grads(engine)
+
+    clipped = gradients_of(run_ranks(3, run))
+    for name, g in truth.items():
+        torch.testing.assert_close(clipped[name], g / 4, rtol=1e-5, atol=1e-12)
+
+
+def test_16_bit_gradients_are_accumulated_in_fp32():
+    """M k = 64 additions in bf16 would cost about 0.8 %."""
+    torch.manual_seed(0)
+    stage = nn.Linear(8, 8, bias=False).bfloat16()
+    x = torch.randn(64, 16, 8).bfloat16()
+    y = torch.randn(64, 16, 8).bfloat16()
+
+    def squared(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).float().square().mean()
+
+    def error(grad_dtype):
+        stage.weight.grad = None
+        engine = PipelineEngine(stage, num_microbatches=16, num_segments=4, loss_fn=squared, grad_dtype=grad_dtype)
+        engine.step(x, target=y)
+        assert stage.weight.grad.dtype == torch.bfloat16
+        weight = stage.weight.detach().double().requires_grad_()
+        (F.linear(x.double(), weight) - y.double()).square().mean().backward()
+        return float((stage.weight.grad.double() - weight.grad).norm() / weight.grad.norm())
+
+    assert error(torch.float32) < 0.004  # one rounding to bf16, and bf16 products within a segment
+    assert error(None) > error(torch.float32)
+
+
+def units(*groups: str) -> str:
+    """ "0F 2F" -> every segment of both micro-batches: "[0]F0.0 [0]F0.1 [0]F1.0 [0]F1.1 [2]F0.0 ..."."""
+    orders = {"F": ["0.0", "0.1", "1.0", "1.1"], "B": ["0.1", "0.0", "1.1", "1.0"]}
+    return " ".join(f"[{g[0]}]{g[1]}{u}" for group in groups for g in group.split() for u in orders[g[1]])
+
+
+LOOP = units("0F 2F 2B 0B") + "\n" + units("1F 3F 3B 1B")
+V = units("0F 3F 3B 0B") + "\n" + units("1F 2F 2B 1B")
+
+
+@pytest.mark.parametrize(("text", "held"), [(LOOP, [[0, 2], [1, 3]]), (V, [[0, 3], [1, 2]])], ids=["loop", "V"])
+def test_any_checked_order_with_two_stages_per_rank(text, held):
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    losses, truth = run_whole(model, tokens, target, 2)
+    schedule = Schedule.from_text(text)
+    last = next(rank for rank, stages in enumerate(held) if 3 in stages)
+
+    def run(group):
+        stages = [stage_of(model, config, index, 4) for index in held[group.rank]]
+        engine = PipelineEngine(
+            stages,
+            schedule=schedule,
+            num_microbatches=2,
+            num_segments=2,
+            segment_sizes=[13, 3],
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        return engine.step(tokens, target=target), grads(engine), engine.eval(tokens, target=target)
+
+    results = run_ranks(2, run)
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(results[last][0], losses, strict=True))
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(results[last][2], losses, strict=True))
+    assert results[1 - last][0] == []
+    assert gradient_error(gradients_of(r[1] for r in results), truth) <= 1e-10
+
+
+def test_frozen_stages_pass_gradients_or_none():
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    _, truth = run_whole(model, tokens, target, 2)
+
+    def run(group, frozen):
+        stage = stage_of(model, config, group.rank, 4)
+        if group.rank in frozen:
+            stage.requires_grad_(False)
+        engine = PipelineEngine(stage, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group)
+        return engine.step(tokens, target=target), grads(engine)
+
+    for frozen in [(0,), (0, 1), (1,), (3,), (0, 1, 2, 3)]:
+        results = run_ranks(4, lambda g, f=frozen: run(g, f))
+        found = gradients_of(r[1] for r in results)
+        for rank, (_, own) in enumerate(results):
+            assert bool(own) == (rank not in frozen)
+        if found:
+            assert gradient_error(found, {name: truth[name] for name in found}) <= 1e-10
+
+
+def test_outside_a_step_the_stage_is_ordinary_torch():
+    config = Config()
+    model = whole_model(config)
+    tokens, _ = batch(config, 1, LENGTH)
+    assert seq1f1b.token_offset() == 0
+    assert torch.equal(seq1f1b.positions(tokens), torch.arange(LENGTH))
+    assert isinstance(model, Stage) and model(tokens).shape == (2, LENGTH, config.vocab)
