@@ -7,7 +7,10 @@
 
 /* Fastest first; the truth, which every machine has, last. */
 static const s1f_attention_kernels *const all_kernels[] = {
-    &s1f_attention_reference,
+#if defined(__x86_64__)
+    &s1f_attention_avx512, &s1f_attention_avx2,
+#endif
+    &s1f_attention_portable, &s1f_attention_reference,
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -80,8 +83,7 @@ s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_atte
 
 int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
 {
-    (void)num_threads; /* work is split by shape alone, so that results do not depend on threads */
-    return s1f_attention_check(args) == S1F_OK ? kernels_for(args)->scratch_bytes(args, backward) : 0;
+    return s1f_attention_check(args) == S1F_OK ? kernels_for(args)->scratch_bytes(args, num_threads, backward) : 0;
 }
 
 s1f_status s1f_attention_check(const s1f_attention_args *args)

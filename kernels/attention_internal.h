@@ -13,10 +13,13 @@ typedef struct {
     int (*covers)(const s1f_attention_args *args); /* 0: the truth must do it */
     s1f_status (*forward)(const s1f_attention_args *args, const s1f_attention_context *context);
     s1f_status (*backward)(const s1f_attention_args *args, const s1f_attention_context *context);
-    int64_t (*scratch_bytes)(const s1f_attention_args *args, int backward);
+    int64_t (*scratch_bytes)(const s1f_attention_args *args, int32_t num_threads, int backward);
 } s1f_attention_kernels;
 
-extern const s1f_attention_kernels s1f_attention_reference;
+extern const s1f_attention_kernels s1f_attention_reference, s1f_attention_portable;
+#if defined(__x86_64__)
+extern const s1f_attention_kernels s1f_attention_avx2, s1f_attention_avx512;
+#endif
 
 /* S1F_ERR_ARG, with the numbers, on sizes, dtype or options that no kernel can take. */
 s1f_status s1f_attention_check(const s1f_attention_args *args);

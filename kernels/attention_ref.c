@@ -280,8 +280,9 @@ static int covers_everything(const s1f_attention_args *args)
     return 1;
 }
 
-static int64_t ref_scratch_bytes(const s1f_attention_args *args, int backward)
+static int64_t ref_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
 {
+    (void)num_threads;
     int64_t row = args->q_start + args->segment_len, by_rows = args->batch * args->heads * row;
     int64_t by_columns = backward ? 3 * args->batch * args->heads * args->segment_len : 0;
     return (int64_t)sizeof(double) * s1f_max(by_rows, by_columns);
@@ -292,7 +293,7 @@ s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_a
     void *scratch, *owned;
     s1f_status status = s1f_attention_check(args);
     if (status == S1F_OK)
-        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 0), &scratch, &owned);
+        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 0), &scratch, &owned);
     if (status != S1F_OK)
         return status;
     ref_job job = {args, scratch};
@@ -306,7 +307,7 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
     void *scratch, *owned;
     s1f_status status = s1f_attention_check(args);
     if (status == S1F_OK)
-        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1), &scratch, &owned);
+        status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 1), &scratch, &owned);
     if (status != S1F_OK)
         return status;
     ref_job job = {args, scratch};
