@@ -138,15 +138,13 @@ static s1f_status run_all(simulator *s)
 
 static void measure(s1f_simulation *simulation)
 {
-    double first = INFINITY, last = 0;
     for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
         int64_t n = simulation->num_units[rank];
         double start = simulation->start[rank][0], end = simulation->end[rank][n - 1];
         simulation->span[rank] = end - start;
-        first = start < first ? start : first;
-        last = end > last ? end : last;
+        if (end > simulation->makespan)
+            simulation->makespan = end; /* the first start is 0: some unit waits for nobody */
     }
-    simulation->makespan = last - first;
 }
 
 static s1f_status create_simulation(const s1f_program *program, s1f_simulation **out)

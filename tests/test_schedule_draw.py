@@ -30,6 +30,12 @@ def test_text_of_1f1b_and_seq1f1b() -> None:
     )
 
 
+def test_the_readme_shows_what_we_print() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for simulation in (simulate("1f1b", 1, 2.0), simulate("seq1f1b", 2, 1.0)):
+        assert "\n".join(simulation.to_text(92).splitlines()[:-1]) in readme
+
+
 def test_labels_shrink_with_the_width() -> None:
     simulation = simulate("seq1f1b", 2, 1.0)
     assert simulation.to_text(140).startswith("rank 0  0.0-0.1-1.0-")
