@@ -25,7 +25,13 @@ MODES = {
     "sanitize": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "valgrind": [],
 }
-VALGRIND = ["valgrind", "--quiet", "--leak-check=full", "--show-leak-kinds=all", "--error-exitcode=9"]
+VALGRIND = [
+    "valgrind",
+    "--quiet",
+    "--leak-check=full",
+    "--show-leak-kinds=definite,indirect,possible",
+    "--error-exitcode=9",
+]
 TIMEOUT = 300  # seconds per program
 
 
