@@ -14,21 +14,31 @@ from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedul
 
 if TYPE_CHECKING:
     from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
+    from seq1f1b.context import add_loss, carry_in, carry_out
+    from seq1f1b.engine import PipelineEngine
+    from seq1f1b.transport import LoopbackGroup
+    from seq1f1b.weighting import shift_labels
 
 __all__ = [
+    "LoopbackGroup",
     "ModelShape",
+    "PipelineEngine",
     "PipelineError",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Unit",
+    "add_loss",
     "build_schedule",
+    "carry_in",
+    "carry_out",
     "causal_attention",
     "check_segment_sizes",
     "layer_handle",
     "partition_sequence",
     "positions",
     "schedules",
+    "shift_labels",
     "token_offset",
 ]
 __version__ = "0.1.0"
@@ -40,10 +50,10 @@ _NEEDS_TORCH: dict[str, str] = {
     "add_loss": "seq1f1b.context",
     "carry_in": "seq1f1b.context",
     "carry_out": "seq1f1b.context",
-    "shift_labels": "seq1f1b.weighting",
     "causal_attention": "seq1f1b.attention",
     "layer_handle": "seq1f1b.attention",
     "positions": "seq1f1b.attention",
+    "shift_labels": "seq1f1b.weighting",
     "token_offset": "seq1f1b.attention",
 }
 
