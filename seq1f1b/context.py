@@ -52,12 +52,13 @@ _thread = _Ambient()
 _process: LiveUnit | None = None  # the engine inside a step; autograd's device threads find it here
 
 
-def set_current(unit: LiveUnit | None, *, thread_scope: bool) -> None:
+def set_thread_current(unit: LiveUnit | None) -> None:
+    _thread.unit = unit
+
+
+def set_process_current(unit: LiveUnit | None) -> None:
     global _process
-    if thread_scope:
-        _thread.unit = unit
-    else:
-        _process = unit
+    _process = unit
 
 
 _steps_lock = threading.Lock()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.context import LiveUnit, set_current
+from seq1f1b.context import LiveUnit, set_process_current, set_thread_current
 from seq1f1b.measure import SavedBytes, is_compiled
 
 __all__: list[str] = []
@@ -44,7 +44,7 @@ class StageRuntime:
         self.following: StageRuntime | None = None
         self._num_segments = num_segments
         self._device = device
-        self._thread_scope = thread_scope
+        self._set_current = set_thread_current if thread_scope else set_process_current
         self.begin_step(training=False)
 
     def begin_step(
@@ -82,7 +82,7 @@ class StageRuntime:
         unit = LiveUnit(self.index, m, s, self.training, self.live.get(key - 1) if s else None)
         arguments = self._arguments(key, m, s, received, unit)
         self.live[key] = unit
-        set_current(unit, thread_scope=self._thread_scope)
+        self._set_current(unit)
         try:
             kwargs = None if self.kwargs is None else self.kwargs[m][s]
             if self.measure_activations and m == 0:
@@ -95,7 +95,7 @@ class StageRuntime:
             else:
                 result = self._finish_middle(key, length, output, unit)
         finally:
-            set_current(None, thread_scope=self._thread_scope)
+            self._set_current(None)
         if not self.training:
             self._forget_in_eval(key, s, unit)
         return result
@@ -242,11 +242,11 @@ class StageRuntime:
         unit.forward = False
         roots, seeds = self._roots(key, m, s, unit, received)
         if roots:
-            set_current(unit, thread_scope=self._thread_scope)
+            self._set_current(unit)
             try:
                 torch.autograd.backward(roots, seeds)
             finally:
-                set_current(None, thread_scope=self._thread_scope)
+                self._set_current(None)
         unit.roots = ()
         unit.previous = None
         if unit.carried_in is not None and s:

@@ -76,17 +76,15 @@ def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Ten
 def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:
     """Losses of the M micro-batches from those of their segments (by m k + s); zero where nothing was counted."""
     num_segments = len(weights[0])
-    combined = []
-    for m, row in enumerate(weights):
-        present = [(losses[m * num_segments + s], w) for s, w in enumerate(row) if m * num_segments + s in losses]
-        if len(present) == 1 and present[0][1] == 1.0:
-            combined.append(present[0][0].reshape(()))
-        elif present:
-            values = torch.stack([loss.reshape(()) for loss, _ in present])
-            combined.append((values * torch.tensor([w for _, w in present], dtype=values.dtype, device=device)).sum())
-        else:
-            combined.append(torch.zeros((), device=device))
-    return combined
+    if num_segments == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
+        return [losses[m].reshape(()) for m in range(len(weights))]
+    zero = None
+    if len(losses) < len(weights) * num_segments:
+        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=device)
+    parts = [losses.get(i, zero) for i in range(len(weights) * num_segments)]
+    values = torch.stack([part.reshape(()) for part in parts if part is not None])
+    scale = torch.tensor(weights, dtype=values.dtype, device=device)
+    return list((values.view_as(scale) * scale).sum(1).unbind())
 
 
 def shift_labels(tokens: Tensor, dim: int = 1) -> Tensor:
