@@ -26,8 +26,14 @@ typedef struct {
 } slot_state;
 
 typedef struct {
+    int64_t tag; /* of the slot_state whose gradients it takes, 0: free */
+    int32_t microbatch;
+} grad_slot_state;
+
+typedef struct {
     int32_t stage, kv_slots, grad_slots;
-    slot_state *slots; /* [kv_slots] */
+    slot_state *slots;            /* [kv_slots] */
+    grad_slot_state *grad_states; /* [grad_slots] */
 } stage_state;
 
 typedef struct {
@@ -119,6 +125,16 @@ int s1f_layer_is_registered(int64_t layer)
     return found;
 }
 
+/* When the extension is unloaded or the process ends. */
+__attribute__((destructor)) static void registry_free(void)
+{
+    pthread_mutex_lock(&registry_lock);
+    free(registry);
+    registry = NULL;
+    registry_size = registry_capacity = 0;
+    pthread_mutex_unlock(&registry_lock);
+}
+
 /* -- memory ---------------------------------------------------------------------------------------------------- */
 
 /* Makes the slab hold at least `bytes`. What it held is gone where it must grow: the old memory goes first, so that the
@@ -160,6 +176,7 @@ static void free_stages(s1f_kv_cache *cache)
         for (int32_t j = 0; cache->stages[i].slots != NULL && j < cache->stages[i].kv_slots; j++)
             free(cache->stages[i].slots[j].segments);
         free(cache->stages[i].slots);
+        free(cache->stages[i].grad_states);
     }
     free(cache->stages);
     cache->stages = NULL;
@@ -209,11 +226,13 @@ void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *g
 
 static s1f_status make_stage(stage_state *stage, const s1f_stage_slots *wanted, int32_t num_segments)
 {
-    stage->slots = calloc((size_t)wanted->kv_slots, sizeof *stage->slots);
-    if (stage->slots == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d KV cache slots", (int)wanted->kv_slots);
-    stage->stage = wanted->stage;
     stage->kv_slots = wanted->kv_slots;
+    stage->slots = calloc((size_t)wanted->kv_slots, sizeof *stage->slots);
+    stage->grad_states = calloc((size_t)wanted->grad_slots + 1, sizeof *stage->grad_states);
+    if (stage->slots == NULL || stage->grad_states == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d KV cache slots and %d of gradients", (int)wanted->kv_slots,
+                        (int)wanted->grad_slots);
+    stage->stage = wanted->stage;
     stage->grad_slots = wanted->grad_slots;
     for (int32_t j = 0; j < wanted->kv_slots; j++) {
         stage->slots[j].microbatch = -1;
@@ -282,8 +301,9 @@ static stage_state *find_stage(s1f_kv_cache *cache, int32_t stage)
     return NULL;
 }
 
-/* The slot a unit names, after checking that the unit fits the step. */
-static s1f_status find_slot(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out)
+/* The slots a unit names, after checking that the unit fits the step; *grads is NULL in F. */
+static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out,
+                             grad_slot_state **grads)
 {
     const stage_state *stage = find_stage(cache, unit->unit.stage);
     if (stage == NULL)
@@ -305,6 +325,7 @@ static s1f_status find_slot(s1f_kv_cache *cache, const s1f_current_unit *unit, s
                         (long long)unit->offset, (long long)(unit->offset + unit->length),
                         (long long)cache->sequence_length);
     *out = &stage->slots[unit->kv_slot];
+    *grads = is_forward(unit) ? NULL : &stage->grad_states[unit->grad_slot];
     return S1F_OK;
 }
 
@@ -334,7 +355,8 @@ static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *uni
     return S1F_OK;
 }
 
-static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot)
+static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot,
+                                 grad_slot_state *grads)
 {
     int32_t s = unit->unit.segment, next = cache->num_segments - 1 - slot->backwards;
     if (slot->microbatch != unit->unit.microbatch || !slot->live)
@@ -353,6 +375,13 @@ static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *un
         return s1f_fail(S1F_ERR_ARG, "%s: tokens [%lld, %lld), its forward had [%lld, %lld)", name_of(unit).text,
                         (long long)unit->offset, (long long)(unit->offset + unit->length), (long long)segment->offset,
                         (long long)(segment->offset + segment->length));
+    if (grads->tag != 0 && grads->tag != slot->tag)
+        return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", name_of(unit).text,
+                        (int)unit->grad_slot, (int)grads->microbatch);
+    if (grads->tag == 0 && slot->backwards > 0)
+        return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold gradient slot %d", name_of(unit).text,
+                        (int)slot->microbatch, (int)unit->grad_slot);
+    *grads = (grad_slot_state){slot->tag, slot->microbatch};
     return S1F_OK;
 }
 
@@ -361,10 +390,11 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
     if (unit->unit.pass == S1F_PASS_BACKWARD_WEIGHT)
         return S1F_OK;
     slot_state *slot = NULL;
-    s1f_status status = find_slot(cache, unit, &slot);
+    grad_slot_state *grads = NULL;
+    s1f_status status = find_slots(cache, unit, &slot, &grads);
     if (status != S1F_OK)
         return status;
-    return is_forward(unit) ? begin_forward(cache, unit, slot) : begin_backward(cache, unit, slot);
+    return is_forward(unit) ? begin_forward(cache, unit, slot) : begin_backward(cache, unit, slot, grads);
 }
 
 s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
@@ -372,7 +402,8 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
     if (unit->unit.pass == S1F_PASS_BACKWARD_WEIGHT)
         return S1F_OK;
     slot_state *slot = NULL;
-    s1f_status status = find_slot(cache, unit, &slot);
+    grad_slot_state *grads = NULL;
+    s1f_status status = find_slots(cache, unit, &slot, &grads);
     if (status != S1F_OK)
         return status;
     if (slot->microbatch != unit->unit.microbatch || !slot->live)
@@ -383,6 +414,8 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
     } else {
         slot->backwards = cache->num_segments - unit->unit.segment;
         slot->live = slot->backwards < cache->num_segments;
+        if (!slot->live)
+            *grads = (grad_slot_state){0, 0};
     }
     return S1F_OK;
 }
@@ -513,7 +546,8 @@ static s1f_kv_rows rows_of(const s1f_kv_cache *cache, const layer_entry *entry, 
 /* The state of the slot during the unit; the unit must have begun. */
 static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out)
 {
-    s1f_status status = find_slot(cache, unit, out);
+    grad_slot_state *grads = NULL;
+    s1f_status status = find_slots(cache, unit, out, &grads);
     if (status != S1F_OK)
         return status;
     const slot_state *state = *out;

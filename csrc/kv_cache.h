@@ -6,11 +6,12 @@
  * again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
  * needs a bigger one.
  *
- * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1). Each
- * F gets a serial number, and a layer's rows of a segment are *written* if they carry the serial of the slot's latest F
- * of that segment: nothing is ever cleared, yet rows of an earlier micro-batch or of a failed step are never read.
- * A forward of segment s needs 0..s-1 written. A layer's dK/dV slab belongs to a micro-batch by the same kind of tag:
- * the first contribution stores, later ones add, whichever segment it comes from (a layer may be skipped in the last).
+ * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
+ * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment are
+ * *written* if they carry the serial of the slot's latest F of that segment: nothing is ever cleared, yet rows of an
+ * earlier micro-batch or of a failed step are never read. A forward of segment s needs 0..s-1 written. A layer's dK/dV
+ * slab belongs to a micro-batch by the same kind of tag: the first contribution stores, later ones add, whichever
+ * segment it comes from (a layer may be skipped in the last).
  * Any use out of order is S1F_ERR_STATE and names stage, layer, micro-batch and segment.
  *
  * Layer keys: registered by s1f_layer_register (process-wide); any other value is rejected, never used as an index.

@@ -1,0 +1,264 @@
+/* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
+#include "check.h"
+#include "kv_cache.h"
+
+#include <pthread.h>
+
+enum { SEGMENTS = 3, TOKENS = 6, LAYERS = 40 /* more than the table of layers starts with */ };
+
+static const int64_t sizes[SEGMENTS] = {3, 2, 1};
+static const s1f_layer_shape shape = {.batch = 2, .kv_heads = 2, .head_dim = 5, .dtype = S1F_FLOAT32};
+
+static s1f_current_unit unit_at(s1f_kv_cache *cache, int32_t pass, int32_t microbatch, int32_t segment, int32_t slot)
+{
+    s1f_current_unit unit = {
+        .unit = {pass, 0, microbatch, segment},
+        .num_segments = SEGMENTS,
+        .kv_slot = slot,
+        .grad_slot = pass == S1F_PASS_FORWARD ? -1 : 0,
+        .training = 1,
+        .sequence_length = TOKENS,
+        .length = sizes[segment],
+        .cache = cache,
+    };
+    for (int32_t s = 0; s < segment; s++)
+        unit.offset += sizes[s];
+    return unit;
+}
+
+static s1f_status begin_step(s1f_kv_cache *cache, int32_t kv_slots)
+{
+    s1f_stage_slots slots = {.stage = 0, .kv_slots = kv_slots, .grad_slots = 1};
+    return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, SEGMENTS);
+}
+
+/* Fills the segment's rows of k with `value`, v with its negative. */
+static void fill(const s1f_current_unit *unit, const s1f_kv_rows *rows, float value)
+{
+    for (int64_t head = 0; head < shape.batch * shape.kv_heads; head++)
+        for (int64_t i = unit->offset * shape.head_dim; i < (unit->offset + unit->length) * shape.head_dim; i++) {
+            int64_t at = head * rows->sequence_length * shape.head_dim + i;
+            ((float *)rows->k)[at] = value;
+            ((float *)rows->v)[at] = -value;
+        }
+}
+
+/* Rows [0, end) of every head hold the values of fill(): 10 m + s. */
+static int rows_hold(const s1f_current_unit *unit, const s1f_kv_rows *rows)
+{
+    for (int64_t head = 0; head < shape.batch * shape.kv_heads; head++) {
+        int64_t t = 0;
+        for (int32_t s = 0; s <= unit->unit.segment; s++)
+            for (int64_t end = t + sizes[s]; t < end; t++)
+                for (int64_t d = 0; d < shape.head_dim; d++) {
+                    int64_t at = (head * rows->sequence_length + t) * shape.head_dim + d;
+                    float wanted = (float)(10 * unit->unit.microbatch + s);
+                    if (((float *)rows->k)[at] != wanted || ((float *)rows->v)[at] != -wanted)
+                        return 0;
+                }
+    }
+    return 1;
+}
+
+static s1f_status forward(s1f_kv_cache *cache, int32_t microbatch, int32_t segment, int32_t slot, int32_t layers)
+{
+    s1f_current_unit unit = unit_at(cache, S1F_PASS_FORWARD, microbatch, segment, slot);
+    s1f_status status = s1f_kv_cache_begin_unit(cache, &unit);
+    for (int64_t layer = 0; layer < layers && status == S1F_OK; layer++) {
+        s1f_kv_rows rows;
+        status = s1f_kv_cache_write(cache, &unit, layer, &shape, &rows);
+        if (status == S1F_OK) {
+            fill(&unit, &rows, (float)(10 * microbatch + segment));
+            CHECK(rows_hold(&unit, &rows));
+        }
+    }
+    return status == S1F_OK ? s1f_kv_cache_finish_unit(cache, &unit) : status;
+}
+
+static s1f_status backward(s1f_kv_cache *cache, int32_t microbatch, int32_t segment, int32_t slot, int32_t layers)
+{
+    s1f_current_unit unit = unit_at(cache, S1F_PASS_BACKWARD, microbatch, segment, slot);
+    s1f_status status = s1f_kv_cache_begin_unit(cache, &unit);
+    for (int64_t layer = layers - 1; layer >= 0 && status == S1F_OK; layer--) {
+        s1f_layer_shape kept;
+        s1f_kv_rows rows;
+        s1f_kv_grads grads;
+        status = s1f_kv_cache_read(cache, &unit, layer, &kept, &rows, &grads);
+        if (status != S1F_OK)
+            break;
+        CHECK(rows_hold(&unit, &rows));
+        CHECK(grads.first == (segment == SEGMENTS - 1));
+        CHECK(kept.batch == shape.batch && kept.head_dim == shape.head_dim && rows.docs == NULL);
+        float *dk = grads.dk;
+        int64_t count = shape.batch * shape.kv_heads * TOKENS * shape.head_dim;
+        for (int64_t i = 0; i < count; i++)
+            dk[i] = grads.first ? 1.0f : dk[i] + 1.0f;
+        CHECK(dk[count - 1] == (float)(SEGMENTS - segment));
+    }
+    return status == S1F_OK ? s1f_kv_cache_finish_unit(cache, &unit) : status;
+}
+
+/* Two micro-batches in flight, twice. */
+static s1f_status run_steps(s1f_kv_cache *cache, int32_t layers)
+{
+    s1f_status status = S1F_OK;
+    for (int step = 0; step < 2 && status == S1F_OK; step++) {
+        status = begin_step(cache, 2);
+        for (int32_t s = 0; s < SEGMENTS && status == S1F_OK; s++)
+            for (int32_t m = 0; m < 2 && status == S1F_OK; m++)
+                status = forward(cache, m, s, m, layers);
+        for (int32_t m = 0; m < 2; m++)
+            for (int32_t s = SEGMENTS - 1; s >= 0 && status == S1F_OK; s--)
+                status = backward(cache, m, s, m, layers);
+    }
+    return status;
+}
+
+static void test_rows_and_bytes(void)
+{
+    s1f_kv_cache *cache = NULL;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(run_steps(cache, LAYERS), S1F_OK, "");
+    int64_t slab = shape.batch * shape.kv_heads * TOKENS * shape.head_dim * (int64_t)sizeof(float);
+    int64_t kv_bytes, grad_bytes;
+    s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
+    CHECK(kv_bytes == 2 * LAYERS * 2 * slab);
+    CHECK(grad_bytes == LAYERS * 2 * slab);
+    s1f_kv_cache_free(cache);
+    s1f_kv_cache_free(NULL);
+}
+
+static void test_every_allocation_fails_in_turn(void)
+{
+    int64_t failures = 0;
+    for (int64_t n = 0;; n++) {
+        s1f_kv_cache *cache = NULL;
+        fail_allocation(n);
+        s1f_status status = s1f_kv_cache_create(&cache);
+        if (status == S1F_OK)
+            status = run_steps(cache, 20);
+        int64_t asked = fail_allocation(-1);
+        if (asked <= n) {
+            CHECK(status == S1F_OK);
+            s1f_kv_cache_free(cache);
+            break;
+        }
+        failures++;
+        CHECK_STATUS(status, S1F_ERR_MEMORY, "no memory for");
+        if (cache != NULL) /* and the next step is as if nothing had happened */
+            CHECK_STATUS(run_steps(cache, 20), S1F_OK, "");
+        s1f_kv_cache_free(cache);
+    }
+    CHECK(failures > 100);
+}
+
+static void test_order(void)
+{
+    s1f_kv_cache *cache = NULL;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(begin_step(cache, 0), S1F_ERR_ARG, "kv_slots is 0");
+    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
+    CHECK_STATUS(forward(cache, 0, 1, 0, 1), S1F_ERR_STATE, "micro-batch 0 does not hold KV slot 0");
+    CHECK_STATUS(forward(cache, 0, 0, 1, 1), S1F_ERR_ARG, "KV slot is 1, stage 0 has 1");
+    CHECK_STATUS(forward(cache, 0, 0, 0, 1), S1F_OK, "");
+    CHECK_STATUS(forward(cache, 0, 1, 0, 2), S1F_ERR_STATE, "layer 1 reads segment 0 of micro-batch 0");
+    CHECK_STATUS(forward(cache, 0, 1, 0, 1), S1F_OK, ""); /* the unit was not finished: it may begin again */
+    CHECK_STATUS(backward(cache, 0, 2, 0, 1), S1F_ERR_STATE, "backward before the forward of segment 2");
+    CHECK_STATUS(forward(cache, 0, 2, 0, 1), S1F_OK, "");
+    CHECK_STATUS(forward(cache, 1, 0, 0, 1), S1F_ERR_STATE, "KV slot 0 is still held by micro-batch 0");
+    CHECK_STATUS(backward(cache, 0, 1, 0, 1), S1F_ERR_STATE, "segment 2 is next");
+    CHECK_STATUS(backward(cache, 0, 2, 0, 2), S1F_ERR_STATE, "layer 1 reads segment 0");
+
+    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
+    s1f_current_unit unit = unit_at(cache, S1F_PASS_FORWARD, 0, 0, 0);
+    s1f_kv_rows rows;
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "a unit that has not begun");
+    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1 << 20, &shape, &rows), S1F_ERR_ARG, "is not registered");
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "used twice in one forward");
+    s1f_layer_shape huge = {INT64_MAX / 4, 2, 5, S1F_FLOAT32, 0};
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &huge, &rows), S1F_ERR_ARG, "not a size of a cache");
+    s1f_layer_shape other = shape;
+    other.kv_heads = 1;
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &other, &rows), S1F_ERR_ARG, "changed within a step");
+    s1f_kv_cache_free(cache);
+}
+
+static void test_split_backward(void)
+{
+    s1f_kv_cache *cache = NULL;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
+    for (int32_t s = 0; s < SEGMENTS; s++)
+        CHECK_STATUS(forward(cache, 0, s, 0, 1), S1F_OK, "");
+    for (int32_t s = SEGMENTS - 1; s >= 0; s--) {
+        s1f_current_unit unit = unit_at(cache, S1F_PASS_BACKWARD_INPUT, 0, s, 0);
+        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
+        unit.unit.pass = S1F_PASS_BACKWARD_WEIGHT; /* W touches no cache: the slot may even be another's by then */
+        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
+    }
+    CHECK_STATUS(forward(cache, 1, 0, 0, 1), S1F_OK, "");
+    s1f_kv_cache_free(cache);
+}
+
+static void *see_units(void *expected)
+{
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    CHECK(unit == expected);
+    return NULL;
+}
+
+static void test_current_unit(void)
+{
+    s1f_current_unit mine = unit_at(NULL, S1F_PASS_FORWARD, 0, 0, 0), process = unit_at(NULL, 1, 1, 1, 0);
+    CHECK(s1f_current_unit_get() == NULL);
+    CHECK_STATUS(s1f_current_unit_set_process(&process), S1F_OK, "");
+    CHECK_STATUS(s1f_current_unit_set_process(&process), S1F_OK, "");
+    CHECK_STATUS(s1f_current_unit_set_process(&mine), S1F_ERR_STATE, "[0]F0.0 cannot start while [0]B1.1 runs");
+    s1f_current_unit_set_thread(&mine);
+    CHECK(s1f_current_unit_get() == &mine);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, see_units, &process) == 0); /* as autograd's threads do */
+    CHECK(pthread_join(thread, NULL) == 0);
+    s1f_current_unit_set_thread(NULL);
+    CHECK(s1f_current_unit_get() == &process);
+    CHECK_STATUS(s1f_current_unit_set_process(NULL), S1F_OK, "");
+    CHECK(s1f_current_unit_get() == NULL);
+}
+
+static void *register_keys(void *first)
+{
+    for (int64_t i = 0; i < 200; i++)
+        CHECK_STATUS(s1f_layer_register(*(const int64_t *)first + 7 * (199 - i)), S1F_OK, "");
+    return NULL;
+}
+
+static void test_layer_keys(void)
+{
+    CHECK_STATUS(s1f_layer_register(-1), S1F_ERR_ARG, "layer key is -1, must be at least 0");
+    int64_t first[2] = {1000, 1003}; /* keys that interleave, descending, from two threads */
+    pthread_t threads[2];
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_create(&threads[i], NULL, register_keys, &first[i]) == 0);
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    for (int64_t key = 1000; key < 1000 + 7 * 200; key++)
+        CHECK(s1f_layer_is_registered(key) == ((key - 1000) % 7 == 0 || (key - 1003) % 7 == 0));
+    CHECK(!s1f_layer_is_registered(999) && !s1f_layer_is_registered(INT64_MAX));
+}
+
+int main(void)
+{
+    for (int64_t layer = 0; layer < LAYERS; layer++)
+        CHECK_STATUS(s1f_layer_register(layer), S1F_OK, "");
+    test_rows_and_bytes();
+    test_every_allocation_fails_in_turn();
+    test_order();
+    test_split_backward();
+    test_current_unit();
+    test_layer_keys();
+    return check_failures();
+}
