@@ -71,9 +71,9 @@ def causal_attention(
     """
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids)
-    none = q.new_empty(0)
-    slopes = none if alibi_slopes is None else alibi_slopes.to(torch.float32)
-    docs = none if doc_ids is None else doc_ids.to(torch.int32)
+    # Two tensors for "none": dynamo refuses one tensor in two places of an autograd.Function.
+    slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
+    docs = q.new_empty(0) if doc_ids is None else doc_ids.to(torch.int32)
     options = (slopes, docs, *_options(q, scale, window, softcap))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 

@@ -253,7 +253,8 @@ def test_only_one_query_gradient_is_needed() -> None:
     torch.testing.assert_close(q.grad, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_checkpoint_in_a_step() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_in_a_step(use_reentrant: bool) -> None:
     """Recomputation in B writes the same rows again."""
     qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
     expected = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
@@ -263,7 +264,7 @@ def test_checkpoint_in_a_step() -> None:
         leaves[s] = [t[:, :, step.slice(s)].detach().clone().requires_grad_() for t in qkv]
         with step.unit("F", 0, s):
             outs[s] = torch.utils.checkpoint.checkpoint(
-                lambda q, k, v: causal_attention(q, k, v, layer=handle), *leaves[s], use_reentrant=False
+                lambda q, k, v: causal_attention(q, k, v, layer=handle), *leaves[s], use_reentrant=use_reentrant
             )
     for s in reversed(range(3)):
         with step.unit("B", 0, s):
