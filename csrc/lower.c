@@ -124,6 +124,16 @@ static void number_messages(const lowering *l)
     }
 }
 
+static void count_freed(const lowering *l, s1f_unit unit)
+{
+    if (!is_last_reader(l, unit))
+        return;
+    if (l->activation_edge[unit.stage] >= 0)
+        l->freed[l->activation_edge[unit.stage]]++;
+    if (l->gradient_edge[unit.stage] >= 0)
+        l->freed[l->gradient_edge[unit.stage]]++;
+}
+
 /* Message n can be used only when messages 0..n have been posted, so the receiver needs n + 1 places less those it has
  * freed by then. */
 static void count_places(const lowering *l, int32_t prefetch)
@@ -140,12 +150,7 @@ static void count_places(const lowering *l, int32_t prefetch)
                 if (sequence + 1 - l->freed[edge] > edges[edge].num_places)
                     edges[edge].num_places = (int32_t)(sequence + 1 - l->freed[edge]);
             }
-            if (is_last_reader(l, units[i])) {
-                if (l->activation_edge[units[i].stage] >= 0)
-                    l->freed[l->activation_edge[units[i].stage]]++;
-                if (l->gradient_edge[units[i].stage] >= 0)
-                    l->freed[l->gradient_edge[units[i].stage]]++;
-            }
+            count_freed(l, units[i]);
         }
     }
     for (int32_t e = 0; e < l->program->num_edges; e++) {
@@ -186,12 +191,7 @@ static int advance(const lowering *l, progress *ranks, int32_t rank)
             }
             l->sent[out]++;
         }
-        if (is_last_reader(l, unit)) {
-            if (l->activation_edge[unit.stage] >= 0)
-                l->freed[l->activation_edge[unit.stage]]++;
-            if (l->gradient_edge[unit.stage] >= 0)
-                l->freed[l->gradient_edge[unit.stage]]++;
-        }
+        count_freed(l, unit);
     }
     return 1;
 }
@@ -553,6 +553,14 @@ const s1f_instruction *s1f_program_instructions(const s1f_program *program, int3
 {
     *count = program->programs[rank].count;
     return program->programs[rank].instructions;
+}
+
+int64_t s1f_program_num_units(const s1f_program *program, int32_t rank)
+{
+    int64_t num_units = 0;
+    for (int64_t i = 0; i < program->programs[rank].count; i++)
+        num_units += program->programs[rank].instructions[i].opcode == S1F_OP_RUN;
+    return num_units;
 }
 
 const s1f_edge *s1f_program_edges(const s1f_program *program, int32_t *count)

@@ -69,6 +69,7 @@ s1f_stage_peak s1f_program_stage_peak(const s1f_program *program, int32_t stage)
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
 /* The same of all stages of a rank together, weights[num_stages][num_segments] per unit: 1, tokens or bytes. */
 int64_t s1f_program_rank_peak(const s1f_program *program, int32_t rank, const int64_t *weights);
+int64_t s1f_program_num_units(const s1f_program *program, int32_t rank); /* RUNs of the rank */
 int32_t s1f_program_num_ranks(const s1f_program *program);
 int32_t s1f_program_num_stages(const s1f_program *program);
 int32_t s1f_program_num_microbatches(const s1f_program *program);

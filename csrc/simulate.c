@@ -164,10 +164,7 @@ static s1f_status create_simulation(const s1f_program *program, s1f_simulation *
         !simulation->end)
         goto no_memory;
     for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
-        int64_t count, num_units = 0;
-        const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
-        for (int64_t i = 0; i < count; i++)
-            num_units += instructions[i].opcode == S1F_OP_RUN;
+        int64_t num_units = s1f_program_num_units(program, rank);
         simulation->num_units[rank] = num_units;
         simulation->start[rank] = malloc((size_t)num_units * sizeof **simulation->start);
         simulation->end[rank] = malloc((size_t)num_units * sizeof **simulation->end);

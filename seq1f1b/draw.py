@@ -20,7 +20,7 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
     """One line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
 
     The labels are the longest for which ``width`` has room: ``0.1``, or ``0b`` for the same, or ``0``, or none. Blanks
-    are bubbles. The last line says how to read it.
+    are bubbles; stages of one rank look alike. The last line says how to read it.
     """
     units = [unit for track in timeline for unit, _, _ in track]
     begin, end = _extent(timeline)
@@ -61,9 +61,16 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
 
 def _extent(timeline: Timeline) -> tuple[float, float]:
     """First start and last end."""
+    if not any(timeline):
+        raise ValueError("the timeline holds no unit")
     begin = min(start for track in timeline for _, start, _ in track)
     end = max(stop for track in timeline for _, _, stop in track)
     return begin, end
+
+
+def _first_stages(timeline: Timeline) -> list[int]:
+    """Per rank, the first of its stages: the others are marked."""
+    return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
@@ -76,90 +83,108 @@ def _seconds(seconds: float) -> str:
     return f"{seconds / size:.3g} {name}"
 
 
+_MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
+                      "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+
+
+def _color(unit: Unit) -> tuple[float, ...]:
+    """The micro-batch's hue: pale forward, full backward, between the two where the backward is split."""
+    color = _MICROBATCH_COLORS[unit.microbatch % len(_MICROBATCH_COLORS)]
+    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return tuple(1 - _STRENGTH[unit.kind] * (1 - channel) for channel in channels)
+
+
 def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
     """Draws one or several timelines, one below the other on a common time axis.
+
+    A colour is a micro-batch, pale forward and full backward; where a rank holds several stages all but its first are
+    hatched.
 
     Args:
         path: file to write; its suffix chooses the format.
         tracks: a timeline, or several with the heading of each, for instance planned and measured.
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: a timeline holds no unit.
     """
     try:
-        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.patches import Patch
     except ModuleNotFoundError as error:
         raise ImportError("a PNG timeline needs matplotlib; run: pip install matplotlib") from error
 
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
-    palette = [to_rgb(color) for color in _MICROBATCH_COLORS]
-
-    def color(unit: Unit) -> tuple[float, float, float]:
-        """The micro-batch's hue: pale forward, full backward, between the two where the backward is split."""
-        keep = _STRENGTH[unit.kind]
-        red, green, blue = palette[unit.microbatch % len(palette)]
-        return 1 - keep * (1 - red), 1 - keep * (1 - green), 1 - keep * (1 - blue)
-
     longest = max(end - begin for begin, end in map(_extent, named.values()))
     second, unit_name = _time_unit(longest)
-    rows = sum(len(timeline) for timeline in named.values())
-    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08)  # inches
-    figure = Figure(figsize=(14, 1.5 + 0.42 * rows + 0.6 * len(named)), dpi=110, layout=layout)
-    axes = figure.subplots(
-        len(named), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [len(t) for t in named.values()]}
-    )[:, 0]
-    for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
-        begin, _ = _extent(timeline)
-        for rank, track in enumerate(timeline):
-            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in track]
-            ax.broken_barh(
-                bars, (rank - 0.42, 0.84), facecolors=[color(unit) for unit, _, _ in track], edgecolor="white", lw=0.6
-            )
-            _label_bars(ax, rank, track, bars, longest / second)
-        ax.set_title(heading, loc="left", fontsize=11)
-        ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
-        ax.set_ylim(len(timeline) - 0.5, -0.5)
-        ax.tick_params(axis="y", length=0)
-        ax.grid(axis="x", color="0.9", lw=0.6)
-        ax.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            ax.spines[side].set_visible(False)
-    axes[-1].set_xlim(0, longest / second)
+    rows = [len(timeline) for timeline in named.values()]
+    figure = Figure(
+        figsize=(14, 1.5 + 0.42 * sum(rows) + 0.6 * len(rows)),
+        dpi=110,
+        layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08),  # inches
+    )
+    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
+    axes[-1].set_xlim(0, longest / second or 1)
     axes[-1].set_xlabel(f"time ({unit_name})")
+    for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
+        ax.set_title(heading, loc="left", fontsize=11)
+        _draw_tracks(ax, timeline, second)
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13)
-
-    units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
-    microbatches = sorted({unit.microbatch for unit in units})
-    shown = microbatches[: len(palette)]
-    handles = [Patch(facecolor=palette[m], label=f"micro-batch {m}") for m in shown]
-    if len(microbatches) > len(shown):
-        handles.append(Patch(facecolor="none", label="... colours repeat"))
-    for kind, strength in _STRENGTH.items():
-        if any(unit.kind == kind for unit in units):
-            grey = (1 - 0.6 * strength,) * 3
-            handles.append(Patch(facecolor=grey, label=f"{kind}: {_PASSES[kind]}"))
+    handles = _legend_handles(named)
     columns = -(-len(handles) // -(-len(handles) // 8))  # at most 8, rows equally long
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path)
 
 
-_MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
-                      "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
+    """One row of bars per rank, each with its micro-batch and segment where it has room for them."""
+    begin, _ = _extent(timeline)
+    has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
+    room = 0.005 * ax.get_xlim()[1]  # that one character takes
+    for rank, (track, first_stage) in enumerate(zip(timeline, _first_stages(timeline), strict=True)):
+        for hatch in (None, "////"):
+            shown = [entry for entry in track if (entry[0].stage != first_stage) is (hatch is not None)]
+            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
+            colors = [_color(unit) for unit, _, _ in shown]
+            ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
+            for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
+                text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
+                if width >= room * len(text):
+                    ink = "0.15" if unit.kind == "F" else "white"
+                    box = {"facecolor": _color(unit), "edgecolor": "none", "pad": 1.5} if hatch else None
+                    ax.text(left + width / 2, rank, text, ha="center", va="center", fontsize=8, color=ink, bbox=box)
+    ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
+    ax.set_ylim(len(timeline) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color="0.9", lw=0.6)
+    ax.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
 
 
-def _label_bars(ax: Any, rank: int, track: Any, bars: list[tuple[float, float]], longest: float) -> None:
-    """Writes micro-batch and segment into the bars of a track that have room for them."""
-    labels = [f"{unit.microbatch}.{unit.segment}" for unit, _, _ in track]
-    if not any(unit.segment for unit, _, _ in track):
-        labels = [f"{unit.microbatch}" for unit, _, _ in track]
-    for (unit, _, _), (left, width), text in zip(track, bars, labels, strict=True):
-        if width >= 0.005 * longest * len(text):
-            ink = "white" if unit.kind != "F" else "0.15"
-            ax.text(left + width / 2, rank, text, ha="center", va="center", fontsize=8, color=ink)
+def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
+    microbatches = sorted({unit.microbatch for unit in units})
+    num_colors = len(_MICROBATCH_COLORS)
+    handles = [
+        Patch(facecolor=_MICROBATCH_COLORS[m % num_colors], label=f"micro-batch {m}") for m in microbatches[:num_colors]
+    ]
+    if len(microbatches) > num_colors:
+        handles.append(Patch(facecolor="none", label="... colours repeat"))
+    for kind, strength in _STRENGTH.items():
+        if any(unit.kind == kind for unit in units):
+            handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {_PASSES[kind]}"))
+    if any(
+        unit.stage != first
+        for timeline in named.values()
+        for track, first in zip(timeline, _first_stages(timeline), strict=True)
+        for unit, _, _ in track
+    ):
+        handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="////", label="later stages of a rank"))
+    return handles
 
 
 def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> None:
@@ -168,12 +193,15 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
     Args:
         path: file to write.
         tracks: a timeline, or several with the name of each, for instance planned and measured: a process each.
+    Raises:
+        ValueError: a timeline holds no unit.
     """
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"pipeline": tracks}
     events: list[dict[str, object]] = []
     for pid, (heading, timeline) in enumerate(named.items()):
         begin, _ = _extent(timeline)
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
+        names_stage = any(unit.stage != rank for rank, track in enumerate(timeline) for unit, _, _ in track)
         for rank, track in enumerate(timeline):
             thread = {"ph": "M", "pid": pid, "tid": rank}
             events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
@@ -186,7 +214,7 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
                         "tid": rank,
                         "ts": (start - begin) * 1e6,
                         "dur": (stop - start) * 1e6,
-                        "name": str(unit),
+                        "name": f"[{unit.stage}]{unit}" if names_stage else str(unit),
                         "cat": _PASSES[unit.kind],
                         "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
                     }

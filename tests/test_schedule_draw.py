@@ -82,6 +82,22 @@ def test_trace(tmp_path: Path) -> None:
             assert [bar["cat"] for bar in bars] == [{"F": "forward", "B": "backward"}[u.kind] for u, _, _ in track]
 
 
+def test_trace_names_stages_where_a_rank_holds_several(tmp_path: Path) -> None:
+    schedule = Schedule.from_text("[0]F0.0 [3]F0.0\n[1]F0.0 [2]F0.0")
+    draw.trace_json(tmp_path / "trace.json", schedule.simulate().timeline)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
+    assert bars == [(0, "[0]F0.0"), (0, "[3]F0.0"), (1, "[1]F0.0"), (1, "[2]F0.0")]
+
+
+def test_a_timeline_without_units(tmp_path: Path) -> None:
+    for draw_it in (draw.trace_json, draw.timeline_png):
+        with pytest.raises(ValueError, match="the timeline holds no unit"):
+            draw_it(tmp_path / "nothing", [[], []])
+    with pytest.raises(ValueError, match="the timeline holds no unit"):
+        draw.timeline_text([])
+
+
 def test_a_measured_timeline_starts_at_its_own_zero(tmp_path: Path) -> None:
     """A clock's zero is anywhere; pictures begin at the first start."""
     planned = simulate("1f1b", 1, 2.0).timeline
@@ -104,6 +120,19 @@ def test_png_shows_every_microbatch_forward_and_backward(tmp_path: Path) -> None
         for strength in (1.0, 0.38):  # backward, forward
             color = [1 - strength * (1 - channel / 255) for channel in (red, green, blue)]
             assert (abs(bars - color).max(axis=1) < 0.01).mean() > 0.01
+
+
+def test_png_hatches_later_stages(tmp_path: Path) -> None:
+    """A rank that has run nothing yet is an empty row; the other's second stage shows white lines."""
+    image = pytest.importorskip("matplotlib.image")
+    pixels = {}
+    for name, text in {"plain": "F0.0 F1.0", "hatched": "[0]F0.0 [1]F0.0"}.items():
+        timeline = [*Schedule.from_text(text).simulate().timeline, ()]
+        draw.timeline_png(tmp_path / "timeline.png", timeline)
+        pixels[name] = image.imread(tmp_path / "timeline.png")[:, :, :3]
+    row = {name: picture[20, picture.shape[1] * 3 // 5 : -40] for name, picture in pixels.items()}
+    assert not (row["plain"].min(axis=1) > 0.95).any()
+    assert (row["hatched"].min(axis=1) > 0.95).any()
 
 
 def test_png_of_one_timeline_with_more_microbatches_than_colours(tmp_path: Path) -> None:

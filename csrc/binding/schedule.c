@@ -58,57 +58,52 @@ static int append_new(PyObject *list, PyObject *item)
     return result;
 }
 
-/* A new array of exactly `count` items (at least one allocated) from a Python sequence; NULL with the exception set. */
-static int64_t *read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
+/* A tuple of exactly `count` items from a Python sequence; NULL with the exception set. */
+static PyObject *exact_tuple(PyObject *sequence, Py_ssize_t count, const char *name)
 {
     PyObject *items = PySequence_Tuple(sequence);
+    if (items != NULL && PyTuple_Size(items) != count) {
+        PyErr_Format(PyExc_ValueError, "%s holds %zd values, must hold %zd", name, PyTuple_Size(items), count);
+        Py_CLEAR(items);
+    }
+    return items;
+}
+
+/* A new array of `count` numbers, at least 1; NULL with the exception set. */
+static int64_t *read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
+{
+    PyObject *items = exact_tuple(sequence, count, name);
     if (items == NULL)
         return NULL;
-    int64_t *values = NULL;
-    if (PyTuple_Size(items) != count) {
-        PyErr_Format(PyExc_ValueError, "%s holds %zd values, must hold %zd", name, PyTuple_Size(items), count);
-        goto done;
-    }
-    if ((values = malloc((size_t)(count > 0 ? count : 1) * sizeof *values)) == NULL) {
+    int64_t *values = malloc((size_t)count * sizeof *values);
+    if (values == NULL)
         PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; values != NULL && i < count; i++) {
         values[i] = PyLong_AsLongLong(PyTuple_GetItem(items, i));
         if (values[i] == -1 && PyErr_Occurred()) {
             free(values);
             values = NULL;
-            break;
         }
     }
-done:
     Py_DECREF(items);
     return values;
 }
 
 static double *read_doubles(PyObject *sequence, Py_ssize_t count, const char *name)
 {
-    PyObject *items = PySequence_Tuple(sequence);
+    PyObject *items = exact_tuple(sequence, count, name);
     if (items == NULL)
         return NULL;
-    double *values = NULL;
-    if (PyTuple_Size(items) != count) {
-        PyErr_Format(PyExc_ValueError, "%s holds %zd values, must hold %zd", name, PyTuple_Size(items), count);
-        goto done;
-    }
-    if ((values = malloc((size_t)(count > 0 ? count : 1) * sizeof *values)) == NULL) {
+    double *values = malloc((size_t)count * sizeof *values);
+    if (values == NULL)
         PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; values != NULL && i < count; i++) {
         values[i] = PyFloat_AsDouble(PyTuple_GetItem(items, i));
         if (values[i] == -1.0 && PyErr_Occurred()) {
             free(values);
             values = NULL;
-            break;
         }
     }
-done:
     Py_DECREF(items);
     return values;
 }
@@ -415,16 +410,6 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
                          list_per_rank(simulation, simulation->start), list_per_rank(simulation, simulation->end));
 }
 
-static Py_ssize_t count_units(const s1f_program *program, int32_t rank)
-{
-    int64_t count;
-    Py_ssize_t num_units = 0;
-    const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
-    for (int64_t i = 0; i < count; i++)
-        num_units += instructions[i].opcode == S1F_OP_RUN;
-    return num_units;
-}
-
 /* Durations of every unit, [rank][i]; NULL with the exception set. Freed by free_unit_seconds. */
 static double **read_unit_seconds(const s1f_program *program, PyObject *sequence)
 {
@@ -442,8 +427,8 @@ static double **read_unit_seconds(const s1f_program *program, PyObject *sequence
     } else {
         failed = 0;
         for (int32_t rank = 0; rank < num_ranks && !failed; rank++) {
-            seconds[rank] =
-                read_doubles(PyTuple_GetItem(ranks, rank), count_units(program, rank), "durations of one rank");
+            seconds[rank] = read_doubles(PyTuple_GetItem(ranks, rank), (Py_ssize_t)s1f_program_num_units(program, rank),
+                                         "durations of one rank");
             failed = seconds[rank] == NULL;
         }
     }
