@@ -54,6 +54,12 @@ static s1f_status lay_out(s1f_message *message)
     return S1F_OK;
 }
 
+int64_t s1f_message_payload_bytes(const void *place)
+{
+    const s1f_message *message = place;
+    return message->magic == MESSAGE_MAGIC && message->version == MESSAGE_VERSION ? message->payload_bytes : -1;
+}
+
 /* A message that a reader may follow: every tensor lies within the payload. */
 static s1f_status check_sound(const s1f_message *message, int64_t sequence)
 {

@@ -79,6 +79,9 @@ s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_
                         const void *const *tensors);
 void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
 
+/* For transports that move bytes: payload bytes of the message in a place, -1 where there is none. */
+int64_t s1f_message_payload_bytes(const void *place);
+
 /* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, pass, microbatch, segment,
  * training. */
 s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected);

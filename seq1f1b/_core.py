@@ -33,6 +33,7 @@ arena_end = _C.arena_end
 relay_end = _C.relay_end
 relay_done = _C.relay_done
 relay_flush = _C.relay_flush
+message_payload_bytes = _C.message_payload_bytes
 edge_begin_step = _C.edge_begin_step
 edge_post = _C.edge_post
 edge_wait = _C.edge_wait

@@ -5,10 +5,15 @@ Only set-up is here. Messages, waiting, progress and failures are C (``csrc/grou
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import fcntl
+import functools
 import hmac
+import json
 import os
 import pickle
+import queue
 import secrets
 import socket
 import struct
@@ -22,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from seq1f1b import _core
 
@@ -398,7 +404,7 @@ class Meeting:
         return rank if hmac.compare_digest(token, self.token) and rank in expected else None
 
 
-_open_groups: weakref.WeakSet[_ShmRank] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[_ShmRank | _StoreRank] = weakref.WeakSet()
 
 
 def _forget_sockets_after_fork() -> None:
@@ -488,6 +494,344 @@ def _connect_shm(rank: int, size: int, gather: Callable[[Any], list[Any]], arena
     return _ShmRank(rank, size, map_fd(fd, block_bytes), connections, arena_bytes)
 
 
+# -- any torch process group -------------------------------------------------------------------------------------------
+
+_HEADER_BYTES = 2048  # S1F_HEADER_BYTES
+_UINT8 = DTYPES.index(torch.uint8)
+_FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
+
+
+class C10dRelay:
+    """One end of an edge whose messages a torch process group moves between two private arenas.
+
+    Message ``n`` is one transfer of the header and as many payload bytes as message ``n`` of the edge's last step had,
+    which both ends know, and a second one of what is longer. So from the second step of a shape on, a receive is posted
+    in full before its message is sent.
+
+    gloo cannot be polled, a wait of it that times out closes the pair, and aborting the group does not end a wait
+    (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
+    engine's thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is
+    completed by :meth:`drain`, as nothing can cancel it.
+    """
+
+    def __init__(self, group: RankGroup, process_group: Any, peer: int, tag: int, is_receiver: bool, text: str) -> None:
+        self._group, self._process_group, self._tag = group, process_group, tag
+        self.peer = peer
+        self._is_receiver, self._text = is_receiver, text
+        self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
+        self.end: object = _core.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+        self._step = self._num_places = 0
+        self._expected: dict[int, int] = {}  # payload bytes by message number, of the step before
+        self._sizes: dict[int, int] = {}  # of this step
+        self._started: tuple[list[int], list[int]] = ([], [])  # bytes of first and second transfers begun in this step
+        self._draining = False
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"seq1f1b {text}", daemon=True)
+        self._thread.start()
+
+    # called by the arena
+
+    def begin_step(self, step: int, num_places: int) -> None:
+        self._expected = self._sizes if num_places == self._num_places else {}
+        self._sizes = {}
+        self._step, self._num_places = step, num_places
+        self._started = ([], [])
+
+    def post(self, sequence: int, place: int) -> None:
+        step, first = self._step, _HEADER_BYTES + self._expected.get(sequence, 0)
+        work = self._transfer(0, place, first)
+        self._queue.put((sequence, lambda: self._receive_rest(step, sequence, place, first, work)))
+
+    def send(self, sequence: int, place: int, payload_bytes: int) -> None:
+        step, first = self._step, _HEADER_BYTES + self._expected.get(sequence, 0)
+        self._sizes[sequence] = payload_bytes
+        works = [self._transfer(0, place, first)]
+        rest = _HEADER_BYTES + payload_bytes - first
+        if rest > 0:
+            works.append(self._transfer(1, place + first, rest))
+
+        def finish() -> None:
+            for work in works:
+                work.wait(_FOREVER)
+            _core.relay_done(self.end, step, sequence)
+
+        self._queue.put((sequence, finish))
+
+    def _transfer(self, which: int, address: int, size: int) -> Any:
+        """Begins a transfer from or to memory of the arena; first and second ones of an edge have a tag each."""
+        work = self._start(place_tensor(self._mapping, address, _UINT8, (size,)), which)
+        self._started[which].append(size)
+        return work
+
+    def _start(self, data: Tensor, which: int) -> Any:
+        tag = 2 * self._tag + which
+        if self._is_receiver:
+            return dist.irecv(data, group=self._process_group, group_src=self.peer, tag=tag)
+        return dist.isend(data, group=self._process_group, group_dst=self.peer, tag=tag)
+
+    # the helper thread
+
+    def _receive_rest(self, step: int, sequence: int, place: int, first: int, work: Any) -> None:
+        work.wait(_FOREVER)
+        payload_bytes = _core.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
+        rest = _HEADER_BYTES + payload_bytes - first
+        if rest > 0:
+            with self._lock:
+                if self._draining:
+                    return
+                work = self._transfer(1, place + first, rest)
+            work.wait(_FOREVER)
+        self._sizes[sequence] = max(payload_bytes, 0)
+        _core.relay_done(self.end, step, sequence)
+
+    def _work(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            sequence, task = entry
+            try:
+                task()
+            except Exception as error:
+                what, age, _ = _core.group_get_progress(self._group.group, self.peer)
+                seen = f", last seen in {what}" if age >= 0 else ""
+                text = (
+                    f"rank {self.peer} is gone{seen} ({self._text}, message {sequence}): {str(error).splitlines()[0]}"
+                )
+                _core.group_fail(self._group.group, self.peer, text, what, self._text)
+            del entry, task  # or the last message's tensors live on
+
+    # after a failed step, and at the end
+
+    def started(self) -> tuple[list[int], list[int]]:
+        """Transfers that this end began in the failed step; it begins no more."""
+        with self._lock:
+            self._draining = True
+            return list(self._started[0]), list(self._started[1])
+
+    def drain(self, theirs: tuple[list[int], list[int]]) -> None:
+        """Completes the transfers that only the other end began, and waits until this end has none in flight."""
+        for which in (0, 1):
+            for size in theirs[which][len(self._started[which]) :]:
+                work = self._start(torch.zeros(size, dtype=torch.uint8), which)
+                self._queue.put((-1, functools.partial(work.wait, _FOREVER)))
+        idle = threading.Event()
+        self._queue.put((-1, idle.set))
+        if not idle.wait(self._group.timeout_s):
+            raise _core.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
+        if not self._is_receiver:  # every place may be written again
+            _core.relay_done(self.end, self._step, (1 << 32) - 2)
+        self._sizes, self._started = {}, ([], [])
+        self._draining = False
+
+    def flush(self) -> None:
+        """Waits until the peer has everything."""
+        if not self._is_receiver:
+            _core.relay_flush(self.end)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(0.2)  # a thread that waits for a peer that is gone stays: a daemon
+        self.end = None
+
+
+class _StoreRank(RankGroup):
+    """A rank whose peers are anywhere: the block is this process's own, and a store carries what it would share.
+
+    A watcher thread with a connection of its own copies failures and progress between block and store. Edges between
+    processes that could meet use shared memory, the others the process group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        process_group: Any,
+        stores: tuple[Any, Any],
+        connections: dict[int, socket.socket],
+        arena_bytes: int,
+    ) -> None:
+        block_bytes = _core.group_block_bytes(size)
+        group = _core.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
+        super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
+        self._process_group, self._connections = process_group, connections
+        self._store, self._watcher_store = stores
+        self._relays: dict[tuple[int, int], C10dRelay] = {}
+        self._closing = threading.Event()
+        self._watch_lock = threading.Lock()
+        self._watching = True
+        self._publish_progress(self._store)
+        self.barrier()  # everyone's progress can be read from here on
+        self._watcher = threading.Thread(target=self._watch, name="seq1f1b watcher", daemon=True)
+        self._watcher.start()
+        _open_groups.add(self)
+
+    # -- watching
+
+    def _publish_progress(self, store: Any) -> None:
+        store.set(f"progress/{self.rank}", json.dumps(_core.group_get_progress(self.group, self.rank)))
+
+    def _exchange_failure(self, store: Any) -> None:
+        """Publishes this process's failure, or learns of another's; the first one in the store stays."""
+        key = f"failure/{self._epoch}"
+        failure = _core.group_failure(self.group)
+        if failure is not None:
+            store.compare_set(key, "", json.dumps(failure))
+        elif store.check([key]):
+            _core.group_fail(self.group, *json.loads(store.get(key)))
+
+    def _exchange_progress(self, store: Any) -> None:
+        self._publish_progress(store)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank, value in zip(others, store.multi_get([f"progress/{rank}" for rank in others]), strict=True):
+            what, age, waiting_for = json.loads(value)
+            if age >= 0:
+                _core.group_set_progress(self.group, rank, what, age, waiting_for)
+
+    def _watch(self) -> None:
+        period, turns = 0.05, 0
+        between_progress = 10 * max(1, self.size // 16)
+        while not self._closing.wait(period):
+            try:
+                with self._watch_lock:
+                    if self._watching:
+                        self._exchange_failure(self._watcher_store)
+                turns += 1
+                if turns % between_progress == 0:
+                    self._exchange_progress(self._watcher_store)
+            except Exception as error:
+                if not self._closing.is_set():
+                    text = f"rank 0 is gone: its store does not answer ({str(error).splitlines()[0]})"
+                    _core.group_fail(self.group, 0, text)
+                return
+
+    # -- steps
+
+    def end_step(self, failed: bool) -> None:
+        if not failed:
+            for relay in self._relays.values():
+                relay.flush()
+        super().end_step(failed)
+        if failed:
+            with self._watch_lock, contextlib.suppress(RuntimeError):  # the store may be what failed
+                self._exchange_failure(self._store)
+
+    def _recover(self) -> None:
+        with self._watch_lock:
+            self._watching = False
+        super()._recover()
+        with self._watch_lock:
+            self._watching = True
+
+    def _forget_failure(self) -> None:
+        started = {edge: relay.started() for edge, relay in self._relays.items()}
+        everyones = [pickle.loads(data) for data in self._gather(pickle.dumps(started), recovering=True)]
+        for edge, relay in self._relays.items():
+            relay.drain(everyones[relay.peer].get(edge, ([], [])))
+        _core.group_clear(self.group)
+
+    # -- collectives and edges
+
+    def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
+        turn = f"gather/{self._epoch}/{self._round}"
+        keys = [f"{turn}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], data)
+        start, pause = time.monotonic(), 1e-4
+        while not self._store.check(keys):
+            if not recovering:
+                self.check()
+            self._check_time(keys, time.monotonic() - start)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        values = self._store.multi_get(keys)
+        if self._round >= 2:  # all have read it: they were all at the round before this one
+            self._store.delete_key(f"gather/{self._epoch}/{self._round - 2}/{self.rank}")
+        self._round += 1
+        return [bytes(value) for value in values]
+
+    def _check_time(self, keys: list[str], waited: float) -> None:
+        if waited <= self.timeout_s:
+            return
+        for rank, key in enumerate(keys):
+            what, age, _ = _core.group_get_progress(self.group, rank)
+            if not self._store.check([key]) and not 0 <= age <= self.timeout_s:
+                since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
+                text = f"rank {rank} {since} (waiting for all ranks to meet)"
+                _core.group_fail(self.group, rank, text)
+                raise _core.PipelineError(text)
+
+    def _open_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object:
+        if peer_rank in self._connections:
+            connection = self._connections[peer_rank]
+            arena = _share_arena(
+                connection, source_stage, destination_stage, self.arena_bytes, is_receiver, text, peer_rank
+            )
+            return _core.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+        tag = 1 + (source_stage << 14) + destination_stage
+        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text)
+        self._relays[source_stage, destination_stage] = relay
+        return relay.end
+
+    def close(self) -> None:
+        """Leaves together: rank 0, whose store the others need, waits a while for them."""
+        if self._closing.is_set():
+            return
+        failed = _core.group_failure(self.group) is not None
+        super().close()
+        _core.group_progress(self.group, "close()")
+        self._closing.set()
+        self._watcher.join(1.0)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"closed/{self.rank}", "")
+            deadline = time.monotonic() + (1.0 if failed else min(self.timeout_s, 30.0))
+            keys = [f"closed/{rank}" for rank in range(self.size)]
+            while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        for relay in self._relays.values():
+            relay.close()
+        self._relays.clear()
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _own_address() -> str:
+    """This host's address as seen on the way to the launcher's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
+        address = str(probe.getsockname()[0])
+        if not address.startswith(("127.", "0.")):
+            return address
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _connect_store(
+    rank: int,
+    process_group: Any,
+    gather: Callable[[Any], list[Any]],
+    host_keys: list[str],
+    share: bool,
+    arena_bytes: int,
+) -> _StoreRank:
+    size, same_host = len(host_keys), len(set(host_keys)) == 1
+    address: tuple[str, int] = ("", 0)
+    if rank == 0:
+        server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        address = ("127.0.0.1" if same_host else _own_address(), server.port)
+    address = gather(address)[0]
+
+    def client() -> Any:
+        return TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=_SETUP_TIMEOUT))
+
+    stores = (server if rank == 0 else client()), client()
+    near = [peer for peer in range(size) if peer == rank or (share and host_keys[peer] == host_keys[rank])]
+    meeting = Meeting(rank)
+    offers = gather((meeting.name, meeting.token))
+    connections = meeting.connect(
+        {peer: offers[peer][0] for peer in near if peer != rank}, {peer: offers[peer][1] for peer in near}
+    )
+    return _StoreRank(rank, size, process_group, stores, connections, arena_bytes)
+
+
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
@@ -520,7 +864,7 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         return _connect_shm(rank, size, gather, arena_bytes)
     if transport == "shm":
         raise ValueError('transport="shm" needs all ranks on one host, in one network namespace and of one user')
-    raise NotImplementedError
+    return _connect_store(rank, process_group, gather, keys, transport == "auto", arena_bytes)
 
 
 def resolve_group(group: Any, transport: str = "auto") -> RankGroup:

@@ -403,10 +403,10 @@ static s1f_status relay_result(PyObject *result, PyGILState_STATE state)
     return status;
 }
 
-static s1f_status relay_begin_step(void *context, int64_t step)
+static s1f_status relay_begin_step(void *context, int64_t step, int32_t num_places)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    return relay_result(PyObject_CallMethod(context, "begin_step", "L", (long long)step), state);
+    return relay_result(PyObject_CallMethod(context, "begin_step", "Li", (long long)step, (int)num_places), state);
 }
 
 static s1f_status relay_post(void *context, int64_t sequence, void *place)
@@ -475,6 +475,13 @@ static PyObject *relay_done(PyObject *module, PyObject *arguments)
         return NULL;
     s1f_relay_done(end, step, sequence);
     Py_RETURN_NONE;
+}
+
+static PyObject *message_payload_bytes(PyObject *module, PyObject *address)
+{
+    (void)module;
+    const void *place = PyLong_AsVoidPtr(address);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(s1f_message_payload_bytes(place));
 }
 
 static PyObject *finish(s1f_status status, const s1f_edge_end *end)
@@ -754,6 +761,8 @@ PyMethodDef s1f_p2p_methods[] = {
      "relay_end(group, mapping, relay, peer_rank, is_receiver, text): an end whose messages a Python object moves."},
     {"relay_done", relay_done, METH_VARARGS, "relay_done(end, step, sequence): a message has come, or has gone."},
     {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
+    {"message_payload_bytes", message_payload_bytes, METH_O,
+     "message_payload_bytes(place): of the message at this address, -1 where there is none."},
     {"edge_begin_step", edge_begin_step, METH_VARARGS, "edge_begin_step(end, num_places): enters a step."},
     {"edge_post", edge_post, METH_VARARGS, "edge_post(end, sequence, place): the place is free for this message."},
     {"edge_wait", edge_wait, METH_VARARGS,

@@ -30,7 +30,7 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, i
  * without the GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
 typedef struct {
     const char *name;
-    s1f_status (*begin_step)(void *context, int64_t step);
+    s1f_status (*begin_step)(void *context, int64_t step, int32_t num_places);
     s1f_status (*post)(void *context, int64_t sequence, void *place); /* receiver: fill this place */
     s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
     void (*free)(void *context);

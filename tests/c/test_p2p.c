@@ -183,6 +183,7 @@ static void test_aborted_step_is_forgotten(void)
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 5, 1), S1F_OK, "");
     begin(&p, 2, 2);
+    CHECK(s1f_message_payload_bytes("not a message at all") == -1);
     s1f_group_set_limits(p.groups[0], SECOND / 20, 0);
     s1f_group_set_limits(p.groups[1], SECOND / 20, 0);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
@@ -510,8 +511,9 @@ typedef struct {
     int64_t step;
 } carrier;
 
-static s1f_status carrier_begin_step(void *context, int64_t step)
+static s1f_status carrier_begin_step(void *context, int64_t step, int32_t num_places)
 {
+    CHECK(num_places == 3);
     carrier *c = context;
     c->step = step;
     return S1F_OK;
@@ -547,6 +549,7 @@ static void *carry(void *context)
     for (int n = 0; n < MESSAGES; n++) {
         while (atomic_load(&c->num_posted) <= n || atomic_load(&c->num_sent) <= n)
             sleep_ms(1);
+        CHECK(s1f_message_payload_bytes(c->sent[n]) == c->bytes[n]);
         memcpy(c->posted[n], c->sent[n], S1F_HEADER_BYTES + (size_t)c->bytes[n]);
         s1f_relay_done(c->sender, c->step, n);
         s1f_relay_done(c->receiver, c->step, n);
