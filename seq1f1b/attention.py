@@ -76,15 +76,16 @@ def causal_attention(
     docs = q.new_empty(0) if doc_ids is None else doc_ids.to(torch.int32)
     options = (slopes, docs, *_options(q, scale, window, softcap))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    in_step = stepping if torch.compiler.is_compiling() else _core.in_step()
 
-    if stepping if torch.compiler.is_compiling() else _core.in_step():
+    if in_step:
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
         if records:
             return _SegmentAttention.apply(q, k, v, handle, *options)  # type: ignore[no-any-return, no-untyped-call]
-        return _ops.segment_attention(q, k, v, handle, *options)[0]  # type: ignore[no-any-return]
+        return _ops.segment_attention.default(q, k, v, handle, *options)[0]  # type: ignore[no-any-return]
     if records:
         return _CausalAttention.apply(q, k, v, *options)  # type: ignore[no-any-return, no-untyped-call]
-    return _ops.causal_attention(q, k, v, *options)[0]  # type: ignore[no-any-return]
+    return _ops.causal_attention.default(q, k, v, *options)[0]  # type: ignore[no-any-return]
 
 
 def layer_handle(index: int) -> Tensor:
@@ -114,13 +115,13 @@ def positions(x: Tensor, dim: int = 1) -> Tensor:
     """
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
-    return _ops.positions(x.detach(), dim)  # type: ignore[no-any-return]
+    return _ops.positions.default(x.detach(), dim)  # type: ignore[no-any-return]
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, *options: Any) -> Tensor:
-        out, lse = _ops.causal_attention(q, k, v, slopes, docs, *options)
+        out, lse = _ops.causal_attention.default(q, k, v, slopes, docs, *options)
         ctx.save_for_backward(q, k, v, out, lse, slopes, docs)
         ctx.options = options
         return out  # type: ignore[no-any-return]
@@ -129,7 +130,7 @@ class _CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, slopes, docs = ctx.saved_tensors
-        grads = _ops.causal_attention_backward(dout, q, k, v, out, lse, slopes, docs, *ctx.options)
+        grads = _ops.causal_attention_backward.default(dout, q, k, v, out, lse, slopes, docs, *ctx.options)
         return (*grads, None, None, None, None, None)
 
 
@@ -140,7 +141,7 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, *options: Any
     ) -> Tensor:
-        out, lse = _ops.segment_attention(q, k, v, layer, slopes, docs, *options)
+        out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, *options)
         ctx.save_for_backward(q, out, lse, layer, slopes, docs)
         ctx.options = options
         ctx.kv_heads = k.shape[1]
@@ -150,7 +151,9 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, layer, slopes, docs = ctx.saved_tensors
-        grads = _ops.segment_attention_backward(dout, q, out, lse, layer, slopes, docs, *ctx.options, ctx.kv_heads)
+        grads = _ops.segment_attention_backward.default(
+            dout, q, out, lse, layer, slopes, docs, *ctx.options, ctx.kv_heads
+        )
         return (*grads, None, None, None, None, None, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -232,6 +233,34 @@ def test_grad_mode_off_saves_nothing() -> None:
         assert causal_attention(q, k, v, layer=0).grad_fn is None
     frozen = causal_attention(*(t.detach() for t in (q, k, v)), layer=0)
     assert not frozen.requires_grad
+
+
+def test_inference_mode() -> None:
+    q, k, v = random_qkv(4, 2)
+    expected = formula(q, k, v)
+    step, parts = SimulatedStep([5, 7], training=False), []
+    with torch.inference_mode():
+        torch.testing.assert_close(causal_attention(q, k, v, layer=0), expected, rtol=1e-10, atol=1e-12)
+        for s in range(2):
+            with step.unit("F", 0, s):
+                parts.append(causal_attention(*(t[:, :, step.slice(s)] for t in (q, k, v)), layer=0))
+    torch.testing.assert_close(torch.cat(parts, dim=2), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_handles_survive_what_modules_go_through() -> None:
+    """Copies, a meta device, to_empty and casts: a handle is no buffer and stays what it is."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_handle(3)
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    with torch.device("meta"):
+        module = Module()
+    module = copy.deepcopy(module.to_empty(device="cpu").to(torch.bfloat16))
+    assert module.layer.device.type == "cpu" and module.layer.dtype == torch.int64 and module.layer.item() == 3
+    assert "layer" not in module.state_dict()
 
 
 def test_a_segment_saves_no_keys_and_no_values() -> None:
