@@ -11,7 +11,7 @@
  * dQ of each range of keys is its own, and the ranges are summed in order at the end.
  *
  * Work on the diagonal is trimmed per micro-tile of rows: no product runs over keys that none of its rows sees.
- * How work is cut depends on shapes alone, never on threads, and every sum has one order.
+ * Every sum has one order, whatever the number of threads.
  *
  * Not here, and handed to the truth: fp64, head_dim above MAX_DIM, window, softcap, slopes, docs. 16-bit is widened to
  * fp32 as it is packed. */
@@ -22,26 +22,21 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#ifndef FORWARD_KEYS
-#define FORWARD_KEYS 256
-#define FORWARD_ROWS 48
-#define BACKWARD_KEYS 192
-#define BACKWARD_ROWS 96
-#endif
-
 enum {
     MAX_DIM = 256,
+    KEYS = 192,                       /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
+    ROWS = 48,                        /* of S at a time: rates are flat from 24 to 96 */
     ALIGNED = 16,                     /* floats in a cache line */
     CHUNK_ROWS = 512,                 /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    ENOUGH_TASKS = 8,                 /* cut no further than this for the sake of threads */
+    BACKWARD_TASKS = 8,               /* that the ranges of keys are cut for, where they are long enough */
     MIN_RANGE = 512,                  /* keys of a backward task, unless there are fewer */
-    FORWARD_PITCH = FORWARD_KEYS + ALIGNED, /* rows of S on different sets of the L1 cache */
-    BACKWARD_PITCH = BACKWARD_KEYS + ALIGNED,
+    PITCH = KEYS + ALIGNED,           /* of S: its rows lie on different sets of the L1 cache */
 };
 
-_Static_assert(FORWARD_KEYS % PANEL == 0 && BACKWARD_KEYS % PANEL == 0, "key blocks are whole panels");
-_Static_assert(BACKWARD_KEYS % TILE_ROWS == 0, "a dk tile is TILE_ROWS keys");
-_Static_assert(FORWARD_ROWS % TILE_ROWS == 0 && BACKWARD_ROWS % TILE_ROWS == 0, "row blocks are whole micro-tiles");
+_Static_assert(KEYS % PANEL == 0, "a block of keys is whole panels");
+_Static_assert(KEYS % TILE_ROWS == 0, "a tile of dk is TILE_ROWS keys");
+_Static_assert(ROWS % TILE_ROWS == 0, "a block of rows is whole micro-tiles");
+_Static_assert((KEYS + TILE_ROWS + VEC_LANES - 1) / VEC_LANES * VEC_LANES <= PITCH, "zeros past the keys fit");
 
 static const float LOG2_E = 1.44269504088896340736f;
 static const float LN_2 = 0.69314718055994530942f;
@@ -93,7 +88,7 @@ static void run_tasks(attention_job *job, const s1f_attention_context *context, 
 
 static int32_t threads_of(const s1f_attention_context *context)
 {
-    return context && context->parallel_for ? context->num_threads : 1;
+    return context ? context->num_threads : 1;
 }
 
 /* ---- shapes ---- */
@@ -110,26 +105,27 @@ static int64_t group_of(const s1f_attention_args *args)
     return args->heads / args->kv_heads;
 }
 
-static attention_job forward_job(const s1f_attention_args *args)
+/* At least two tasks per thread: no row's sums depend on its chunk, so these may follow the number of threads. */
+static attention_job forward_job(const s1f_attention_args *args, int32_t num_threads)
 {
     int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
-    int64_t wanted = (ENOUGH_TASKS + heads - 1) / heads; /* chunks of the segment */
+    int64_t wanted = num_threads > 1 ? (2 * num_threads + heads - 1) / heads : 1; /* chunks of the segment */
     int64_t rows = s1f_min(CHUNK_ROWS / group_of(args), (args->segment_len + wanted - 1) / wanted);
-    rows = s1f_min(round_up(s1f_max(rows, 2 * FORWARD_ROWS), FORWARD_ROWS), round_up(args->segment_len, TILE_ROWS));
+    rows = s1f_min(round_up(s1f_max(rows, 2 * ROWS), ROWS), round_up(args->segment_len, TILE_ROWS));
     int64_t chunk = group_of(args) * rows; /* q, out (chunk, dim); highest (chunk); sums (chunk) of vectors */
     return (attention_job){.args = args, .dim = dim, .rows = rows, .parts = (args->segment_len + rows - 1) / rows,
                            .scratch_floats = round_up(chunk * (2 * dim + 1 + VEC_LANES), ALIGNED) +
-                                             FORWARD_ROWS * FORWARD_PITCH + 2 * FORWARD_KEYS * dim + 4 * dim};
+                                             ROWS * PITCH + 2 * KEYS * dim + 4 * dim};
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
 {
     int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
-    int64_t keys = args->q_start + args->segment_len, parts = (ENOUGH_TASKS + heads - 1) / heads;
-    int64_t part_keys = round_up(s1f_max((keys + parts - 1) / parts, MIN_RANGE), BACKWARD_KEYS);
+    int64_t keys = args->q_start + args->segment_len, parts = (BACKWARD_TASKS + heads - 1) / heads;
+    int64_t part_keys = round_up(s1f_max((keys + parts - 1) / parts, MIN_RANGE), KEYS);
     return (attention_job){.args = args, .dim = dim, .rows = round_up(args->segment_len, TILE_ROWS),
                            .part_keys = part_keys, .parts = (keys + part_keys - 1) / part_keys,
-                           .scratch_floats = 2 * BACKWARD_ROWS * BACKWARD_PITCH + 6 * BACKWARD_KEYS * dim};
+                           .scratch_floats = 2 * ROWS * PITCH + 5 * KEYS * dim + 4 * dim};
 }
 
 /* Floats that backward shares among its tasks: q, dout, dq of each range; lse, delta. */
@@ -151,7 +147,7 @@ static int64_t num_workers(const attention_job *job, int32_t num_threads)
 
 static int64_t scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
 {
-    attention_job job = backward ? backward_job(args) : forward_job(args);
+    attention_job job = backward ? backward_job(args) : forward_job(args, num_threads);
     int64_t shared = backward ? backward_shared_floats(&job) : 0;
     return (shared + num_workers(&job, num_threads) * job.scratch_floats) * (int64_t)sizeof(float);
 }
@@ -218,7 +214,7 @@ ALWAYS_INLINE float softmax_row(float *s, int64_t num_seen, int64_t until, float
 
     float shrink = 1;
     if (now != before) {
-        shrink = exp2f(before - now);
+        shrink = before == LOWEST ? 0 : exp2f(before - now);
         *highest = now;
     }
     VEC_STORE(sums, VEC_FMA(VEC_LOAD(sums), VEC_ALL(shrink), sum));
@@ -231,20 +227,19 @@ static void forward_block(int64_t dim, int64_t rows, int64_t token, int64_t firs
 {
     for (int64_t panel = 0; panel < keys; panel += PANEL)
         for (int64_t r = 0; r < rows; r += TILE_ROWS)
-            if (seen(token + r + TILE_ROWS - 1, first_key, keys) > panel)
-                multiply_panel(s + r * FORWARD_PITCH + panel, FORWARD_PITCH, q + r * dim, dim, k_panels + panel * dim,
-                               dim);
+            multiply_panel(s + r * PITCH + panel, PITCH, q + r * dim, dim, k_panels + panel * dim, dim,
+                           seen(token + r + TILE_ROWS - 1, first_key, keys) - panel);
 
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         int64_t until = seen(token + r + TILE_ROWS - 1, first_key, keys);
         for (int64_t row = r; row < r + TILE_ROWS; row++) {
-            float shrink = softmax_row(s + row * FORWARD_PITCH, seen(token + row, first_key, keys), until,
+            float shrink = softmax_row(s + row * PITCH, seen(token + row, first_key, keys), until,
                                        &highest[row], sums + row * VEC_LANES);
             if (shrink != 1)
                 for (int64_t c = 0; c < dim; c += VEC_LANES)
                     VEC_STORE(out + row * dim + c, VEC_MUL(VEC_LOAD(out + row * dim + c), VEC_ALL(shrink)));
         }
-        multiply_add(out + r * dim, s + r * FORWARD_PITCH, FORWARD_PITCH, v, until, dim);
+        multiply_add(out + r * dim, s + r * PITCH, PITCH, v, until, dim);
     }
 }
 
@@ -268,8 +263,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     int64_t num_rows = s1f_min(job->rows, args->segment_len - first_row), rows = round_up(num_rows, TILE_ROWS);
     int64_t first_token = args->q_start + first_row, last = first_token + num_rows, chunk = group * rows;
 
-    float *s = scratch, *k_panels = s + FORWARD_ROWS * FORWARD_PITCH, *v = k_panels + FORWARD_KEYS * dim;
-    float *four_rows = v + FORWARD_KEYS * dim, *q = four_rows + 4 * dim, *out = q + chunk * dim;
+    float *s = scratch, *k_panels = s + ROWS * PITCH, *v = k_panels + KEYS * dim;
+    float *four_rows = v + KEYS * dim, *q = four_rows + 4 * dim, *out = q + chunk * dim;
     float *sums = out + chunk * dim, *highest = sums + chunk * VEC_LANES;
 
     memset(q, 0, (size_t)(chunk * (2 * dim + VEC_LANES)) * sizeof *q);
@@ -280,15 +275,15 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     for (int64_t r = 0; r < chunk; r++)
         highest[r] = LOWEST;
 
-    for (int64_t key = 0; key < last; key += FORWARD_KEYS) {
-        int64_t keys = s1f_min(FORWARD_KEYS, last - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
+    for (int64_t key = 0; key < last; key += KEYS) {
+        int64_t keys = s1f_min(KEYS, last - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
         int64_t first_seeing = s1f_max(0, key - first_token) / TILE_ROWS * TILE_ROWS;
         pack_panels(args, args->k, at, keys, dim, four_rows, k_panels);
         pack_rows(args, args->v, at, keys, keys, dim, v);
         for (int64_t g = 0; g < group; g++)
-            for (int64_t row = first_seeing; row < rows; row += FORWARD_ROWS) {
+            for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = g * rows + row;
-                forward_block(dim, s1f_min(FORWARD_ROWS, rows - row), first_token + row, key, keys, q + r * dim,
+                forward_block(dim, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * dim,
                               k_panels, v, s, out + r * dim, highest + r, sums + r * VEC_LANES);
             }
     }
@@ -303,7 +298,7 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
 
 static s1f_status forward(const s1f_attention_args *args, const s1f_attention_context *context)
 {
-    attention_job job = forward_job(args);
+    attention_job job = forward_job(args, threads_of(context));
     void *scratch, *owned;
     s1f_status status = s1f_attention_scratch(context, scratch_bytes(args, threads_of(context), 0), &scratch, &owned);
     if (status != S1F_OK)
@@ -368,9 +363,9 @@ ALWAYS_INLINE void gradient_row(float *s, float *dp, int64_t num_seen, int64_t u
 }
 
 typedef struct {
-    float *s, *dp;                            /* (BACKWARD_ROWS, BACKWARD_PITCH) */
-    float *k_panels, *v_panels, *k, *four_rows; /* packed; k (BACKWARD_KEYS, dim) */
-    float *dk, *dv;                           /* (BACKWARD_KEYS, dim) */
+    float *s, *dp;                              /* (ROWS, PITCH) */
+    float *k_panels, *v_panels, *k, *four_rows; /* packed; k (KEYS, dim) */
+    float *dk, *dv;                             /* (KEYS, dim) */
 } key_block;
 
 /* `rows` (whole micro-tiles) against one packed block of keys. token: of the first row. */
@@ -378,27 +373,26 @@ static void backward_block(int64_t dim, int64_t rows, int64_t token, int64_t fir
                            const key_block *b, const float *q, const float *dout, const float *lse, const float *delta,
                            float *dq)
 {
-    const int64_t pitch = BACKWARD_PITCH;
     for (int64_t panel = 0; panel < keys; panel += PANEL)
-        for (int64_t r = 0; r < rows; r += TILE_ROWS)
-            if (seen(token + r + TILE_ROWS - 1, first_key, keys) > panel) {
-                multiply_panel(b->s + r * pitch + panel, pitch, q + r * dim, dim, b->k_panels + panel * dim, dim);
-                multiply_panel(b->dp + r * pitch + panel, pitch, dout + r * dim, dim, b->v_panels + panel * dim, dim);
-            }
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+            int64_t at = r * PITCH + panel, columns = seen(token + r + TILE_ROWS - 1, first_key, keys) - panel;
+            multiply_panel(b->s + at, PITCH, q + r * dim, dim, b->k_panels + panel * dim, dim, columns);
+            multiply_panel(b->dp + at, PITCH, dout + r * dim, dim, b->v_panels + panel * dim, dim, columns);
+        }
     /* Up to a whole micro-tile of keys past those that the last row of a micro-tile sees, for dk and dv below. */
     for (int64_t r = 0; r < rows; r++)
-        gradient_row(b->s + r * pitch, b->dp + r * pitch, seen(token + r, first_key, keys),
+        gradient_row(b->s + r * PITCH, b->dp + r * PITCH, seen(token + r, first_key, keys),
                      seen(token + r / TILE_ROWS * TILE_ROWS + TILE_ROWS - 1, first_key, keys) + TILE_ROWS, lse[r],
                      delta[r]);
     for (int64_t key = 0; key < keys; key += TILE_ROWS) {
         int64_t first = s1f_max(0, first_key + key - token), depth = rows - first; /* rows that see this key */
         if (depth <= 0)
             break;
-        multiply_add_transposed(b->dv + key * dim, b->s + first * pitch + key, pitch, dout + first * dim, depth, dim);
-        multiply_add_transposed(b->dk + key * dim, b->dp + first * pitch + key, pitch, q + first * dim, depth, dim);
+        multiply_add_transposed(b->dv + key * dim, b->s + first * PITCH + key, PITCH, dout + first * dim, depth, dim);
+        multiply_add_transposed(b->dk + key * dim, b->dp + first * PITCH + key, PITCH, q + first * dim, depth, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS)
-        multiply_add(dq + r * dim, b->dp + r * pitch, pitch, b->k, seen(token + r + TILE_ROWS - 1, first_key, keys),
+        multiply_add(dq + r * dim, b->dp + r * PITCH, PITCH, b->k, seen(token + r + TILE_ROWS - 1, first_key, keys),
                      dim);
 }
 
@@ -420,7 +414,7 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     int64_t batch = task % kv_heads / args->kv_heads, kv_head = task % kv_heads % args->kv_heads;
     int64_t part = task / kv_heads, first_key = part * job->part_keys;
     int64_t last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len);
-    int64_t tile = BACKWARD_ROWS * BACKWARD_PITCH, block = BACKWARD_KEYS * dim;
+    int64_t tile = ROWS * PITCH, block = KEYS * dim;
     int64_t head = batch * args->heads + kv_head * group; /* the first of the group, of (B, Hq) */
     key_block b = {.s = scratch, .dp = scratch + tile};
     b.k_panels = b.dp + tile;
@@ -433,17 +427,17 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     float *dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
     memset(dq, 0, (size_t)(group * rows * dim) * sizeof *dq);
 
-    for (int64_t key = first_key; key < last_key; key += BACKWARD_KEYS) {
-        int64_t keys = s1f_min(BACKWARD_KEYS, last_key - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
+    for (int64_t key = first_key; key < last_key; key += KEYS) {
+        int64_t keys = s1f_min(KEYS, last_key - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
         int64_t first_seeing = s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
         pack_rows(args, args->k, at, keys, round_up(keys, PANEL), dim, b.k);
         transpose_to_panels(b.k, round_up(keys, PANEL), dim, b.k_panels);
         pack_panels(args, args->v, at, keys, dim, b.four_rows, b.v_panels);
         memset(b.dk, 0, (size_t)(2 * block) * sizeof *b.dk);
         for (int64_t g = 0; g < group; g++)
-            for (int64_t row = first_seeing; row < rows; row += BACKWARD_ROWS) {
+            for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = (head + g) * rows + row;
-                backward_block(dim, s1f_min(BACKWARD_ROWS, rows - row), args->q_start + row, key, keys, &b,
+                backward_block(dim, s1f_min(ROWS, rows - row), args->q_start + row, key, keys, &b,
                                job->q + r * dim, job->dout + r * dim, job->lse + r, job->delta + r,
                                dq + (g * rows + row) * dim);
             }

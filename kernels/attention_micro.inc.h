@@ -57,19 +57,33 @@ ALWAYS_INLINE void multiply_tile(float *c, int64_t c_row, const float *a, int64_
             VEC_STORE(c + r * c_row + v * VEC_LANES, sums[r][v]);
 }
 
-/* C = A B, a full panel wide; A by rows, B a packed panel. */
-static void multiply_panel(float *c, int64_t c_row, const float *a, int64_t a_row, const float *b, int64_t depth)
-{
-    multiply_tile(c, c_row, a, a_row, 1, b, PANEL, depth, 0, TILE_VECS);
-}
-
+#if TILE_VECS == 4
 #define BY_WIDTH(vecs, call)                                                                                           \
     switch (vecs) {                                                                                                    \
     case 1: call(1); break;                                                                                            \
     case 2: call(2); break;                                                                                            \
-    case 3: if (TILE_VECS >= 3) call(TILE_VECS >= 3 ? 3 : 1); break;                                                   \
-    default: if (TILE_VECS >= 4) call(TILE_VECS >= 4 ? 4 : 1); break;                                                  \
+    case 3: call(3); break;                                                                                            \
+    default: call(4); break;                                                                                           \
     }
+#elif TILE_VECS == 2
+#define BY_WIDTH(vecs, call)                                                                                           \
+    switch (vecs) {                                                                                                    \
+    case 1: call(1); break;                                                                                            \
+    default: call(2); break;                                                                                           \
+    }
+#endif
+
+/* C = A B over the first `columns` of a packed panel: at most all, rounded up to whole vectors, none if below 1. */
+static void multiply_panel(float *c, int64_t c_row, const float *a, int64_t a_row, const float *b, int64_t depth,
+                           int64_t columns)
+{
+    int64_t vecs = (columns + VEC_LANES - 1) / VEC_LANES;
+    if (columns > 0) {
+#define CALL(width) multiply_tile(c, c_row, a, a_row, 1, b, PANEL, depth, 0, width)
+        BY_WIDTH(vecs, CALL)
+#undef CALL
+    }
+}
 
 /* C += A B over `dim` columns, a multiple of VEC_LANES; B has rows of `dim`. The columns are dealt out evenly, so that
  * no tile is left too narrow to hide the latency of its sums. */
@@ -130,7 +144,10 @@ static void widen_row(int32_t dtype, const void *x, int64_t ix, int64_t n, float
 {
     if (dtype == S1F_FLOAT32) {
         const float *from = (const float *)x + ix;
-        for (int64_t c = 0; c < n; c++)
+        int64_t c = 0;
+        for (; c + VEC_LANES <= n; c += VEC_LANES)
+            VEC_STORE(row + c, VEC_MUL(VEC_ALL(factor), VEC_LOAD(from + c)));
+        for (; c < n; c++)
             row[c] = factor * from[c];
     } else if (dtype == S1F_BFLOAT16) {
         const uint16_t *from = (const uint16_t *)x + ix;
