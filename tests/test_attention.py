@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from simulated_step import SimulatedStep
 from torch import Tensor
 
 import seq1f1b.attention as attention
+from seq1f1b import _C
 from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
 
 SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1]]
@@ -149,10 +151,21 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, layer=0, **options), leaves)
 
 
+@pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        _C.attention_set_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    _C.attention_set_isa(None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [[64], [40, 1, 23]], ids=str)
-def test_error_is_within_twice_that_of_torch(dtype: torch.dtype, sizes: list[int]) -> None:
+def test_error_is_within_twice_that_of_torch(isa: str, dtype: torch.dtype, sizes: list[int]) -> None:
     """Against fp64 of the same rounded inputs; plain torch is the formula in our dtype."""
+    assert _C.attention_isa() == isa
     rounding_floor = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     qkv = random_qkv(4, 2, tokens=64, head_dim=32, dtype=dtype)
     dout = random_qkv(4, 2, tokens=64, head_dim=32, seed=1, dtype=dtype)[0]

@@ -179,9 +179,11 @@ def test_export_and_fake_tensors() -> None:
             )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_an_engine_over_compiled_blocks(num_ranks: int, checkpointed: bool) -> None:
+@pytest.mark.parametrize(
+    "num_ranks, checkpointed, compiled", [(1, True, "blocks"), (2, False, "blocks"), (2, True, "stage")]
+)
+def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, compiled: str) -> None:
+    """Block by block, and a whole stage in one graph."""
     from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
     from seq1f1b import PipelineEngine
@@ -194,8 +196,8 @@ def test_an_engine_over_compiled_blocks(num_ranks: int, checkpointed: bool) -> N
 
     def run(group: object) -> tuple[list[Tensor], dict[str, Tensor]]:
         stage = stage_of(model, config, group.rank, num_ranks)
-        for block in stage.blocks.values():
-            block.compile(fullgraph=True, backend="aot_eager")
+        for module in stage.blocks.values() if compiled == "blocks" else [stage]:
+            module.compile(fullgraph=True, backend="aot_eager")
         engine = PipelineEngine(
             stage, num_microbatches=2, num_segments=4, segment_sizes=[13, 1, 2, 7], loss_fn=cross_entropy, group=group
         )
