@@ -60,14 +60,27 @@ int64_t s1f_message_payload_bytes(const void *place)
     return message->magic == MESSAGE_MAGIC && message->version == MESSAGE_VERSION ? message->payload_bytes : -1;
 }
 
+/* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
+static void message_text(const s1f_message *message, char *text, size_t bytes)
+{
+    static const char passes[] = "FBIW";
+    char pass = message->pass >= 0 && message->pass < 4 ? passes[message->pass] : '?';
+    snprintf(text, bytes, "%c%d.%d of step %lld (%s), stage %d to %d, message %lld", pass, (int)message->microbatch,
+             (int)message->segment, (long long)message->step, message->training ? "train" : "eval",
+             (int)message->source_stage, (int)message->destination_stage, (long long)message->sequence);
+}
+
 /* A message that a reader may follow: every tensor lies within the payload. */
 static s1f_status check_sound(const s1f_message *message, int64_t sequence)
 {
     if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
         return s1f_fail(S1F_ERR_STATE, "not a message of this version of seq1f1b (magic %08x, version %u)",
                         (unsigned)message->magic, (unsigned)message->version);
-    if (message->sequence != sequence)
-        return s1f_fail(S1F_ERR_STATE, "its header says message %lld", (long long)message->sequence);
+    if (message->sequence != sequence) {
+        char got[160];
+        message_text(message, got, sizeof got);
+        return s1f_fail(S1F_ERR_STATE, "found %s instead: do all ranks run the same schedule?", got);
+    }
     if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS || message->payload_bytes < 0)
         return s1f_fail(S1F_ERR_STATE, "its header holds %d tensors in %lld bytes", (int)message->num_tensors,
                         (long long)message->payload_bytes);
@@ -120,16 +133,6 @@ void s1f_edge_end_free(s1f_edge_end *end)
 {
     if (end != NULL)
         end->transport->free(end);
-}
-
-/* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
-static void message_text(const s1f_message *message, char *text, size_t bytes)
-{
-    static const char passes[] = "FBIW";
-    char pass = message->pass >= 0 && message->pass < 4 ? passes[message->pass] : '?';
-    snprintf(text, bytes, "%c%d.%d of step %lld (%s), stage %d to %d, message %lld", pass, (int)message->microbatch,
-             (int)message->segment, (long long)message->step, message->training ? "train" : "eval",
-             (int)message->source_stage, (int)message->destination_stage, (long long)message->sequence);
 }
 
 s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected)

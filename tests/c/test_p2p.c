@@ -281,7 +281,7 @@ static void test_mistakes(void)
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "its place holds");
     forged->payload_bytes = 16;
     forged->sequence = 4;
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "its header says message 4");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "message 4 instead");
     forged->magic = 0;
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "not a message of this version");
     free_pipeline(&p);
