@@ -288,6 +288,8 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     memset(executor->live_tokens, 0, (size_t)executor->num_stages * sizeof *executor->live_tokens);
     executor->sizes[0] = 0;
     executor->sequence_length = 0;
+    if (executor->num_instructions > 0)
+        executor->last_unit = executor->instructions[0].unit;
     if (sequence_length != 0 && (status = set_sizes(executor, sequence_length, sizes)) != S1F_OK)
         return status;
     for (int32_t i = 0; i < executor->num_edges; i++)

@@ -17,6 +17,7 @@ from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.splitting import (
     Leaves,
     Rule,
+    check_count,
     check_rules,
     microbatches,
     sequence_length,
@@ -87,13 +88,14 @@ class PipelineEngine:
         spin_us: float | None = None,
     ) -> None:
         modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
-        _check_counts(num_microbatches=num_microbatches, num_segments=num_segments, prefetch=prefetch)
+        for module in modules:
+            if not callable(module):
+                raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
+        _check_counts(num_microbatches=num_microbatches, num_segments=num_segments, prefetch=prefetch, seq_dim=seq_dim)
+        _check_numbers(timeout=timeout, first_step_timeout=first_step_timeout, spin_us=spin_us)
+        _check_choices(schedule, loss_fn, loss_weight, grad_dtype, transport)
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {loss_reduction!r}, must be 'mean' or 'sum'")
-        if seq_dim < 1:
-            raise ValueError(f"seq_dim is {seq_dim}, must be at least 1: dimension 0 is the batch")
-        if not timeout > 0 or not first_step_timeout > 0:
-            raise ValueError(f"timeout is {timeout} s and first_step_timeout {first_step_timeout} s, must be above 0")
         check_rules({}, arg_rules or {})
         self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
         self._check_sizes_argument(segment_sizes, model_shape)
@@ -115,8 +117,6 @@ class PipelineEngine:
             )
         self.device = _common_device(modules)
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
-        if self.has_last and loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
 
         self._thread_scope = self._group.is_thread
         self._runtimes = {
@@ -145,7 +145,7 @@ class PipelineEngine:
         self._step = 0
         self._known_shapes: set[Any] = set()
         self._activation_bytes: dict[int, float] = {}
-        self._closed = False
+        self._closed = self._running = False
         self.last_step: StepRecord | None = None
 
     # -- public ----------------------------------------------------------------------------------------------------
@@ -173,8 +173,6 @@ class PipelineEngine:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
         return self._run(True, inputs, target, kwargs, loss_weight, False)[0]
 
     def eval(
@@ -269,10 +267,15 @@ class PipelineEngine:
                 raise ValueError(f"segment_sizes is {sizes!r}; it must be None, 'balanced' or a list of token counts")
             if shape is None:
                 raise ValueError("segment_sizes='balanced' needs model_shape=seq1f1b.ModelShape(...)")
+            partition_sequence(self.num_segments, self.num_segments, model=shape)  # raises unless the shape is sound
         elif sizes is not None:
+            if not isinstance(sizes, Sequence):
+                raise TypeError(f"segment_sizes must be None, 'balanced' or a list, got {type(sizes).__name__}")
             if len(sizes) != self.num_segments:
                 raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {self.num_segments}")
             for s, size in enumerate(sizes):
+                if not isinstance(size, int) or isinstance(size, bool):
+                    raise TypeError(f"segment_sizes[{s}] is {size!r}, must be an int")
                 if size < 1:
                     raise ValueError(f"segment_sizes[{s}] is {size}, must be at least 1")
 
@@ -332,7 +335,7 @@ class PipelineEngine:
             return partition_sequence(length, self.num_segments, strategy="even")
         if isinstance(self._segment_sizes, str):
             return partition_sequence(length, self.num_segments, strategy="flops", model=self._model_shape)
-        sizes = [int(size) for size in self._segment_sizes]
+        sizes = list(self._segment_sizes)
         if sum(sizes) != length:
             raise ValueError(f"segment_sizes sum to {sum(sizes)} tokens, the sequence has {length}")
         return sizes
@@ -342,38 +345,44 @@ class PipelineEngine:
     ) -> tuple[list[Tensor], Any]:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        self._step += 1
-        executor = self._executor
+        if self._running:
+            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
+        self._running = True
+        entered = None  # the executor, once the step has begun
         batch = _Batch(self, training, inputs, target, kwargs, loss_weight, return_outputs)
         try:
             program, executor = (self._program, self._executor) if training else self._eval_parts()
             batch.prepare()
-            self._group.set_limits(self._limit(batch), self._spin_us)
-            self._group.begin_step(self._step)
+            self._step = self._group.begin_step()
             accumulators = self._enter_grad_dtype() if training else []
             autocast = torch.is_autocast_enabled(self.device.type)
+            entered = executor
             start = time.perf_counter()
-            with inside_step():
-                _core.executor_step(
-                    executor,
-                    self._step,
-                    training,
-                    batch.length,
-                    batch.sizes,
-                    self._forward,
-                    self._backward_without_autocast if autocast else self._backward,
-                    batch.learn,
-                    self._group.place_views,
-                )
-            elapsed = time.perf_counter() - start
-            batch.leaves.propagate()
-            self._leave_grad_dtype(accumulators)
+            try:
+                with inside_step():
+                    _core.executor_step(
+                        executor,
+                        self._step,
+                        training,
+                        batch.length,
+                        batch.sizes,
+                        self._forward,
+                        self._backward_without_autocast if autocast else self._backward,
+                        batch.learn,
+                        self._group.place_views,
+                    )
+                elapsed = time.perf_counter() - start
+                batch.leaves.propagate()
+            finally:
+                self._leave_grad_dtype(accumulators)
             self._group.end_step(failed=False)
         except BaseException as error:
-            explained = self._end_failed_step(error, executor)
+            explained = self._end_failed_step(error, entered)
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            self._running = False
         self._known_shapes.add(batch.shape_key)
         for index, runtime in self._runtimes.items():
             if runtime.saved_tokens:
@@ -393,9 +402,9 @@ class PipelineEngine:
         with torch.autocast(self.device.type, enabled=False):
             return self._runtimes[stage].backward(m, s, received)
 
-    def _limit(self, batch: _Batch) -> float:
+    def _set_limits(self, shape_known: bool) -> None:
         """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        return self._timeout if batch.shape_key in self._known_shapes else self._first_timeout
+        self._group.set_limits(self._timeout if shape_known else self._first_timeout, self._spin_us)
 
     def _enter_grad_dtype(self) -> list[nn.Parameter]:
         """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
@@ -416,12 +425,13 @@ class PipelineEngine:
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """
         unit = _last_unit(executor)
+        explained = error
         if isinstance(error, _core.PipelineError):
             error.unit = error.unit or unit
-            explained: BaseException = error
         else:
             explained = _explain(error, unit)
-            self._group.fail(f"{unit}: {type(explained).__name__}: {explained}" if unit else f"{explained}")
+            place = f"{unit}: " if unit else ""
+            self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
         for runtime in self._runtimes.values():
             runtime.begin_step(training=False)
         self._group.end_step(failed=True)
@@ -429,19 +439,24 @@ class PipelineEngine:
 
 
 def _last_unit(executor: Any) -> str:
-    """The unit at which the executor left its last step, "" where it did not begin one."""
+    """The unit at which the executor left the step, with its stage, "" where the step did not begin."""
     if executor is None:
         return ""
     kind, stage, microbatch, segment = _core.executor_last_unit(executor)
-    return str(Unit("FBIW"[kind], stage, microbatch, segment))
+    return f"[{stage}]{Unit('FBIW'[kind], stage, microbatch, segment)}"
 
 
 def _explain(error: BaseException, unit: str) -> BaseException:
-    """An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with."""
+    """The error with its unit in front.
+
+    An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
+    """
     failure = _core.take_op_failure()
-    if failure is None or not isinstance(error, RuntimeError) or str(failure) not in str(error):
-        return error
-    return type(failure)(f"{unit}: {failure}")
+    if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
+        error = failure
+    if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
+        error.args = (f"{unit}: {error}",)
+    return error
 
 
 class _Batch:
@@ -471,16 +486,22 @@ class _Batch:
     def prepare(self) -> None:
         """On the first stage's rank everything is known; elsewhere :meth:`learn` follows with the first message."""
         engine = self._engine
+        engine._set_limits(shape_known=False)  # until the length is learnt
+        if self._training and not torch.is_grad_enabled():
+            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
         if engine.has_last and self._training and (engine._loss_fn is None or self._target is None):
             raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
         if self._target is not None and engine.has_last and engine._loss_fn is None:
             raise ValueError("target was given, but the engine has no loss_fn")
-        if self._global_count is not None and not self._global_count > 0:
-            raise ValueError(f"loss_weight is {self._global_count}, must be above 0")
+        if self._global_count is not None:
+            _check_numbers(loss_weight=self._global_count)
         check_rules(self._kwargs, engine._arg_rules)
+        if engine.has_last and self._target is not None:
+            self._target = microbatches(self._target, engine.num_microbatches, "target")
         if engine.has_first:
             if self._inputs is None:
                 raise ValueError("inputs are needed on the rank of the first stage")
+            check_count(self._inputs, engine.num_microbatches, "inputs")
             self._inputs = self.leaves.replace(self._inputs)
             self.learn(sequence_length(self._inputs, engine.seq_dim))
 
@@ -489,15 +510,15 @@ class _Batch:
         engine = self._engine
         M, dim = engine.num_microbatches, engine.seq_dim
         self.length, self.sizes = length, engine.sizes_of(length)
+        engine._set_limits(self.shape_key in engine._known_shapes)
         inputs = split_inputs(self._inputs, M, self.sizes, dim) if engine.has_first else None
         kwargs = None
         if self._kwargs or engine._arg_rules:
             kwargs = split_kwargs(self.leaves.replace(self._kwargs), engine._arg_rules, M, self.sizes, dim)
         targets = seeds = segment_shares = None
         if engine.has_last and self._target is not None:
-            whole = microbatches(self._target, M, "target")
-            targets = self._split_targets(whole, dim)
-            segment_shares, seeds = self._weigh(whole, targets)
+            targets = self._split_targets(self._target, dim)
+            segment_shares, seeds = self._weigh(self._target, targets)
         scale = 1.0 / M if engine._scale_grads and self._global_count is None else 1.0
         mean = engine._loss_reduction == "mean"
         for runtime in engine._runtimes.values():
@@ -558,8 +579,10 @@ class _Batch:
 
 
 def _merge(parts: list[Any], dim: int) -> Any:
-    if isinstance(parts[0], tuple):
+    if isinstance(parts[0], (tuple, list)):
         return tuple(_merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
+    if isinstance(parts[0], dict):
+        return {key: _merge([part[key] for part in parts], dim) for key in parts[0]}
     return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]
 
 
@@ -573,10 +596,33 @@ def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
+        least = 0 if name == "prefetch" else 1  # seq_dim: dimension 0 is the batch
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < (0 if name == "prefetch" else 1):
-            raise ValueError(f"{name} is {value}, must be at least {0 if name == 'prefetch' else 1}")
+        if value < least:
+            raise ValueError(f"{name} is {value}, must be at least {least}")
+
+
+def _check_numbers(**seconds: float | None) -> None:
+    for name, value in seconds.items():
+        if name == "spin_us" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if not (value >= 0 if name == "spin_us" else value > 0):
+            raise ValueError(f"{name} is {value}, must be {'at least' if name == 'spin_us' else 'above'} 0")
+
+
+def _check_choices(schedule: Any, loss_fn: Any, loss_weight: Any, grad_dtype: Any, transport: str) -> None:
+    if not isinstance(schedule, (str, Schedule)):
+        raise TypeError(f"schedule must be a name or a seq1f1b.Schedule, got {type(schedule).__name__}")
+    for name, value in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+    if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
+        raise TypeError(f"grad_dtype is {grad_dtype!r}, must be a floating dtype or None")
+    if transport not in ("auto", "shm", "c10d"):
+        raise ValueError(f"transport is {transport!r}, must be 'auto', 'shm' or 'c10d'")
 
 
 def _common_device(modules: Sequence[Any]) -> torch.device:

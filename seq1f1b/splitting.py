@@ -28,12 +28,14 @@ def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
         if value.dim() == 0:
             return [value] * num_microbatches
         size = value.size(0)
+        if size == 0:
+            raise ValueError(f"{name} has batch size 0")
         if size % num_microbatches:
             raise ValueError(
                 f"{name} has batch size {size}, which {num_microbatches} micro-batches do not divide; pass a list of "
                 f"{num_microbatches} micro-batches of one size instead"
             )
-        return list(torch.split(value, size // num_microbatches)) if size else [value] * num_microbatches
+        return list(torch.split(value, size // num_microbatches))
     if isinstance(value, tuple):
         parts = [split_batch(item, num_microbatches, name) for item in value]
         return [tuple(part[m] for part in parts) for m in range(num_microbatches)]
@@ -61,11 +63,15 @@ def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str) -> lis
     return [value] * len(sizes)
 
 
+def check_count(value: Any, num_microbatches: int, name: str) -> None:
+    if isinstance(value, list) and len(value) != num_microbatches:
+        raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
+
+
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
     """A list is M micro-batches already; a tensor or tuple is the whole batch."""
     if isinstance(value, list):
-        if len(value) != num_microbatches:
-            raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
+        check_count(value, num_microbatches, name)
         return value
     return split_batch(value, num_microbatches, name)
 
@@ -122,12 +128,16 @@ def split_inputs(inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: 
 
 def check_rules(kwargs: Any, rules: Mapping[str, Rule]) -> None:
     """Every tensor keyword needs a rule: to guess from its sizes would be silently wrong."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
     for name, rule in rules.items():
         if rule not in ("slice", "replicate") and not callable(rule):
             raise ValueError(
                 f"arg_rules[{name!r}] is {rule!r}; it must be 'slice', 'replicate' or a callable of the unit"
             )
     for microbatch in kwargs if isinstance(kwargs, list) else [kwargs or {}]:
+        if not isinstance(microbatch, Mapping):
+            raise TypeError(f"kwargs must be a dict, or a list of them, got {type(microbatch).__name__}")
         for name, value in microbatch.items():
             if isinstance(value, Tensor) and name not in rules:
                 raise ValueError(

@@ -142,7 +142,13 @@ class StageRuntime:
         known = self.output_spec.get(length)
         if known is not None and len(known) == len(outputs):
             for o, (shape, dtype) in zip(outputs, known, strict=True):
-                if o.shape != shape or o.dtype != dtype:
+                if (
+                    not isinstance(o, Tensor)
+                    or o.shape != shape
+                    or o.dtype != dtype
+                    or o.device != self._device
+                    or o.layout != torch.strided
+                ):
                     break
             else:
                 return
@@ -290,15 +296,21 @@ def _contiguous_grad(leaf: Tensor) -> Tensor | None:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [o for o in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(o, Tensor)]
+    """Tensors of a loss's input, which may be nested."""
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _detached(output: Any) -> Any:
     """A copy that nothing else reads: an output may alias its input's place."""
     if isinstance(output, Tensor):
         return output.detach().clone()
-    if isinstance(output, tuple):
+    if isinstance(output, (tuple, list)):
         return tuple(_detached(o) for o in output)
+    if isinstance(output, dict):
+        return {key: _detached(o) for key, o in output.items()}
     return output
 
 

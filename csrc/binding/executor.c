@@ -136,6 +136,8 @@ static s1f_status describe_tensor(executor_handle *handle, PyObject *tensor, s1f
         header->bytes *= header->sizes[d];
     }
     *data = PyLong_AsVoidPtr(address);
+    if (*data == NULL && header->bytes > 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a stage cannot hand over a tensor without memory of its own");
     status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
 done:
     Py_XDECREF(address);
@@ -148,9 +150,12 @@ done:
 static s1f_status describe_result(executor_handle *handle, PyObject *tensors, s1f_result *result)
 {
     Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : -1;
-    if (count < 0 || count > S1F_MAX_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "a stage hands over a tuple of at most %d tensors, got %R", (int)S1F_MAX_TENSORS,
-                     (PyObject *)Py_TYPE(tensors));
+    if (count < 0) {
+        PyErr_SetString(PyExc_TypeError, "a stage hands over a tuple of tensors");
+        return S1F_ERR_PYTHON;
+    }
+    if (count > S1F_MAX_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "a stage hands over at most %d tensors, got %zd", (int)S1F_MAX_TENSORS, count);
         return S1F_ERR_PYTHON;
     }
     result->num_tensors = (int32_t)count;
@@ -329,6 +334,10 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
     if (handle == NULL)
         return NULL;
+    if (handle->forward != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
+        return NULL;
+    }
     int32_t num_segments = s1f_program_num_segments(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM));
     int64_t *sizes = NULL;
     if (sequence_length != 0) {
@@ -349,7 +358,7 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     handle->forward = handle->backward = handle->segment_sizes = handle->make_views = NULL;
     free(sizes);
     if (status != S1F_OK)
-        return s1f_raise(status);
+        return s1f_raise_for_group(status, PyCapsule_GetPointer(handle->group, S1F_CAPSULE_GROUP));
     Py_RETURN_NONE;
 }
 
