@@ -1,0 +1,723 @@
+"""Does every mistake end in an error that names the rule and the values, and does the next correct step work?
+
+One table per moment at which a mistake can be seen: when the engine is made, before a step runs anything, at a unit
+before its output is sent, and when ranks disagree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seq1f1b
+from seq1f1b import LoopbackGroup, ModelShape, PipelineEngine, PipelineError, Schedule, ScheduleError, build_schedule
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
+M, K, LENGTH = 2, 2, 8
+MODEL = whole_model(CONFIG)
+TOKENS, TARGET = batch(CONFIG, M, LENGTH)
+LOSSES, TRUTH = run_whole(MODEL, TOKENS, TARGET, M)
+BOUND = 5.0  # seconds within which every rank has ended
+
+
+class Counted(nn.Module):
+    """A stage of the model that counts its forwards and, while it has a fault, does that instead."""
+
+    def __init__(self, index: int = 0, num_stages: int = 1, fault: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.stage = stage_of(MODEL, CONFIG, index, num_stages)
+        self.fault, self.calls = fault, 0
+
+    def forward(self, x: Tensor, **ignored: Any) -> Any:
+        self.calls += 1
+        return self.stage(x) if self.fault is None else self.fault(self.stage, x, self.calls - 1)
+
+
+def make_engine(stage: Any = None, **options: Any) -> PipelineEngine:
+    settings = {"num_microbatches": M, "num_segments": K, "loss_fn": cross_entropy}
+    return PipelineEngine(Counted() if stage is None else stage, **(settings | options))
+
+
+def good_step(engine: PipelineEngine) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A correct step after a failed one: losses, and gradients from zero."""
+    for parameter in engine.parameters():
+        parameter.grad = None
+    losses = engine.step(TOKENS, target=TARGET)
+    return losses, {n.removeprefix("stage."): p.grad for n, p in engine.named_parameters() if p.grad is not None}
+
+
+def check_good(results: list[tuple[list[Tensor], dict[str, Tensor]]]) -> None:
+    assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(results[-1][0], LOSSES, strict=True))
+    assert gradient_error({name: g for _, own in results for name, g in own.items()}, TRUTH) <= 1e-10
+
+
+# -- when the engine is made -------------------------------------------------------------------------------------------
+
+SHAPE = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, ffn=8, vocab=11)
+SPLIT_BACKWARD = "F0.0 F0.1 I0.1 I0.0 W0.1 W0.0 F1.0 F1.1 I1.1 I1.0 W1.1 W1.0"
+
+
+def orders(name: str, num_ranks: int, num_segments: int) -> Schedule:
+    return build_schedule(name, num_ranks=num_ranks, num_microbatches=M, num_segments=num_segments)
+
+
+MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no micro-batch": ({"num_microbatches": 0}, ValueError, "num_microbatches is 0, must be at least 1"),
+    "negative segments": ({"num_segments": -2}, ValueError, "num_segments is -2, must be at least 1"),
+    "segments of type float": ({"num_segments": 2.0}, TypeError, "num_segments must be an int, got float"),
+    "micro-batches of type bool": ({"num_microbatches": True}, TypeError, "num_microbatches must be an int, got bool"),
+    "negative prefetch": ({"prefetch": -1}, ValueError, "prefetch is -1, must be at least 0"),
+    "segments along the batch": ({"seq_dim": 0}, ValueError, "seq_dim is 0, must be at least 1"),
+    "seq_dim of type str": ({"seq_dim": "1"}, TypeError, "seq_dim must be an int, got str"),
+    "no time": ({"timeout": 0}, ValueError, "timeout is 0, must be above 0"),
+    "time that is no number": ({"timeout": "300"}, TypeError, "timeout must be a number, got str"),
+    "time that is nan": ({"first_step_timeout": float("nan")}, ValueError, "first_step_timeout is nan"),
+    "negative spinning": ({"spin_us": -1.0}, ValueError, "spin_us is -1.0, must be at least 0"),
+    "sizes of another count": (
+        {"segment_sizes": [3, 3, 2]},
+        ValueError,
+        "segment_sizes has 3 entries, num_segments is 2",
+    ),
+    "a size of zero": ({"segment_sizes": [8, 0]}, ValueError, r"segment_sizes\[1\] is 0, must be at least 1"),
+    "a negative size": ({"segment_sizes": [-1, 9]}, ValueError, r"segment_sizes\[0\] is -1, must be at least 1"),
+    "a size of type float": ({"segment_sizes": [4, 4.5]}, TypeError, r"segment_sizes\[1\] is 4.5, must be an int"),
+    "sizes that are one int": ({"segment_sizes": 4}, TypeError, "segment_sizes must be None, 'balanced' or a list"),
+    "unknown split": ({"segment_sizes": "flops"}, ValueError, "segment_sizes is 'flops'; it must be None, 'balanced'"),
+    "balanced without a shape": ({"segment_sizes": "balanced"}, ValueError, "'balanced' needs model_shape="),
+    "heads that do not divide": (
+        {"segment_sizes": "balanced", "model_shape": SHAPE._replace(hidden=12, heads=4, kv_heads=3)},
+        ValueError,
+        "kv_heads.* 3.*heads.* 4|heads.* 4.*kv_heads.* 3",
+    ),
+    "unknown reduction": ({"loss_reduction": "max"}, ValueError, "loss_reduction is 'max', must be 'mean' or 'sum'"),
+    "a loss that is no function": ({"loss_fn": 3.0}, TypeError, "loss_fn must be callable, got float"),
+    "a weight that is no function": ({"loss_weight": 7}, TypeError, "loss_weight must be callable, got int"),
+    "gradients of type int": ({"grad_dtype": torch.int32}, TypeError, "grad_dtype is torch.int32, must be a floating"),
+    "unknown transport": ({"transport": "nccl"}, ValueError, "transport is 'nccl', must be 'auto', 'shm' or 'c10d'"),
+    "all ranks as the group": ({"group": LoopbackGroup(2)}, TypeError, r"LoopbackGroup\(P\)\[rank\]"),
+    "a group by its name": ({"group": "gloo"}, TypeError, "group= takes a ProcessGroup, .* got str"),
+    "a stage that is none": ({"stage": 5}, TypeError, "stage must be a module or a list of modules, got int"),
+    "stages of several devices": (
+        {"stage": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta")})},
+        ValueError,
+        r"several devices: \['cpu', 'meta'\]",
+    ),
+    "a stage on a device we do not run": (
+        {"stage": nn.Linear(2, 2, device="meta")},
+        ValueError,
+        "parameters lie on meta: this release runs on the CPU only",
+    ),
+    "more stages than the schedule has": (
+        {"stage": [nn.Identity(), nn.Identity()], "schedule": orders("seq1f1b", 1, K)},
+        ValueError,
+        r"rank 0 holds stages \[0\] in this schedule, 2 modules were given",
+    ),
+    "no stage": ({"stage": [], "schedule": orders("seq1f1b", 1, K)}, ValueError, "0 modules were given"),
+    "a schedule for more ranks than the group": (
+        {"schedule": orders("seq1f1b", 3, K)},
+        ValueError,
+        r"the schedule is for .* = \(3, 2, 2\), the engine has \(1, 2, 2\)",
+    ),
+    "a schedule of another k": ({"schedule": orders("1f1b", 1, 4)}, ValueError, r"\(1, 2, 4\), .*\(1, 2, 2\)"),
+    "unknown schedule": ({"schedule": "zigzag"}, ValueError, "zigzag.*1f1b"),
+    "a schedule that is none": ({"schedule": 3}, TypeError, "schedule must be a name or a seq1f1b.Schedule, got int"),
+    "split backward": ({"schedule": Schedule.from_text(SPLIT_BACKWARD)}, ScheduleError, "split backward yet.* I0.1"),
+    "an unknown rule": (
+        {"arg_rules": {"mask": "cut"}},
+        ValueError,
+        r"arg_rules\['mask'\] is 'cut'; it must be 'slice'",
+    ),
+    "rules that are a list": (
+        {"arg_rules": ["mask"]},
+        TypeError,
+        "arg_rules must be a dict of rules by name, got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_making_an_engine(name: str) -> None:
+    options, error, text = MAKING[name]
+    with pytest.raises(error, match=text):
+        make_engine(**options)
+
+
+def test_names_of_layers() -> None:
+    with pytest.raises(ValueError, match="layer key is -1, must be at least 0"):
+        seq1f1b.layer_handle(-1)
+    with pytest.raises(TypeError, match="layer is '3', must be an int"):
+        seq1f1b.layer_handle("3")
+
+
+# -- before a step runs anything ---------------------------------------------------------------------------------------
+
+MASK = torch.ones(2 * M, LENGTH)
+
+
+def sliced(length: int) -> dict[str, Any]:
+    return {"arg_rules": {"mask": "slice"}, "kwargs": {"mask": torch.ones(2 * M, length)}}
+
+
+# options of the engine and arguments of the step, together
+BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no inputs": ({"inputs": None}, ValueError, "inputs are needed on the rank of the first stage"),
+    "inputs that are no tensor": ({"inputs": "text"}, TypeError, "inputs must begin with a tensor, got str"),
+    "inputs of a dict": ({"inputs": {"x": TOKENS}}, TypeError, "inputs must begin with a tensor, got dict"),
+    "inputs without a sequence": ({"inputs": TOKENS[:, 0]}, ValueError, r"shape \(4,\) have no sequence dimension 1"),
+    "a batch that M does not divide": (
+        {"inputs": TOKENS[:3]},
+        ValueError,
+        "inputs has batch size 3, which 2 micro-batches do not divide",
+    ),
+    "an empty batch": ({"inputs": TOKENS[:0]}, ValueError, "inputs has batch size 0"),
+    "too many micro-batches": (
+        {"inputs": list(TOKENS.chunk(4))},
+        ValueError,
+        "inputs is a list of 4 micro-batches, the engine runs 2",
+    ),
+    "no micro-batches": ({"inputs": []}, ValueError, "inputs is a list of 0 micro-batches, the engine runs 2"),
+    "micro-batches of different length": (
+        {"inputs": [TOKENS[:2], TOKENS[2:, :7]]},
+        ValueError,
+        r"inputs of micro-batch 1 of shape \(2, 7\) has no dimension 1 of 8 tokens",
+    ),
+    "a second argument of another length": (
+        {"inputs": (TOKENS, TOKENS[:, :5])},
+        ValueError,
+        r"inputs of micro-batch 0 of shape \(2, 5\) has no dimension 1 of 8 tokens",
+    ),
+    "fewer tokens than segments": (
+        {"inputs": TOKENS[:, :1], "target": TARGET[:, :1]},
+        ValueError,
+        "a sequence of 1 tokens has fewer than num_segments = 2",
+    ),
+    "sizes that do not sum": (
+        {"segment_sizes": [4, 3]},
+        ValueError,
+        "segment_sizes sum to 7 tokens, the sequence has 8",
+    ),
+    "no target": ({"target": None}, ValueError, "a training step needs loss_fn and target on the rank of the last"),
+    "no loss": ({"loss_fn": None}, ValueError, "a training step needs loss_fn and target on the rank of the last"),
+    "a target of another length": (
+        {"target": TARGET[:, :6]},
+        ValueError,
+        r"target of micro-batch 0 of shape \(2, 6\) has no dimension 1 of 8 tokens",
+    ),
+    "a target of another batch": ({"target": TARGET[:3]}, ValueError, "target has batch size 3, which 2 micro-batches"),
+    "a target without a sequence": (
+        {"target": TARGET[:, 0]},
+        ValueError,
+        r"target of micro-batch 0 of shape \(2,\) has no dimension 1 of 8 tokens",
+    ),
+    "too few targets": ({"target": [TARGET]}, ValueError, "target is a list of 1 micro-batches, the engine runs 2"),
+    "a target of a dict": (
+        {"target": {"labels": TARGET}},
+        TypeError,
+        "target is a dict: pass loss_weight= to the engine, a callable that counts",
+    ),
+    "a negative count": (
+        {"loss_weight": lambda target: -1.0},
+        ValueError,
+        "loss_weight of micro-batch 0, segment 0 is -1.0, must be at least 0",
+    ),
+    "a global count of zero": ({"count": 0}, ValueError, "loss_weight is 0, must be above 0"),
+    "a global count of nan": ({"count": float("nan")}, ValueError, "loss_weight is nan, must be above 0"),
+    "a global count that is no number": ({"count": "12"}, TypeError, "loss_weight must be a number, got str"),
+    "a tensor keyword without a rule": (
+        {"kwargs": {"mask": MASK}},
+        ValueError,
+        r"keyword argument 'mask' is a tensor of shape \(4, 8\) without a rule: say arg_rules=",
+    ),
+    "a sliced keyword of another length": (
+        sliced(5),
+        ValueError,
+        r"kwargs\['mask'\] of shape \(2, 5\) has no dimension 1 of 8 tokens",
+    ),
+    "a sliced keyword of another batch": (
+        sliced(8) | {"kwargs": {"mask": MASK[:3]}},
+        ValueError,
+        r"kwargs\['mask'\] has batch size 3, which 2 micro-batches do not divide",
+    ),
+    "too few keyword arguments": (
+        {"kwargs": [{"scale": 1.0}]},
+        ValueError,
+        "kwargs is a list of 1 micro-batches, the engine runs 2",
+    ),
+    "keyword arguments that are no dict": ({"kwargs": (MASK,)}, TypeError, "kwargs must be a dict, .* got tuple"),
+    "no gradients": ({"grad": False}, RuntimeError, "step needs gradients; use eval, or leave torch.no_grad"),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_before_a_step(name: str) -> None:
+    """The module has not run, and the next correct step of the same engine is right where its options are."""
+    changes, error, text = BEFORE[name]
+    call = {key: changes[key] for key in ("inputs", "target", "kwargs") if key in changes}
+    options = {k: v for k, v in changes.items() if k not in ("inputs", "target", "kwargs", "count", "grad")}
+    stage = Counted()
+    engine = make_engine(stage, **options)
+    arguments = {"inputs": TOKENS, "target": TARGET, "loss_weight": changes.get("count")} | call
+    with torch.set_grad_enabled(changes.get("grad", True)), pytest.raises(error, match=text) as caught:
+        engine.step(**arguments)
+    assert not str(caught.value).startswith("["), "no unit has to do with it"
+    assert stage.calls == 0
+    if not options:
+        check_good([good_step(engine)])
+
+
+def test_a_mistake_before_a_later_step_names_no_unit_of_an_earlier_one() -> None:
+    engine = make_engine()
+    good_step(engine)
+    with pytest.raises(ValueError, match=r"^inputs are needed"):
+        engine.step(target=TARGET)
+    check_good([good_step(engine)])
+
+
+def test_a_closed_engine() -> None:
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.step(TOKENS, target=TARGET)
+
+
+@pytest.mark.parametrize("again", ["step", "eval"])
+def test_a_step_inside_a_step(again: str) -> None:
+    stage = Counted()
+    engine = make_engine(stage)
+    stage.fault = lambda inner, x, call: getattr(engine, again)(TOKENS, target=TARGET)
+    with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the engine is inside a step already"):
+        engine.step(TOKENS, target=TARGET)
+    stage.fault = None
+    check_good([good_step(engine)])
+
+
+# -- at a unit, before its output is sent ------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, layer: Any = 1000, **options: Any) -> Tensor:
+    k = q if k is None else k
+    return seq1f1b.causal_attention(q, k, k if v is None else v, layer=layer, **options)
+
+
+def heads(x: Tensor, num_heads: int = 2, head_dim: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.ones(x.size(0), num_heads, x.size(1), head_dim, dtype=dtype)
+
+
+def in_unit(call: int, do: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor, int], Any]:
+    """``do`` in the stage's forward number ``call``, what is right in the others."""
+    return lambda stage, x, found: do(stage, x) if found == call else stage(x)
+
+
+def skipped_layer(stage: Any, x: Tensor, call: int) -> Tensor:
+    """Layer 1000 takes no part in segment 0, so its rows are missing in segment 1."""
+    return stage(x) if call == 0 else stage(x) + attend(heads(x)).mean()
+
+
+def left_without_gradients(stage: Any, x: Tensor) -> Tensor:
+    y = stage(x)
+
+    def inner(y: Tensor) -> Tensor:
+        seq1f1b.carry_out(0, y[:, -1])
+        return y * 2
+
+    return checkpoint(inner, y, use_reentrant=True)
+
+
+def left_twice(stage: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        seq1f1b.carry_out(0, torch.zeros(1))
+    return stage(x)
+
+
+def twice(stage: Any, x: Tensor) -> Tensor:
+    return attend(attend(heads(x)))
+
+
+def like_dtensor(stage: Any, x: Tensor) -> Tensor:
+    class Distributed(torch.Tensor):
+        def to_local(self) -> Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    return stage(x).as_subclass(Distributed)
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(stage: Any, x: Tensor) -> Any:
+    raise Refused("not today")
+
+
+UNREGISTERED = torch.tensor(123456789)
+SAME_LENGTH = "for a segment of 4 tokens, and .* for another of the same length in this step"
+
+# of the first of two stages: F0.0 is its forward 0, F0.1 its forward 1
+AT_UNIT: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "returns nothing": (
+        in_unit(1, lambda stage, x: None),
+        TypeError,
+        r"^\[0\]F0.1: a stage must return a tensor or a tuple of tensors, stage 0 returned NoneType",
+    ),
+    "returns a dict": (in_unit(0, lambda stage, x: {"hidden": stage(x)}), TypeError, r"^\[0\]F0.0: .* returned dict"),
+    "returns a list": (in_unit(0, lambda stage, x: [stage(x)]), TypeError, r"^\[0\]F0.0: .* returned list"),
+    "returns a tuple with a number": (in_unit(0, lambda stage, x: (stage(x), 3)), TypeError, "returned int"),
+    "returns a distributed tensor": (
+        in_unit(0, like_dtensor),
+        TypeError,
+        r"returned a DTensor; return its to_local\(\)",
+    ),
+    "returns a tensor of another device": (
+        in_unit(1, lambda stage, x: stage(x).to("meta")),
+        ValueError,
+        r"^\[0\]F0.1: stage 0 returned a torch.strided tensor on meta",
+    ),
+    "returns a sparse tensor": (
+        in_unit(0, lambda stage, x: stage(x).detach().to_sparse()),
+        ValueError,
+        r"^\[0\]F0.0: stage 0 returned a torch.sparse_coo tensor on cpu; its outputs must be strided",
+    ),
+    "returns another shape": (
+        in_unit(1, lambda stage, x: stage(x)[:, :3]),
+        ValueError,
+        r"^\[0\]F0.1: stage 0 returned \(2, 3, 8\) torch.float64 " + SAME_LENGTH,
+    ),
+    "returns another dtype": (
+        in_unit(1, lambda stage, x: stage(x).float()),
+        ValueError,
+        r"^\[0\]F0.1: stage 0 returned \(2, 4, 8\) torch.float32 " + SAME_LENGTH,
+    ),
+    "returns another number of tensors": (
+        in_unit(2, lambda stage, x: (stage(x), x)),
+        ValueError,
+        r"^\[0\]F1.0: stage 0 returned .* torch.int64 " + SAME_LENGTH,
+    ),
+    "returns a dtype that cannot be sent": (
+        in_unit(0, lambda stage, x: stage(x).detach().to(torch.float8_e4m3fn)),
+        TypeError,
+        r"^\[0\]F0.0: a stage cannot hand over a tensor of dtype torch.float8_e4m3fn",
+    ),
+    "returns too many tensors": (
+        in_unit(0, lambda stage, x: (stage(x),) * 17),
+        ValueError,
+        r"^\[0\]F0.0: a stage hands over at most 16 tensors, got 17",
+    ),
+    "returns too many dimensions": (
+        in_unit(0, lambda stage, x: stage(x).view(2, 4, 8, 1, 1, 1, 1, 1, 1)),
+        ValueError,
+        r"^\[0\]F0.0: a stage cannot hand over a tensor of 9 dimensions, at most 8",
+    ),
+    "raises": (in_unit(1, refuse), Refused, "^not today$"),
+    "heads that do not divide": (
+        in_unit(1, lambda stage, x: attend(heads(x, 3), heads(x, 2))),
+        ValueError,
+        r"^\[0\]F0.1: kv_heads must divide heads: k has 2, q has 3",
+    ),
+    "queries of another dtype": (
+        in_unit(0, lambda stage, x: attend(heads(x), heads(x, dtype=torch.float32))),
+        TypeError,
+        r"^\[0\]F0.0: q, k and v must have one dtype: torch.float64, torch.float32",
+    ),
+    "integer queries": (in_unit(0, lambda stage, x: attend(heads(x).long())), TypeError, "q is torch.int64, must be"),
+    "heads too large": (
+        in_unit(0, lambda stage, x: attend(heads(x, 1, 257))),
+        ValueError,
+        r"^\[0\]F0.0: head_dim is 257, must be at most 256",
+    ),
+    "three dimensions": (
+        in_unit(0, lambda stage, x: attend(heads(x)[0])),
+        ValueError,
+        r"q is \(2, 4, 4\), must be \(batch, heads, tokens, head_dim\)",
+    ),
+    "sparse queries": (
+        in_unit(0, lambda stage, x: attend(heads(x).to_sparse())),
+        ValueError,
+        "has layout torch.sparse",
+    ),
+    "keys of more tokens than the segment": (
+        in_unit(0, lambda stage, x: attend(torch.ones(2, 2, 5, 4))),
+        ValueError,
+        r"^\[0\]F0.0: .*5.*4",
+    ),
+    "a window of nothing": (
+        in_unit(0, lambda stage, x: attend(heads(x), window=0)),
+        ValueError,
+        r"^\[0\]F0.0: window is 0, must be at least 1",
+    ),
+    "documents of another length": (
+        in_unit(0, lambda stage, x: attend(heads(x), doc_ids=torch.zeros(2, 8, dtype=torch.int32))),
+        ValueError,
+        r"doc_ids is \(2, 8\), must be \(batch, tokens\) = \(2, 4\)",
+    ),
+    "a cache of another dtype": (
+        lambda stage, x, call: stage(x) + attend(heads(x, dtype=(torch.float64, torch.float32)[call])).sum(),
+        ValueError,
+        r"^\[0\]F0.1: layer 1000 changed within a step: .* float32.* its first use had .* float64",
+    ),
+    "a layer used twice in one forward": (
+        in_unit(0, twice),
+        RuntimeError,
+        r"^\[0\]F0.0: layer 1000 is used twice in one forward, .* give each use its own key",
+    ),
+    "a layer that was skipped in segment 0": (
+        skipped_layer,
+        RuntimeError,
+        r"^\[0\]F0.1: layer 1000 reads segment 0 of micro-batch 0, which was never written",
+    ),
+    "a layer key that nobody made": (
+        in_unit(0, lambda stage, x: attend(heads(x), layer=UNREGISTERED)),
+        ValueError,
+        r"^\[0\]F0.0: layer key 123456789 is not registered; make it with seq1f1b.layer_handle",
+    ),
+    "positions along no dimension": (
+        in_unit(0, lambda stage, x: seq1f1b.positions(x, 2)),
+        ValueError,
+        r"^\[0\]F0.0: dim is 2, x has 2 dimensions",
+    ),
+    "state that was never left": (
+        in_unit(1, lambda stage, x: seq1f1b.carry_in(7, stage(x))),
+        RuntimeError,
+        r"^\[0\]F0.1: .*segment 1 reads carried state 7, which segment 0 did not leave",
+    ),
+    "state left twice": (in_unit(0, left_twice), ValueError, r"^\[0\]F0.0: carried state 0 is left twice"),
+    "state left without gradients": (
+        in_unit(0, left_without_gradients),
+        RuntimeError,
+        r"^\[0\]F0.0: carry_out with gradients off .* use_reentrant=False",
+    ),
+    "an auxiliary loss of many elements": (
+        in_unit(1, lambda stage, x: seq1f1b.add_loss(stage(x))),
+        ValueError,
+        r"^\[0\]F0.1: add_loss needs a tensor of one element, got shape \(2, 4, \d+\)",
+    ),
+}
+
+
+def run_two(
+    faults: tuple[Any, Any], losses: tuple[Any, ...] = (cross_entropy,), **options: Any
+) -> tuple[list[Exception | None], list[int], float]:
+    """Two ranks make a failing step, then a correct one. Errors and forwards of the failing step, and its seconds."""
+
+    def run(group: Any) -> Any:
+        stage = Counted(group.rank, 2, faults[group.rank])
+        loss = Switched(losses[0])
+        engine = make_engine(stage, group=group, loss_fn=loss, **options)
+        began = time.monotonic()
+        failed: Exception | None = None
+        try:
+            engine.step(TOKENS, target=TARGET)
+        except Exception as error:
+            failed = error
+        seconds = time.monotonic() - began
+        stage.fault, loss.inner, calls = None, cross_entropy, stage.calls
+        return failed, calls, seconds, good_step(engine)
+
+    results = run_ranks(2, run)
+    check_good([r[3] for r in results])
+    return [r[0] for r in results], [r[1] for r in results], max(r[2] for r in results)
+
+
+class Switched:
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return self.inner(output, target)
+
+
+@pytest.mark.parametrize("name", AT_UNIT)
+def test_at_a_unit(name: str) -> None:
+    """The rank gets the error itself, the other one a PipelineError with rank and cause; what was wrong is not sent."""
+    fault, error, text = AT_UNIT[name]
+    (own, other), calls, seconds = run_two((fault, None))
+    assert type(own) is error
+    with pytest.raises(error, match=text):
+        raise own
+    assert type(other) is PipelineError and other.rank == 0
+    unit = f"[0]F{(calls[0] - 1) // K}.{(calls[0] - 1) % K}"
+    assert str(other) == f"rank 0 ended the step: {unit}: {error.__name__}: {str(own).removeprefix(f'{unit}: ')}"
+    assert calls[1] < calls[0], "the next stage ran on an output that was wrong"
+    assert seconds < BOUND
+
+
+AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "many elements": (
+        lambda output, target: output.sum(-1),
+        ValueError,
+        r"^\[1\]F0.0: loss_fn must return a scalar tensor, got \(2, 4\)",
+    ),
+    "no tensor": (
+        lambda output, target: 1.5,
+        ValueError,
+        r"^\[1\]F0.0: loss_fn must return a scalar tensor, got float",
+    ),
+    "none": (lambda output, target: None, ValueError, "loss_fn must return a scalar tensor, got NoneType"),
+    "detached": (
+        lambda output, target: cross_entropy(output, target).detach(),
+        ValueError,
+        r"^\[1\]F0.0: loss_fn returned a loss that does not require grad",
+    ),
+    "raises": (
+        lambda output, target: cross_entropy(output[:, :2], target),
+        ValueError,
+        r"^\[1\]F0.0: Expected input batch_size \(4\) to match target batch_size \(8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_LOSS)
+def test_at_the_loss(name: str) -> None:
+    loss, error, text = AT_LOSS[name]
+    (other, own), _, seconds = run_two((None, None), (loss,))
+    with pytest.raises(error, match=text):
+        raise own
+    assert (
+        type(other) is PipelineError and other.rank == 1 and "rank 1 ended the step: [1]F0.0: ValueError" in str(other)
+    )
+    assert seconds < BOUND
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError(f"bad gradient of {tuple(grad.shape)}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_a_backward(rank: int) -> None:
+    fault = in_unit(1, lambda stage, x: RaisesInBackward.apply(stage(x)))
+    errors, _, seconds = run_two((fault, None) if rank == 0 else (None, fault))
+    own, other = errors[rank], errors[1 - rank]
+    assert type(own) is ValueError and f"[{rank}]B0.1: bad gradient of (2, 4, " in str(own)
+    assert type(other) is PipelineError and f"rank {rank} ended the step: [{rank}]B0.1: ValueError: bad" in str(other)
+    assert seconds < BOUND
+
+
+@pytest.mark.parametrize("name", [n for n in AT_UNIT if not n.startswith("returns")])
+def test_at_a_unit_of_a_pipeline_of_one(name: str) -> None:
+    fault, error, text = AT_UNIT[name]
+    stage = Counted(fault=fault)
+    engine = make_engine(stage)
+    with pytest.raises(error, match=text):
+        engine.step(TOKENS, target=TARGET)
+    stage.fault = None
+    check_good([good_step(engine)])
+
+
+def test_parameters_keep_their_gradients_dtype_after_a_failed_step() -> None:
+    """They are accumulated in fp32 during a step only."""
+    stage = nn.Linear(4, 4).bfloat16()
+    refusing = Switched(lambda output, target: refuse(output, target))
+    engine = make_engine(stage, loss_fn=refusing)
+    x = torch.ones(2 * M, LENGTH, 4, dtype=torch.bfloat16)
+    with pytest.raises(Refused):
+        engine.step(x, target=x)
+    stage.weight.grad = None
+    stage(x).sum().backward()
+    assert stage.weight.grad.dtype == torch.bfloat16
+
+
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def step(engine: PipelineEngine, **changes: Any) -> Any:
+    return engine.step(**({"inputs": TOKENS, "target": TARGET} | changes))
+
+
+def step_without_gradients(engine: PipelineEngine) -> Any:
+    with torch.no_grad():
+        return step(engine)
+
+
+# options of the two engines, what each rank does first, and the rank that sees it: error and text
+DISAGREE: dict[str, tuple[tuple[dict[str, Any], ...], tuple[Any, ...], int, type[Exception], str]] = {
+    "sizes": (
+        ({"segment_sizes": [5, 3]}, {"segment_sizes": [4, 4]}),
+        (step, step),
+        1,
+        RuntimeError,
+        r"^\[1\]F0.0: .*segment 0 is tokens \[0, 5\) of 8 at the sender, \[0, 4\) of 8 here: .* same segment_sizes",
+    ),
+    "sizes of another sum": (
+        ({}, {"segment_sizes": [4, 6]}),
+        (step, step),
+        1,
+        ValueError,
+        r"^\[1\]F0.0: segment_sizes sum to 10 tokens, the sequence has 8",
+    ),
+    "eval on the first": (
+        ({}, {}),
+        (lambda e: e.eval(TOKENS, target=TARGET), step),
+        1,
+        RuntimeError,
+        r"F\d.\d of step 1 \(eval\), .*: do all ranks run the same schedule",
+    ),
+    "eval on the last": (
+        ({}, {}),
+        (step, lambda e: e.eval(TOKENS, target=TARGET)),
+        1,
+        RuntimeError,
+        r"received F0.0 of step 1 \(train\), .* but the program expects F0.0 of step 1 \(eval\)",
+    ),
+    "gradients": (({}, {}), (step, step_without_gradients), 1, RuntimeError, "^step needs gradients; use eval"),
+    "a target on the last": (
+        ({}, {}),
+        (step, lambda e: step(e, target=TARGET[:, :7])),
+        1,
+        ValueError,
+        r"target of micro-batch 0 of shape \(2, 7\) has no dimension 1 of 8 tokens",
+    ),
+    "a keyword on the last": (
+        ({}, {}),
+        (step, lambda e: step(e, kwargs={"mask": MASK})),
+        1,
+        ValueError,
+        "^keyword argument 'mask' is a tensor",
+    ),
+    "no inputs on the first": (
+        ({}, {}),
+        (lambda e: step(e, inputs=None), step),
+        0,
+        ValueError,
+        "^inputs are needed on the rank of the first stage",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_ranks_that_disagree(name: str) -> None:
+    options, first, rank, error, text = DISAGREE[name]
+
+    def run(group: Any) -> Any:
+        stage = Counted(group.rank, 2)
+        engine = make_engine(stage, group=group, **options[group.rank])
+        began = time.monotonic()
+        try:
+            first[group.rank](engine)
+            failed = None
+        except Exception as error:
+            failed = error
+        seconds = time.monotonic() - began
+        return failed, seconds, stage.calls, good_step(engine) if options == ({}, {}) else None
+
+    results = run_ranks(2, run)
+    with pytest.raises(error, match=text):
+        raise results[rank][0]
+    other = results[1 - rank][0]
+    assert type(other) is PipelineError and other.rank == rank and f"rank {rank} ended the step: " in str(other)
+    assert results[rank][2] == 0, "the rank ran a unit of a step that could not be right"
+    assert max(r[1] for r in results) < BOUND
+    if options == ({}, {}):
+        check_good([r[3] for r in results])
