@@ -72,6 +72,10 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
  * ones, so that this is also the most held. */
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes);
 
+/* Layers used since begin_step, index ascending from 0: 0 past the last, else 1 and what its slabs hold. */
+int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, int64_t *layer,
+                       s1f_layer_shape *shape);
+
 s1f_status s1f_layer_register(int64_t layer); /* S1F_ERR_ARG below 0; again is fine; any thread */
 int s1f_layer_is_registered(int64_t layer);
 

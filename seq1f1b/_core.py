@@ -70,6 +70,7 @@ current_unit = _C.current_unit
 kv_cache_create = _C.kv_cache_create
 kv_cache_begin_step = _C.kv_cache_begin_step
 kv_cache_bytes = _C.kv_cache_bytes
+kv_cache_layers = _C.kv_cache_layers
 current_unit_set = _C.current_unit_set
 current_unit_clear = _C.current_unit_clear
 attention_isa = _C.attention_isa

@@ -144,7 +144,7 @@ class PipelineEngine:
         self._eval_executor: Any = None
         self._step = 0
         self._known_shapes: set[Any] = set()
-        self._activation_bytes: dict[int, float] = {}
+        self._activations: dict[int, tuple[float, int]] = {}  # bytes per token and at the peak, by stage
         self._closed = self._running = False
         self.last_step: StepRecord | None = None
 
@@ -386,9 +386,9 @@ class PipelineEngine:
         self._known_shapes.add(batch.shape_key)
         for index, runtime in self._runtimes.items():
             if runtime.saved_tokens:
-                self._activation_bytes[index] = runtime.saved_bytes / runtime.saved_tokens
+                self._activations[index] = runtime.saved_bytes / runtime.saved_tokens, runtime.peak_saved_bytes
         self.last_step = StepRecord(
-            training, self._step, batch.sizes, elapsed, program, executor, self.stages, dict(self._activation_bytes)
+            training, self._step, batch.sizes, elapsed, program, executor, self.stages, dict(self._activations)
         )
         return batch.losses(), batch.outputs() if return_outputs else None
 

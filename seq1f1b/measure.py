@@ -18,8 +18,10 @@ class SavedBytes:
     A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those.
     """
 
-    def __init__(self, module: nn.Module, excluded: Iterable[Any]) -> None:
-        known = [*module.parameters(), *module.buffers(), *(t for t in excluded if isinstance(t, Tensor))]
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+        known = [t for t in excluded if isinstance(t, Tensor)]
+        for module in modules:
+            known += [*module.parameters(), *module.buffers()]
         self._seen = {t.untyped_storage().data_ptr() for t in known}
         self.bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
@@ -41,7 +43,6 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, trace)
 
 
-def is_compiled(module: Any) -> bool:
-    return not isinstance(module, nn.Module) or any(
-        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in module.modules()
-    )
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module or a part of it runs as compiled code."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules())

@@ -27,7 +27,7 @@ class StepRecord:
     program: Any
     executor: Any
     stages: list[int]
-    activation_bytes: dict[int, float]  # per token, by stage; empty where it was not measured
+    activations: dict[int, tuple[float, int]]  # bytes per token, and at the peak, by stage; empty where not measured
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class StageReport:
     Attributes:
         peak_live_units, peak_live_tokens: measured. The planned ones come from the lowered program and the sizes.
         planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
-        activation_bytes: planned_live_tokens times the bytes per token that autograd saved in the first micro-batch of
-            this shape; None where it was not measured (compiled modules).
+        activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
+            shape; None where it was not (compiled modules). planned_activation_bytes: planned_live_tokens times the
+            mean bytes per token of that step.
     """
 
     stage: int
@@ -49,6 +50,7 @@ class StageReport:
     planned_kv_slots: int
     planned_grad_slots: int
     activation_bytes: int | None
+    planned_activation_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Report:
         seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
         busy: in the units. wait: for messages. send: for credits and copies.
         bubble: share of ``seconds`` that is not ``busy``.
-        kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients.
+        kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
+            times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
         receive_places: of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far.
         timeline: (unit, start, end) on the machine's monotonic clock.
@@ -76,7 +79,9 @@ class Report:
     bubble: float
     stages: tuple[StageReport, ...]
     kv_bytes: int
+    planned_kv_bytes: int
     grad_bytes: int
+    planned_grad_bytes: int
     receive_places: int
     process_peak_bytes: int
     timeline: tuple[tuple[Unit, float, float], ...]
@@ -140,7 +145,9 @@ def _rank_report(record: StepRecord, rank: int, cache: Any) -> Report:
         for opcode, unit, first, last in _core.executor_timeline(record.executor, rank)
         if opcode == _RUN
     )
+    stages = tuple(_stage_report(record, stage) for stage in record.stages)
     kv_bytes, grad_bytes = _core.kv_cache_bytes(cache)
+    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
     places = sum(edge[5] for edge in _core.program_edges(record.program) if edge[3] == rank)
     return Report(
         rank=rank,
@@ -152,20 +159,34 @@ def _rank_report(record: StepRecord, rank: int, cache: Any) -> Report:
         wait=wait * 1e-9,
         send=send * 1e-9,
         bubble=1.0 - run * 1e-9 / seconds if seconds > 0 else 0.0,
-        stages=tuple(_stage_report(record, stage) for stage in record.stages),
+        stages=stages,
         kv_bytes=kv_bytes,
+        planned_kv_bytes=planned_kv_bytes,
         grad_bytes=grad_bytes,
+        planned_grad_bytes=planned_grad_bytes,
         receive_places=places,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
     )
 
 
+def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: Any) -> tuple[int, int]:
+    """Slots of the lowered program times (2, batch, kv heads, tokens, head dim) of each of the step's layers."""
+    slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
+    kv = grad = 0
+    for stage, _, batch, heads, head_dim, kv_element, grad_element, with_docs in _core.kv_cache_layers(cache):
+        kv_slots, grad_slots = slots[stage]
+        elements = 2 * batch * heads * length * head_dim
+        kv += kv_slots * (elements * kv_element + (batch * length * 4 if with_docs else 0))
+        grad += grad_slots * elements * grad_element
+    return kv, grad
+
+
 def _stage_report(record: StepRecord, stage: int) -> StageReport:
     live_units, live_tokens = _core.executor_stage_measure(record.executor, stage)
     planned_units, kv_slots, grad_slots = _core.program_stage_peak(record.program, stage)
     planned_tokens = _core.program_peak_tokens(record.program, stage, record.sizes)
-    per_token = record.activation_bytes.get(stage)
+    per_token, peak_bytes = record.activations.get(stage, (None, None))
     return StageReport(
         stage=stage,
         peak_live_units=live_units,
@@ -174,5 +195,6 @@ def _stage_report(record: StepRecord, stage: int) -> StageReport:
         planned_live_tokens=planned_tokens,
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
-        activation_bytes=None if per_token is None else round(per_token * planned_tokens),
+        activation_bytes=peak_bytes,
+        planned_activation_bytes=None if per_token is None else round(per_token * planned_tokens),
     )

@@ -71,8 +71,8 @@ class StageRuntime:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
-        self.measure_activations = measure_activations and not is_compiled(self.module)
-        self.saved_bytes = self.saved_tokens = 0  # by the units of micro-batch 0, where measured
+        self.measure_activations = measure_activations and not any(map(is_compiled, self._modules()))
+        self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, where measured
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -84,21 +84,41 @@ class StageRuntime:
         self.live[key] = unit
         self._set_current(unit)
         try:
-            kwargs = None if self.kwargs is None else self.kwargs[m][s]
-            if self.measure_activations and m == 0:
-                output = self._measured(length, arguments, kwargs or {})
+            if self.measure_activations:
+                result = self._measured(key, m, s, length, arguments, unit)
             else:
-                output = self.module(*arguments, **kwargs) if kwargs else self.module(*arguments)
-            if self.is_last:
-                self._finish_last(key, m, s, output, unit)
-                result = None
-            else:
-                result = self._finish_middle(key, length, output, unit)
+                result = self._compute(key, m, s, length, arguments, unit)
         finally:
             self._set_current(None)
         if not self.training:
             self._forget_in_eval(key, s, unit)
         return result
+
+    def _compute(
+        self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
+    ) -> tuple[Tensor, ...] | None:
+        kwargs = None if self.kwargs is None else self.kwargs[m][s]
+        output = self.module(*arguments, **kwargs) if kwargs else self.module(*arguments)
+        if not self.is_last:
+            return self._finish_middle(key, length, output, unit)
+        self._finish_last(key, m, s, output, unit)
+        return None
+
+    def _measured(
+        self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
+    ) -> tuple[Tensor, ...] | None:
+        """The same, counting the bytes that the unit's graph keeps."""
+        with SavedBytes(self._modules(), arguments) as saved:
+            result = self._compute(key, m, s, length, arguments, unit)
+        unit.saved_bytes = saved.bytes
+        self.saved_bytes += saved.bytes
+        self.saved_tokens += length
+        live = sum(other.saved_bytes for other in self.live.values())
+        self.peak_saved_bytes = max(self.peak_saved_bytes, live)
+        return result
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
     def _arguments(self, key: int, m: int, s: int, received: Any, unit: LiveUnit) -> tuple[Any, ...]:
         if received is not None:
@@ -116,14 +136,6 @@ class StageRuntime:
             leaves.append(leaf)
         unit.leaves = tuple(leaves)
         return unit.leaves
-
-    def _measured(self, length: int, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert isinstance(self.module, nn.Module)
-        with SavedBytes(self.module, arguments) as saved:
-            output = self.module(*arguments, **kwargs)
-        self.saved_bytes += saved.bytes
-        self.saved_tokens += length
-        return output
 
     def _finish_middle(self, key: int, length: int, output: Any, unit: LiveUnit) -> tuple[Tensor, ...] | None:
         outputs = output if isinstance(output, tuple) else (output,)

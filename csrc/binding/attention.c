@@ -188,6 +188,30 @@ static PyObject *kv_cache_bytes(PyObject *module, PyObject *capsule)
     return Py_BuildValue("LL", (long long)kv_bytes, (long long)grad_bytes);
 }
 
+PyDoc_STRVAR(kv_cache_layers_doc,
+             "kv_cache_layers(cache) -> [(stage, layer, batch, kv_heads, head_dim, bytes per element "
+             "of K and V, of dK and dV, with document ids)] of the last step");
+
+static PyObject *kv_cache_layers(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
+    PyObject *list = cache == NULL ? NULL : PyList_New(0);
+    int32_t stage = 0;
+    int64_t layer = 0;
+    s1f_layer_shape shape;
+    for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &layer, &shape); i++) {
+        PyObject *item =
+            Py_BuildValue("(iLLLLiii)", (int)stage, (long long)layer, (long long)shape.batch, (long long)shape.kv_heads,
+                          (long long)shape.head_dim, (int)s1f_dtype_bytes(shape.dtype),
+                          shape.dtype == S1F_FLOAT64 ? 8 : 4, (int)shape.with_docs);
+        if (item == NULL || PyList_Append(list, item) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
 /* The units that Python has set: the process's, and the thread's. Each holds a reference to its cache. */
 typedef struct {
     s1f_current_unit unit;
@@ -315,6 +339,7 @@ PyMethodDef s1f_attention_methods[] = {
     {"kv_cache_create", kv_cache_create, METH_NOARGS, kv_cache_create_doc},
     {"kv_cache_begin_step", kv_cache_begin_step, METH_VARARGS, kv_cache_begin_step_doc},
     {"kv_cache_bytes", kv_cache_bytes, METH_O, kv_cache_bytes_doc},
+    {"kv_cache_layers", kv_cache_layers, METH_O, kv_cache_layers_doc},
     {"current_unit_set", current_unit_set, METH_VARARGS, current_unit_set_doc},
     {"current_unit_clear", current_unit_clear, METH_VARARGS, current_unit_clear_doc},
     {"attention_isa", attention_isa, METH_NOARGS, attention_isa_doc},
