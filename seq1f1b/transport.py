@@ -127,11 +127,9 @@ class RankGroup(ABC):
 
     # -- steps
 
-    def begin_step(self, label: int | None = None) -> int:
+    def begin_step(self) -> int:
         """Enters a step, after recovery from a failed one. Returns its number, which all ranks agree on.
 
-        Args:
-            label: the caller's own count, for messages.
         Raises:
             PipelineError: another rank failed since this one left its last step; or a rank is gone.
         """
@@ -142,8 +140,6 @@ class RankGroup(ABC):
             self._recover()
         self.step += 1
         _core.group_begin_step(self.group, self.step)
-        if label is not None:
-            _core.group_progress(self.group, f"the start of step {label}")
         return self.step
 
     def end_step(self, failed: bool) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+import seq1f1b  # noqa: E402
 from seq1f1b import PipelineError, _core, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
 
@@ -321,6 +323,37 @@ def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
         assert errors[rank] == [("rank 2 ended the step: ValueError: no such token", 2)]
     assert all(s == ([3, 1.5], [2, 0]) for s in sums)
     assert all([len(t) for t in text] == [1, 10001, 20001] for text in texts)
+
+
+def test_engines_go_on_after_a_failure_that_one_learnt_late() -> None:
+    """Rank 0 has left the step when rank 1 fails in it: it gets the error at its next one, then both agree again."""
+    groups, failed, broken = LoopbackGroup(2), threading.Event(), [True]
+    x = torch.ones(1, 4, 4)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if broken[0]:
+            raise ValueError("no such token")
+        return (output - target).square().mean()
+
+    def run(rank: int) -> float | None:
+        group, module = groups[rank], torch.nn.Identity()
+        engine = seq1f1b.PipelineEngine(module, num_microbatches=1, loss_fn=loss, group=group, timeout=30.0)
+        if rank == 0:
+            engine.eval(x, target=x)
+            assert failed.wait(30)
+            with pytest.raises(PipelineError, match="no such token") as caught:
+                engine.eval(x, target=x)
+            assert caught.value.rank == 1
+        else:
+            with pytest.raises(ValueError, match="no such token"):
+                engine.eval(x, target=x)
+            broken[0] = False
+            failed.set()
+        losses = engine.eval(x, target=x)
+        return float(losses[0]) if losses else None
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [None, 0.0]
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
