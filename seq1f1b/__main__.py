@@ -1,0 +1,111 @@
+"""Command line: ``python -m seq1f1b`` or ``seq1f1b``.
+
+seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --segments 4          the order as a text timeline
+seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --png timeline.png    or as a picture, or --trace timeline.json
+seq1f1b simulate seq1f1b 1f1b --ranks 4 --microbatches 8 --segments 4 makespan, bubble and peaks of each
+seq1f1b doctor                                                        what was found here, and what each absence costs
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+import seq1f1b
+from seq1f1b import Schedule, Simulation, _core, draw
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="seq1f1b", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw", help="draw a schedule as text, PNG or Perfetto trace")
+    drawing.add_argument("schedule", help=f"one of {', '.join(seq1f1b.schedules())}, or a file of Schedule.to_text")
+    drawing.add_argument("--width", type=int, default=100, help="columns of the text timeline")
+    drawing.add_argument("--png", metavar="FILE")
+    drawing.add_argument("--trace", metavar="FILE")
+    simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
+    simulating.add_argument("schedule", nargs="+")
+    for command in (drawing, simulating):
+        command.add_argument("--ranks", type=int, default=4)
+        command.add_argument("--microbatches", type=int, default=8)
+        command.add_argument("--segments", type=int, default=1)
+        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one stage")
+        command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
+        command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
+    commands.add_parser("doctor", help="what was found on this machine")
+    options = parser.parse_args(arguments)
+    try:
+        return {"draw": draw_schedule, "simulate": simulate, "doctor": doctor}[options.command](options)
+    except (ValueError, OSError) as error:
+        print(f"seq1f1b: {error}", file=sys.stderr)
+        return 2
+
+
+def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
+    if name not in seq1f1b.schedules() and os.path.isfile(name):
+        with open(name) as file:
+            return Schedule.from_text(file.read())
+    return seq1f1b.build_schedule(
+        name, num_ranks=options.ranks, num_microbatches=options.microbatches, num_segments=options.segments
+    )
+
+
+def run(schedule: Schedule, options: argparse.Namespace) -> Simulation:
+    """Segments of a micro-batch cost the same; so do the stages."""
+    k = schedule.num_segments
+    return schedule.simulate(options.forward / k, options.backward / k, transfer=options.transfer)
+
+
+def draw_schedule(options: argparse.Namespace) -> int:
+    schedule = make_schedule(options.schedule, options)
+    simulation = run(schedule, options)
+    if options.png:
+        draw.timeline_png(options.png, simulation.timeline, title=options.schedule)
+    if options.trace:
+        draw.trace_json(options.trace, simulation.timeline)
+    if not options.png and not options.trace:
+        print(simulation.to_text(options.width))
+    return 0
+
+
+def simulate(options: argparse.Namespace) -> int:
+    print(f"{'schedule':<24}{'makespan':>10}{'bubble':>9}{'peak units':>12}{'= micro-batches':>17}")
+    for name in options.schedule:
+        schedule = make_schedule(name, options)
+        simulation = run(schedule, options)
+        peak = max(simulation.peak)
+        print(
+            f"{name:<24}{simulation.makespan:>10.3f}{simulation.bubble_ratio:>9.1%}{peak:>12d}"
+            f"{peak / schedule.num_segments:>17.2f}"
+        )
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    print(f"seq1f1b {seq1f1b.__version__}, Python {platform.python_version()}, {platform.machine()}")
+    if importlib.util.find_spec("torch") is None:
+        print("torch: not found. Partition and schedules work; attention and the engine do not.")
+        return 0
+    import torch
+
+    importlib.import_module("seq1f1b.attention")  # binds torch's functions
+
+    print(f"torch {torch.__version__}: bound, {len(_core.torch_functions())} functions of its C ABI")
+    print(f"attention on the CPU: {_core.attention_isa()} kernels, {torch.get_num_threads()} threads")
+    print("CUDA: no kernels in this release; modules must lie on the CPU")
+    print("NCCL: no transport in this release; ranks talk over shared memory, or torch's own groups across hosts")
+    for package, loss in (("matplotlib", "no PNG timelines"), ("tokenizers", "no examples/train_gpt.py")):
+        found = importlib.util.find_spec(package) is not None
+        print(f"{package}: {'found' if found else 'not found: ' + loss}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
