@@ -11,6 +11,8 @@
  * dQ of each range of keys is its own, and the ranges are summed in order at the end.
  *
  * Work on the diagonal is trimmed per micro-tile of rows: no product runs over keys that none of its rows sees.
+ * A product may run over up to TILE_ROWS - 1 keys with a p of 0; so a NaN or infinity in one token can reach the few
+ * rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
  * Every sum has one order, whatever the number of threads.
  *
  * Not here, and handed to the truth: fp64, head_dim above MAX_DIM, window, softcap, slopes, docs. 16-bit is widened to

@@ -73,14 +73,13 @@ static inline uint16_t s1f_to_bf16(float value)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* Without branches, so that loops over it become vectors. The factor moves the exponent to float's and makes subnormals
+ * normal; infinity and NaN come out from 2^16 on and get float's highest exponent back. */
 static inline float s1f_from_fp16(uint16_t half)
 {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    if (rest >= 0x7c00) /* infinity, NaN */
-        return s1f_float_from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest < 0x400) /* zero, subnormal: rest 2^-24 */
-        return s1f_float_from_bits(sign | s1f_bits_of_float((float)rest * 0x1p-24f));
-    return s1f_float_from_bits(sign | ((rest << 13) + (112u << 23)));
+    float rest = s1f_float_from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f;
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, special = rest >= 0x1p16f ? 0x7f800000 : 0;
+    return s1f_float_from_bits(s1f_bits_of_float(rest) | special | sign);
 }
 
 static inline uint16_t s1f_to_fp16(float value)
