@@ -8,9 +8,11 @@
 /* Fastest first; the truth, which every machine has, last. */
 static const s1f_attention_kernels *const all_kernels[] = {
 #if defined(__x86_64__)
-    &s1f_attention_avx512, &s1f_attention_avx2,
+    &s1f_attention_avx512,
+    &s1f_attention_avx2,
 #endif
-    &s1f_attention_portable, &s1f_attention_reference,
+    &s1f_attention_portable,
+    &s1f_attention_reference,
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -105,7 +107,7 @@ s1f_status s1f_attention_check(const s1f_attention_args *args)
         return s1f_fail(S1F_ERR_ARG, "q_start %lld and window %lld must not be negative", (long long)args->q_start,
                         (long long)args->window);
     if (!(args->softcap >= 0))
-        return s1f_fail(S1F_ERR_ARG, "softcap is %g, must be positive, or 0 for none", (double)args->softcap);
+        return s1f_fail(S1F_ERR_ARG, "softcap is %g, must be positive, or 0 for none", args->softcap);
     return S1F_OK;
 }
 

@@ -29,14 +29,14 @@ typedef struct {
     s1f_strides q_strides, kv_strides; /* k and v alike */
     void *out;                         /* forward: written; backward: read */
     s1f_strides out_strides;
-    void *lse;                         /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
+    void *lse; /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
 
     double scale;
-    int64_t window;                    /* keys seen, itself included; 0: all */
-    double softcap;                    /* 0: none */
-    const float *slopes;               /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
+    int64_t window;      /* keys seen, itself included; 0: all */
+    double softcap;      /* 0: none */
+    const float *slopes; /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
     int64_t slopes_batch_stride;
-    const int32_t *docs;               /* (B, T), row stride docs_batch_stride; NULL: one document */
+    const int32_t *docs; /* (B, T), row stride docs_batch_stride; NULL: one document */
     int64_t docs_batch_stride;
 
     /* backward */
@@ -44,8 +44,7 @@ typedef struct {
     s1f_strides dout_strides;
     void *dq;
     s1f_strides dq_strides;
-    void *dk, *dv;                     /* float (double for fp64), rows [0, T): added to, or, where
-                                        * store_kv_grads, stored */
+    void *dk, *dv; /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
     s1f_strides dkv_strides;
     int32_t store_kv_grads;
 } s1f_attention_args;
@@ -71,7 +70,8 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
  * Results are bit-equal from run to run and over thread counts. */
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context);
-/* Bytes that the chosen path needs; 0 for arguments it would refuse. Reads sizes and options, follows no pointer. */
+/* Bytes that the chosen path needs with a context of num_threads; 0 for arguments it would refuse. Reads sizes and
+ * options, follows no pointer. */
 int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward);
 
 /* Name of the instruction set in use: "avx512", "avx2", "portable", "reference". Chosen at first use: the fastest, or

@@ -23,8 +23,8 @@ typedef __m256 vec;
         (part) = _mm256_sub_ps(clamped_, whole);                                                                       \
     } while (0)
 #define VEC_EXP2_JOIN(p, whole)                                                                                        \
-    _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(                                                            \
-                         _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23)))
+    _mm256_mul_ps(p, _mm256_castsi256_ps(                                                                              \
+                         _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23)))
 
 static inline __m256 first_lanes(int64_t n)
 {

@@ -16,8 +16,7 @@ typedef __m512 vec;
 #define VEC_FIRST(x, n, other) _mm512_mask_mov_ps(other, (__mmask16)((1u << (n)) - 1), x)
 #define VEC_HIGHEST(x) _mm512_reduce_max_ps(x)
 #define VEC_EXP2_SPLIT(x, whole, part)                                                                                 \
-    ((whole) = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),                                 \
-     (part) = _mm512_sub_ps(x, whole))
+    ((whole) = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), (part) = _mm512_sub_ps(x, whole))
 #define VEC_EXP2_JOIN(p, whole) _mm512_scalef_ps(p, whole)
 
 #define KERNELS s1f_attention_avx512

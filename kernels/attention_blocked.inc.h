@@ -26,13 +26,13 @@
 
 enum {
     MAX_DIM = 256,
-    KEYS = 192,                       /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
-    ROWS = 48,                        /* of S at a time: rates are flat from 24 to 96 */
-    ALIGNED = 16,                     /* floats in a cache line */
-    CHUNK_ROWS = 512,                 /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    BACKWARD_TASKS = 8,               /* that the ranges of keys are cut for, where they are long enough */
-    MIN_RANGE = 512,                  /* keys of a backward task, unless there are fewer */
-    PITCH = KEYS + ALIGNED,           /* of S: its rows lie on different sets of the L1 cache */
+    KEYS = 192,             /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
+    ROWS = 48,              /* of S at a time: rates are flat from 24 to 96 */
+    ALIGNED = 16,           /* floats in a cache line */
+    CHUNK_ROWS = 512,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
+    BACKWARD_TASKS = 8,     /* that the ranges of keys are cut for, where they are long enough */
+    MIN_RANGE = 512,        /* keys of a backward task, unless there are fewer */
+    PITCH = KEYS + ALIGNED, /* of S: its rows lie on different sets of the L1 cache */
 };
 
 _Static_assert(KEYS % PANEL == 0, "a block of keys is whole panels");
@@ -40,8 +40,8 @@ _Static_assert(KEYS % TILE_ROWS == 0, "a tile of dk is TILE_ROWS keys");
 _Static_assert(ROWS % TILE_ROWS == 0, "a block of rows is whole micro-tiles");
 _Static_assert((KEYS + TILE_ROWS + VEC_LANES - 1) / VEC_LANES * VEC_LANES <= PITCH, "zeros past the keys fit");
 
-static const float LOG2_E = 1.44269504088896340736f;
-static const float LN_2 = 0.69314718055994530942f;
+static const double LOG2_E = 1.44269504088896340736;
+static const double LN_2 = 0.69314718055994530942;
 static const float LOWEST = -0x1p126f; /* below every logit, and finite, so that differences stay numbers */
 
 /* ---- tasks, taken in order by whoever is free ---- */
@@ -51,9 +51,9 @@ typedef void (*task_body)(const attention_job *job, int64_t task, float *scratch
 
 struct attention_job {
     const s1f_attention_args *args;
-    int64_t dim;   /* head_dim, rounded up to whole vectors */
-    int64_t rows;  /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
-    int64_t parts; /* forward: chunks of the segment; backward: ranges of the keys */
+    int64_t dim;       /* head_dim, rounded up to whole vectors */
+    int64_t rows;      /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
+    int64_t parts;     /* forward: chunks of the segment; backward: ranges of the keys */
     int64_t part_keys; /* backward: keys of a range */
 
     float *q, *dout, *lse, *delta; /* backward: packed (B, Hq, rows, dim), (B, Hq, rows) */
@@ -115,9 +115,12 @@ static attention_job forward_job(const s1f_attention_args *args, int32_t num_thr
     int64_t rows = s1f_min(CHUNK_ROWS / group_of(args), (args->segment_len + wanted - 1) / wanted);
     rows = s1f_min(round_up(s1f_max(rows, 2 * ROWS), ROWS), round_up(args->segment_len, TILE_ROWS));
     int64_t chunk = group_of(args) * rows; /* q, out (chunk, dim); highest (chunk); sums (chunk) of vectors */
-    return (attention_job){.args = args, .dim = dim, .rows = rows, .parts = (args->segment_len + rows - 1) / rows,
-                           .scratch_floats = round_up(chunk * (2 * dim + 1 + VEC_LANES), ALIGNED) +
-                                             ROWS * PITCH + 2 * KEYS * dim + 4 * dim};
+    return (attention_job){.args = args,
+                           .dim = dim,
+                           .rows = rows,
+                           .parts = (args->segment_len + rows - 1) / rows,
+                           .scratch_floats = round_up(chunk * (2 * dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
+                                             2 * KEYS * dim + 4 * dim};
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
@@ -125,8 +128,11 @@ static attention_job backward_job(const s1f_attention_args *args)
     int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
     int64_t keys = args->q_start + args->segment_len, parts = (BACKWARD_TASKS + heads - 1) / heads;
     int64_t part_keys = round_up(s1f_max((keys + parts - 1) / parts, MIN_RANGE), KEYS);
-    return (attention_job){.args = args, .dim = dim, .rows = round_up(args->segment_len, TILE_ROWS),
-                           .part_keys = part_keys, .parts = (keys + part_keys - 1) / part_keys,
+    return (attention_job){.args = args,
+                           .dim = dim,
+                           .rows = round_up(args->segment_len, TILE_ROWS),
+                           .part_keys = part_keys,
+                           .parts = (keys + part_keys - 1) / part_keys,
                            .scratch_floats = 2 * ROWS * PITCH + 5 * KEYS * dim + 4 * dim};
 }
 
@@ -235,8 +241,8 @@ static void forward_block(int64_t dim, int64_t rows, int64_t token, int64_t firs
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         int64_t until = seen(token + r + TILE_ROWS - 1, first_key, keys);
         for (int64_t row = r; row < r + TILE_ROWS; row++) {
-            float shrink = softmax_row(s + row * PITCH, seen(token + row, first_key, keys), until,
-                                       &highest[row], sums + row * VEC_LANES);
+            float shrink = softmax_row(s + row * PITCH, seen(token + row, first_key, keys), until, &highest[row],
+                                       sums + row * VEC_LANES);
             if (shrink != 1)
                 for (int64_t c = 0; c < dim; c += VEC_LANES)
                     VEC_STORE(out + row * dim + c, VEC_MUL(VEC_LOAD(out + row * dim + c), VEC_ALL(shrink)));
@@ -252,7 +258,7 @@ static void forward_store(const attention_job *job, int64_t batch, int64_t head,
     float sum = sum_of_lanes(VEC_LOAD(sums));
     narrow_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, 1 / sum, out);
     ((float *)args->lse)[(batch * args->heads + head) * args->segment_len + row] =
-        (float)(((double)highest + log2((double)sum)) * 0.69314718055994530942);
+        (float)(((double)highest + log2((double)sum)) * LN_2);
 }
 
 /* A chunk of rows of one kv head's query heads. Later rows see more keys, so the last chunks come first. */
@@ -273,7 +279,7 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     for (int64_t g = 0; g < group; g++)
         for (int64_t row = 0; row < num_rows; row++)
             widen_row(args->dtype, args->q, s1f_at(args->q_strides, batch, kv_head * group + g, first_row + row),
-                      args->head_dim, args->scale * LOG2_E, q + (g * rows + row) * dim, dim);
+                      args->head_dim, (float)(args->scale * LOG2_E), q + (g * rows + row) * dim, dim);
     for (int64_t r = 0; r < chunk; r++)
         highest[r] = LOWEST;
 
@@ -285,8 +291,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
         for (int64_t g = 0; g < group; g++)
             for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = g * rows + row;
-                forward_block(dim, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * dim,
-                              k_panels, v, s, out + r * dim, highest + r, sums + r * VEC_LANES);
+                forward_block(dim, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * dim, k_panels, v, s,
+                              out + r * dim, highest + r, sums + r * VEC_LANES);
             }
     }
 
@@ -329,15 +335,15 @@ static void prepare_task(const attention_job *job, int64_t task, float *scratch)
             *lse = *delta = 0;
             continue;
         }
-        widen_row(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->head_dim, args->scale * LOG2_E,
-                  q, dim);
+        widen_row(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->head_dim,
+                  (float)(args->scale * LOG2_E), q, dim);
         widen_row(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->head_dim, 1, dout, dim);
         widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, 1, scratch, dim);
         vec sum = VEC_ALL(0);
         for (int64_t c = 0; c < dim; c += VEC_LANES)
             sum = VEC_FMA(VEC_LOAD(dout + c), VEC_LOAD(scratch + c), sum);
         *delta = sum_of_lanes(sum);
-        *lse = ((const float *)args->lse)[task * args->segment_len + row] * LOG2_E;
+        *lse = (float)((double)((const float *)args->lse)[task * args->segment_len + row] * LOG2_E);
     }
 }
 
@@ -439,13 +445,12 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
         for (int64_t g = 0; g < group; g++)
             for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = (head + g) * rows + row;
-                backward_block(dim, s1f_min(ROWS, rows - row), args->q_start + row, key, keys, &b,
-                               job->q + r * dim, job->dout + r * dim, job->lse + r, job->delta + r,
-                               dq + (g * rows + row) * dim);
+                backward_block(dim, s1f_min(ROWS, rows - row), args->q_start + row, key, keys, &b, job->q + r * dim,
+                               job->dout + r * dim, job->lse + r, job->delta + r, dq + (g * rows + row) * dim);
             }
         for (int64_t i = 0; i < keys; i++) { /* the packed q has a factor log2(e) that dk must not have */
             int64_t to = s1f_at(args->dkv_strides, batch, kv_head, key + i);
-            add_key_gradients(args, (float *)args->dk + to, b.dk + i * dim, LN_2);
+            add_key_gradients(args, (float *)args->dk + to, b.dk + i * dim, (float)LN_2);
             add_key_gradients(args, (float *)args->dv + to, b.dv + i * dim, 1);
         }
     }
@@ -463,7 +468,7 @@ static void query_gradient_task(const attention_job *job, int64_t task, float *s
             for (int64_t c = 0; c < dim; c++)
                 dq[c] += dq[part * part_floats + c];
         narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, task / args->heads, task % args->heads, row),
-                   args->head_dim, args->scale, dq);
+                   args->head_dim, (float)args->scale, dq);
     }
 }
 

@@ -36,8 +36,14 @@ static inline void s1f_run(const s1f_attention_context *context, int64_t count, 
         body(0, count, job);
 }
 
-static inline int64_t s1f_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t s1f_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t s1f_min(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+static inline int64_t s1f_max(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
 
 /* First element of row `row` of head `head`, in elements. */
 static inline int64_t s1f_at(s1f_strides strides, int64_t batch, int64_t head, int64_t row)

@@ -25,7 +25,7 @@ typedef uint32_t vec_unsigned __attribute__((vector_size(16)));
         vec clamped_ = VEC_MAX(VEC_ALL(-127.0f), x);                                                                   \
         clamped_ = choose(clamped_ > VEC_ALL(127.0f), VEC_ALL(127.0f), clamped_);                                      \
         (whole) = clamped_ + VEC_ALL(0x1.8p23f);                                                                       \
-        (part) = clamped_ - ((whole) - VEC_ALL(0x1.8p23f));                                                            \
+        (part) = clamped_ - VEC_SUB(whole, VEC_ALL(0x1.8p23f));                                                        \
     } while (0)
 #define VEC_EXP2_JOIN(p, whole) ((p) * (vec)(((vec_unsigned)(whole) + 127) << 23))
 

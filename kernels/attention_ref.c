@@ -123,12 +123,12 @@ static int visible(const s1f_attention_args *args, int64_t batch, int64_t row, i
 static double logit(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, int64_t key,
                     double *slope_of_cap)
 {
-    double x = (double)args->scale * dot(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->k,
-                                         s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
+    double x = args->scale * dot(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->k,
+                                 s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
     *slope_of_cap = 1;
     if (args->softcap > 0) {
-        double squashed = tanh(x / (double)args->softcap);
-        x = (double)args->softcap * squashed;
+        double squashed = tanh(x / args->softcap);
+        x = args->softcap * squashed;
         *slope_of_cap = 1 - squashed * squashed;
     }
     if (args->slopes)
@@ -214,7 +214,7 @@ static void query_gradient(const s1f_attention_args *args, int64_t batch, int64_
             if (visible(args, batch, row, key))
                 add_scaled(dq, ds[key], args->dtype, args->k,
                            s1f_at(args->kv_strides, batch, kv_head_of(args, head), key) + from, n);
-        store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, (double)args->scale, n);
+        store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, args->scale, n);
     }
 }
 
@@ -252,7 +252,7 @@ static void key_gradient(const s1f_attention_args *args, int64_t batch, int64_t 
                     add_scaled(dk, ds[i], args->dtype, args->q, q, n);
                     add_scaled(dv, p[i], args->dtype, args->dout, dout, n);
                 }
-        accumulate(args, args->dk, to, dk, (double)args->scale, n);
+        accumulate(args, args->dk, to, dk, args->scale, n);
         accumulate(args, args->dv, to, dv, 1, n);
     }
 }

@@ -1,7 +1,8 @@
 /* test_attention.c - does attention compute what kernels/attention.h says, with every instruction set of this machine?
  *
  * Measures: a naive computation in double that shares no code with the kernels, finite differences, and for the blocked
- * kernels the truth on the same stored out and lse. Arguments: "small" for a slice that is quick under valgrind. */
+ * kernels the truth on the same stored out and lse.
+ * Argument: "sanitize" or "valgrind" for a slice that is quick enough there. */
 #include "../../kernels/attention_internal.h"
 
 #include <math.h>
@@ -10,7 +11,7 @@
 #include <stdlib.h>
 
 static int64_t num_failed, num_checks;
-static int small;
+static int small, medium; /* slices: small is part of medium */
 
 static void check(int ok, const char *what)
 {
@@ -181,7 +182,7 @@ static void sequence_free(sequence *x)
 
 static double scale_of(const shape *s)
 {
-    return (double)(float)(1 / sqrt((double)s->head_dim));
+    return 1 / sqrt((double)s->head_dim);
 }
 
 /* Arguments of the segment [begin, end). Its lse stands at B Hq begin, as (B, Hq, end - begin). */
@@ -190,17 +191,36 @@ static s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t
     const shape *s = &x->s;
     int64_t bytes = s1f_dtype_bytes(s->dtype), from = begin * x->q_strides.row * bytes;
     return (s1f_attention_args){
-        .dtype = s->dtype, .batch = s->batch, .heads = s->heads, .kv_heads = s->kv_heads,
-        .segment_len = end - begin, .head_dim = s->head_dim, .q_start = begin,
-        .q = (const char *)x->q + from, .k = x->k, .v = x->v, .out = (char *)x->out + from,
-        .q_strides = x->q_strides, .kv_strides = x->kv_strides, .out_strides = x->q_strides,
+        .dtype = s->dtype,
+        .batch = s->batch,
+        .heads = s->heads,
+        .kv_heads = s->kv_heads,
+        .segment_len = end - begin,
+        .head_dim = s->head_dim,
+        .q_start = begin,
+        .q = (const char *)x->q + from,
+        .k = x->k,
+        .v = x->v,
+        .out = (char *)x->out + from,
+        .q_strides = x->q_strides,
+        .kv_strides = x->kv_strides,
+        .out_strides = x->q_strides,
         .lse = (char *)x->lse + s->batch * s->heads * begin * s1f_dtype_bytes(sums_dtype(s->dtype)),
-        .scale = (float)scale_of(s), .window = s->window, .softcap = (float)s->softcap,
-        .slopes = x->slopes, .slopes_batch_stride = x->slopes ? s->heads : 0,
-        .docs = x->docs, .docs_batch_stride = s->length,
-        .dout = (const char *)x->dout + from, .dout_strides = x->q_strides,
-        .dq = (char *)x->dq + from, .dq_strides = x->q_strides,
-        .dk = x->dk, .dv = x->dv, .dkv_strides = x->kv_strides, .store_kv_grads = store,
+        .scale = scale_of(s),
+        .window = s->window,
+        .softcap = s->softcap,
+        .slopes = x->slopes,
+        .slopes_batch_stride = x->slopes ? s->heads : 0,
+        .docs = x->docs,
+        .docs_batch_stride = s->length,
+        .dout = (const char *)x->dout + from,
+        .dout_strides = x->q_strides,
+        .dq = (char *)x->dq + from,
+        .dq_strides = x->q_strides,
+        .dk = x->dk,
+        .dv = x->dv,
+        .dkv_strides = x->kv_strides,
+        .store_kv_grads = store,
     };
 }
 
@@ -716,18 +736,27 @@ static void test_refusals(void)
 /* ---- what is run ---- */
 
 static const int32_t dtypes[] = {S1F_FLOAT64, S1F_FLOAT32, S1F_BFLOAT16, S1F_FLOAT16};
-static const struct { int64_t heads, kv_heads; } head_counts[] = {{1, 1}, {4, 4}, {4, 2}, {4, 1}};
+static const struct {
+    int64_t heads, kv_heads;
+} head_counts[] = {{1, 1}, {4, 4}, {4, 2}, {4, 1}};
 
 static void test_truths(void)
 {
     for (int d = 0; d < 4; d++)
         for (int heads = 0; heads < 4; heads++)
             for (int options = 0; options < 16; options += small ? 5 : 1) {
-                shape s = {dtypes[d], .batch = 1 + options % 2, .heads = head_counts[heads].heads,
-                           .kv_heads = head_counts[heads].kv_heads, .first = options % 3 * 5, .length = 23,
-                           .head_dim = heads == 1 ? 70 : 5, .tokens_outside = heads & 1,
-                           .window = options & 1 ? 6 : 0, .softcap = options & 2 ? 1.5 : 0,
-                           .alibi = options & 4 ? 0.3 : 0, .num_docs = options & 8 ? 3 : 0};
+                shape s = {dtypes[d],
+                           .batch = 1 + options % 2,
+                           .heads = head_counts[heads].heads,
+                           .kv_heads = head_counts[heads].kv_heads,
+                           .first = options % 3 * 5,
+                           .length = 23,
+                           .head_dim = heads == 1 ? 70 : 5,
+                           .tokens_outside = heads & 1,
+                           .window = options & 1 ? 6 : 0,
+                           .softcap = options & 2 ? 1.5 : 0,
+                           .alibi = options & 4 ? 0.3 : 0,
+                           .num_docs = options & 8 ? 3 : 0};
                 test_truth(s);
                 if (dtypes[d] == S1F_FLOAT64)
                     test_finite_differences(s);
@@ -737,13 +766,14 @@ static void test_truths(void)
 static void test_instruction_set(void)
 {
     static const int64_t head_dims[] = {8, 32, 64, 80, 96, 128, 256, 20, 1};
-    static const struct { int64_t first, length; } rows[] = {{0, 1},    {0, 7},    {0, 113},  {0, 129}, {0, 257},
-                                                             {1, 2},    {33, 40},  {17, 146}, {64, 128}, {255, 256},
-                                                             {391, 504}, {131, 388}};
+    static const struct {
+        int64_t first, length;
+    } rows[] = {{0, 1},   {0, 7},    {0, 113},  {0, 129},   {0, 257},   {1, 2},
+                {33, 40}, {17, 146}, {64, 128}, {255, 256}, {391, 504}, {131, 388}};
     int num_rows = sizeof rows / sizeof *rows, num_dims = small ? 4 : (int)(sizeof head_dims / sizeof *head_dims);
     for (int d = small ? 1 : 0; d < 4; d++)
-        for (int dim = 0; dim < num_dims; dim += small ? 2 : 1)
-            for (int row = 0; row < num_rows; row += small ? 6 : 1) {
+        for (int dim = 0; dim < num_dims; dim += medium ? 2 : 1)
+            for (int row = 0; row < num_rows; row += small ? 6 : medium ? 3 : 1) {
                 int heads = (dim + row + d) % 4;
                 int64_t longest = dtypes[d] == S1F_FLOAT64 ? 40 : head_dims[dim] == 64 ? 600 : 260;
                 longest = head_dims[dim] > 100 ? s1f_min(longest, 150) : longest;
@@ -765,13 +795,15 @@ static void test_instruction_set(void)
                 1);
     for (int d = 1; d < 4; d++)
         test_chosen((shape){dtypes[d], .batch = 1, .heads = 2, .kv_heads = 1, .first = 5, .length = small ? 30 : 200,
-                            .head_dim = 64, .logits = 1e4}, 1);
+                            .head_dim = 64, .logits = 1e4},
+                    1);
 }
 
 int main(int argc, char **argv)
 {
     static const char *const names[] = {"portable", "avx2", "avx512"};
-    small = argc > 1 && strcmp(argv[1], "small") == 0;
+    small = argc > 1 && strcmp(argv[1], "valgrind") == 0;
+    medium = small || (argc > 1 && strcmp(argv[1], "sanitize") == 0);
     test_conversions();
     test_refusals();
     test_truths();
