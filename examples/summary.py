@@ -1,0 +1,100 @@
+"""What a run ends with: what was learned, the plan beside what was measured, the loss curve."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import data
+from matplotlib.figure import Figure
+
+from seq1f1b.draw import timeline_png, trace_json
+from seq1f1b.report import PipelineReport
+
+
+def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
+    """The loss on text that was held out, beside that of a model that knows only how often each token occurs."""
+    loss = rows[-1]["held_out"]
+    below = text.unigram_entropy - loss
+    print(
+        f"held-out loss {loss:.3f} nats per token, {abs(below):.3f} {'below' if below >= 0 else 'ABOVE'} the unigram "
+        f"entropy of {text.unigram_entropy:.3f}; {median(row['tokens_per_second'] for row in rows[1:]):.0f} tokens/s"
+    )
+
+
+def print_plan(report: PipelineReport) -> None:
+    """The last step: what the schedule allows, and what was measured."""
+    planned = report.planned
+
+    def line(what: str, plan: str, measured: str) -> None:
+        print(f"{what:34}{plan:>12}{measured:>12}")
+
+    print()
+    line("last step", "planned", "measured")
+    line("seconds", f"{planned.makespan:.3f}", f"{report.makespan:.3f}")
+    line("bubble, all ranks", f"{planned.bubble_ratio:.1%}", f"{report.bubble:.1%}")
+    for rank in report.ranks:
+        line(f"bubble, rank {rank.rank}", f"{planned.bubble[rank.rank] / planned.makespan:.1%}", f"{rank.bubble:.1%}")
+        for stage in rank.stages:
+            name = f"stage {stage.stage}"
+            line(f"live units, {name}", f"{stage.planned_live_units}", f"{stage.peak_live_units}")
+            line(f"live tokens, {name}", f"{stage.planned_live_tokens}", f"{stage.peak_live_tokens}")
+            if stage.activation_bytes is not None:
+                line(f"activations, {name}", megabytes(stage.activation_bytes), "")
+        line(f"keys and values, rank {rank.rank}", "", megabytes(rank.kv_bytes))
+        line(f"their gradients, rank {rank.rank}", "", megabytes(rank.grad_bytes))
+        line(f"process peak, rank {rank.rank}", "", megabytes(rank.process_peak_bytes))
+
+
+def draw_step(folder: Path, report: PipelineReport) -> None:
+    """The last step as a picture and as a trace: the plan above what was measured."""
+    sizes = ", ".join(str(size) for size in report.ranks[0].segment_sizes)
+    tracks = {"planned": report.planned.timeline, "measured": report.timeline}
+    timeline_png(folder / "timeline.png", tracks, title=f"last step, segments of {sizes} tokens")
+    trace_json(folder / "trace.json", tracks)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    smoothed, total, mass = [], 0.0, 0.0
+    for value in values:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        smoothed.append(total / mass)
+    return smoothed
+
+
+def plot_loss(file: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], *, text: data.Header) -> None:
+    """Loss over steps from the rows of the logs, held-out losses, and the level of a model that only counts tokens."""
+    unigram_entropy = text.unigram_entropy
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for (name, rows), colour in zip(curves.items(), ("C0", "C1"), strict=False):
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(losses), color=colour, linewidth=2, label=f"training, {name} (smoothed)")
+        held_out = [(row["step"], row["held_out"]) for row in rows if "held_out" in row]
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), "o-", color="C3", linewidth=1, markersize=5, label="held-out text")
+            step, loss = held_out[-1]
+            axes.annotate(
+                f"{loss:.2f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color="C3"
+            )
+    axes.axhline(unigram_entropy, color="grey", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"unigram entropy {unigram_entropy:.2f}",
+        (1, unigram_entropy),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color="dimgrey",
+    )
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(file)

@@ -1,0 +1,303 @@
+"""Trains a small language model on real text under Seq1F1B, over several processes of this machine's CPU.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+
+takes a minute or three and downloads nothing: the text is the source code of the Python standard library (any other:
+``--data``). The run folder then holds log.jsonl (a row per step), loss.png, timeline.png, trace.json (open it in
+https://ui.perfetto.dev) and checkpoints; ``examples/generate.py`` writes text with what was learned.
+
+    --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
+    --resume        goes on from the newest checkpoint of --out, with any number of processes
+    Ctrl-C          finishes the step, saves, and exits
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+import checkpoint
+import compare
+import data
+import ranks
+import summary
+import torch
+import torch.distributed as dist
+from model import Config, HeadLoss, build_stage, cross_entropy
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import seq1f1b
+from seq1f1b.report import PipelineReport
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--data", type=Path, help="folder, text file or JSON lines; default: the standard library's source"
+    )
+    text.add_argument("--field", default="content", help="text field of a JSON line (%(default)s)")
+    text.add_argument("--max-bytes", type=int, default=6_000_000, help="of text to use, 0: all (%(default)s)")
+    text.add_argument("--vocab", type=int, default=1536, help="of the byte-level BPE (%(default)s)")
+    text.add_argument("--cache", type=Path, default=Path("runs/data"), help="folder of token files (%(default)s)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--hidden", type=int, default=128)
+    model.add_argument("--layers", type=int, default=5)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--kv-heads", type=int, default=2)
+    model.add_argument("--ffn", type=int, default=384)
+    pipeline = parser.add_argument_group("pipeline")
+    pipeline.add_argument("--schedule", default="seq1f1b", help=f"{', '.join(seq1f1b.schedules())} (%(default)s)")
+    pipeline.add_argument("--microbatches", type=int, default=4, help="M, per step (%(default)s)")
+    pipeline.add_argument("--segments", type=int, default=4, help="k, per sequence (%(default)s)")
+    pipeline.add_argument("--even", action="store_true", help="segments of equal length, not of equal cost")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=160, help="(%(default)s)")
+    training.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
+    training.add_argument("--seq-len", type=int, default=1024, help="(%(default)s)")
+    training.add_argument(
+        "--lr", type=float, default=6e-3, help="after warm-up; a tenth of it at the end (%(default)s)"
+    )
+    training.add_argument("--warmup", type=int, default=10, help="steps (%(default)s)")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--threads", type=int, default=0, help="per process; 0: its share of the cores")
+    run = parser.add_argument_group("run")
+    run.add_argument("--out", type=Path, default=Path("runs/gpt"), help="run folder (%(default)s)")
+    run.add_argument(
+        "--eval-every", type=int, default=40, help="steps from one held-out loss to the next (%(default)s)"
+    )
+    run.add_argument("--eval-batches", type=int, default=8, help="of held-out text (%(default)s)")
+    run.add_argument("--save-every", type=int, default=80, help="steps from one checkpoint to the next (%(default)s)")
+    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --out")
+    run.add_argument("--compare", action="store_true", help="train under torch's Schedule1F1B too")
+    args = parser.parse_args(argv)
+    args.checkpoint = None
+    if args.resume:
+        newest = checkpoint.newest(args.out / "checkpoints")
+        if newest is None:
+            parser.error(f"--resume: no whole checkpoint in {args.out / 'checkpoints'}")
+        parser.set_defaults(**checkpoint.read_manifest(newest)["run"]["arguments"])
+        args = parser.parse_args(argv)  # what is said now wins over what was said then
+        args.checkpoint = newest
+    return args
+
+
+def remembered(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a resumed run takes over."""
+    forgotten = {"out", "resume", "checkpoint", "compare", "threads"}
+    values = {name: value for name, value in vars(args).items() if name not in forgotten and value is not None}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+class Pipeline(Protocol):
+    """What training needs of a pipeline, ours or torch's."""
+
+    def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]: ...
+    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
+
+
+class Log:
+    """A row per step, in memory and, on rank 0, as JSON lines; a resumed run drops the rows after its checkpoint."""
+
+    def __init__(self, file: Path, start: int) -> None:
+        lines = file.read_text().splitlines()[:start] if start and file.exists() else []
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.file = open(file, "w", buffering=1) if ranks.rank() == 0 else None  # noqa: SIM115 (lives with the run)
+        for row in self.rows:
+            self._write(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self._write(row)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(row) + "\n")
+
+
+class Trainer:
+    """One rank's part of a model in training: pipeline, weights, optimizer, log."""
+
+    def __init__(
+        self, pipeline: Pipeline, parameters: dict[str, nn.Parameter], args: argparse.Namespace, log: str, start: int
+    ) -> None:
+        self.pipeline, self.args = pipeline, args
+        decayed = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
+        others = [parameter for parameter in parameters.values() if parameter.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        self.state = checkpoint.training_state(parameters, self.optimizer)
+        if args.checkpoint:
+            checkpoint.load(args.checkpoint, self.state)
+        self.log = Log(args.out / log, start)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        warm_up = min(1.0, (step + 1) / max(1, self.args.warmup))
+        return float(self.args.lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.args.steps)))
+
+    def step(self, step: int, inputs: Tensor, target: Tensor) -> dict[str, Any]:
+        """One step of training; its row of the log, the same on every rank."""
+        start = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        losses = self.pipeline.step(inputs, target=target)
+        norm = self.pipeline.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = ranks.total(mean(losses))  # known where the last stage is
+        seconds = time.perf_counter() - start
+        return {
+            "step": step + 1,
+            "loss": loss,
+            "learning_rate": self.learning_rate(step),
+            "gradient_norm": float(norm),
+            "seconds": seconds,
+            "tokens_per_second": inputs.numel() / seconds,
+        }
+
+
+def mean(losses: list[Tensor]) -> float:
+    """Mean of a step's losses; 0 on a rank that has none."""
+    return sum(loss.item() for loss in losses) / max(1, len(losses))
+
+
+def train(args: argparse.Namespace) -> bool:
+    """The whole run, on one rank. False if ``--compare`` found losses that disagree."""
+    rank, num_ranks = ranks.rank(), ranks.num_ranks()
+    corpus = data.Corpus(args.data, args.field, args.max_bytes)
+    folder = ranks.on_first_rank(lambda: data.prepare(corpus, args.cache, vocab=args.vocab))
+    tokens = data.Tokens(folder, seq_len=args.seq_len)
+    config = Config(tokens.header.vocab, args.hidden, args.layers, args.heads, args.kv_heads, args.ffn)
+    start = checkpoint.read_manifest(args.checkpoint)["step"] if args.checkpoint else 0
+    ranks.on_first_rank(lambda: open_run_folder(args, folder))
+
+    engine = seq1f1b.PipelineEngine(
+        build_stage(config, rank, num_ranks, head=False, seed=args.seed),
+        schedule=args.schedule,
+        num_microbatches=args.microbatches,
+        num_segments=args.segments,
+        segment_sizes=None if args.even else "balanced",
+        model_shape=config.shape,
+        loss_fn=HeadLoss(config, seed=args.seed) if rank == num_ranks - 1 else None,
+    )
+    trainers = [Trainer(engine, dict(engine.named_parameters()), args, "log.jsonl", start)]
+    if args.compare:
+        stage = build_stage(config, rank, num_ranks, seed=args.seed, torch_attention=True)
+        pipeline = compare.TorchPipeline(stage, num_microbatches=args.microbatches, loss_fn=cross_entropy)
+        trainers.append(Trainer(pipeline, dict(stage.named_parameters()), args, "log_torch.jsonl", start))
+    run = {"arguments": remembered(args), "model": asdict(config)}
+
+    with closing(engine):
+        report = run_steps(args, engine, trainers, tokens, start, run)
+    if rank != 0:
+        return True
+    logs = [trainer.log.rows for trainer in trainers]
+    curves = dict(zip(("Seq1F1B", "torch 1F1B"), logs, strict=False))
+    summary.plot_loss(args.out / "loss.png", curves, text=tokens.header)
+    if report is None:
+        print(f"stopped after step {logs[0][-1]['step']} and saved a checkpoint in {args.out}; go on with --resume")
+        return True
+    summary.draw_step(args.out, report)
+    summary.print_run(logs[0], tokens.header)
+    summary.print_plan(report)
+    print(f"\n{args.out} holds log.jsonl, loss.png, timeline.png, trace.json, checkpoints")
+    return not args.compare or compare.print_comparison(*logs)
+
+
+def run_steps(
+    args: argparse.Namespace,
+    engine: seq1f1b.PipelineEngine,
+    trainers: list[Trainer],
+    tokens: data.Tokens,
+    start: int,
+    run: dict[str, Any],
+) -> PipelineReport | None:
+    """The loop: step, log, evaluate, save. The report of the last step; None if a signal ended the run before."""
+    stop = ranks.StopRequest()
+    report = None
+    bar = tqdm(total=args.steps, initial=start, unit="step", disable=ranks.rank() != 0, mininterval=0.5)
+    for step in range(start, args.steps):
+        inputs, target = tokens.batch(step, batch_size=args.batch, seed=args.seed)
+        weigh = args.compare and step % 10 == 5  # memory is measured in steps of its own: it slows them
+        rows = {}
+        for trainer in trainers if step % 2 else reversed(trainers):
+            with compare.peak_growth(weigh) as growth:
+                rows[trainer] = trainer.step(step, inputs, target)
+            if weigh:
+                rows[trainer]["peak_growth_mb"] = ranks.gather(growth.megabytes)
+        row = rows[trainers[0]]
+        row |= {"bubble": engine.report().bubble, "resident_mb": resident_megabytes()}
+        done = row["step"] == args.steps
+        if done:
+            report = engine.report(gather=True)  # now: an evaluation is a step as well
+        if done or row["step"] % args.eval_every == 0:
+            row["held_out"] = held_out_loss(engine, tokens, args)
+        for trainer in trainers:
+            trainer.log.add(rows[trainer])
+        bar.set_postfix_str(
+            f"loss {row['loss']:.3f}, {row['tokens_per_second']:.0f} tokens/s, bubble {row['bubble']:.0%}, "
+            f"{row['resident_mb']:.0f} MB",
+            refresh=False,
+        )
+        bar.update()
+        stopped = stop.agreed()
+        if stopped or done or row["step"] % args.save_every == 0:
+            checkpoint.save(args.out / "checkpoints", trainers[0].state, step=row["step"], run=run)
+        if stopped:
+            break
+    bar.close()
+    return report
+
+
+def held_out_loss(engine: seq1f1b.PipelineEngine, tokens: data.Tokens, args: argparse.Namespace) -> float:
+    batches = tokens.held_out_batches(args.eval_batches, batch_size=args.batch)
+    return ranks.total(fmean(mean(engine.eval(inputs, target=target)) for inputs, target in batches))
+
+
+def resident_megabytes() -> float:
+    """Most memory this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:
+    """Makes the run folder. A new run does not overwrite an earlier one: that moves to ``<out>.old``."""
+    if args.checkpoint:
+        return
+    if args.out.exists():
+        old = args.out.with_name(args.out.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        args.out.rename(old)
+    args.out.mkdir(parents=True)
+    shutil.copy(tokens / "tokenizer.json", args.out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+    elif args.compare:
+        raise SystemExit("--compare needs several processes: torchrun --standalone --nproc-per-node 2 ...")
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))
+    try:
+        return 0 if train(args) else 1
+    except (ValueError, checkpoint.CheckpointError) as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
