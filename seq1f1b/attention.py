@@ -142,7 +142,7 @@ class _SegmentAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, *options: Any
     ) -> Tensor:
         out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, *options)
-        ctx.save_for_backward(q, out, lse, layer, slopes, docs)
+        ctx.save_for_backward(_compact(q), out, lse, layer, slopes, docs)
         ctx.options = options
         ctx.kv_heads = k.shape[1]
         return out  # type: ignore[no-any-return]
@@ -155,6 +155,14 @@ class _SegmentAttention(torch.autograd.Function):
             dout, q, out, lse, layer, slopes, docs, *ctx.options, ctx.kv_heads
         )
         return (*grads, None, None, None, None, None, None)
+
+
+def _compact(q: Tensor) -> Tensor:
+    """A copy of ``q`` where it is a part of a larger storage, as one projection makes q, k and v: to save the part would
+    keep the whole, and keys and values lie in the cache already. Compiled code has buffers of its own."""
+    if torch.compiler.is_compiling() or q.untyped_storage().nbytes() == q.nbytes:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
