@@ -426,9 +426,7 @@ class PipelineEngine:
         """
         unit = _last_unit(executor)
         explained = error
-        if isinstance(error, _core.PipelineError):
-            error.unit = error.unit or unit
-        else:
+        if not isinstance(error, _core.PipelineError):
             explained = _explain(error, unit)
             place = f"{unit}: " if unit else ""
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
