@@ -1,0 +1,331 @@
+"""Does a step end on every rank, with the cause, when a rank fails, dies, sleeps or is interrupted? Real processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+
+from seq1f1b import PipelineEngine, PipelineError
+from seq1f1b.testing import run_ranks
+
+P, M, K, LENGTH = 3, 3, 2, 8
+CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
+TOKENS, TARGET = batch(CONFIG, M, LENGTH, size=1)
+
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "seq1f1b.engine", "pytest"])
+
+
+def run_child(fn: Callable[..., Any], rank: int, store: str, kind: str, pipe: Connection, arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=P)
+    try:
+        pipe.send(("result", fn(rank, kind, pipe, *arguments)))
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+class Ranks:
+    """P processes that run ``fn(rank, kind, pipe, *arguments)``, with a pipe each."""
+
+    def __init__(self, fn: Callable[..., Any], folder: Path, kind: str, *arguments: Any) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(P):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=run_child, args=(fn, rank, str(folder / "store"), kind, theirs, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def receive(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(60), f"rank {rank} says nothing"
+        kind, value = self.pipes[rank].recv()
+        assert kind != "error", f"rank {rank}: {value}"
+        return value
+
+
+@contextmanager
+def running(fn: Callable[..., Any], folder: Path, kind: str, *arguments: Any) -> Iterator[Ranks]:
+    ranks = Ranks(fn, folder, kind, *arguments)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class Trapped(nn.Module):
+    """A stage of the model that calls ``trap`` in one of its forwards or backwards."""
+
+    def __init__(self, rank: int, at: str | None, trap: Callable[[], None]) -> None:
+        super().__init__()
+        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
+        self.at, self.trap, self.calls = at, trap, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = f"{self.calls // K % M}.{self.calls % K}"
+        self.calls += 1
+        y = self.stage(x)
+        if self.at == f"F{unit}":
+            self.trap()
+        if self.at == f"B{unit}":
+            y.register_hook(lambda grad: self.trap())
+        return y
+
+
+def outcome(do: Callable[[], Any]) -> tuple[str, str, Any, float]:
+    """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
+    try:
+        do()
+    except BaseException as error:
+        attributes = tuple(getattr(error, name, None) for name in ("rank", "unit", "edge"))
+        return type(error).__name__, str(error), attributes, time.monotonic()
+    return "", "", None, time.monotonic()
+
+
+def step_into_a_trap(
+    rank: int, kind: str, pipe: Connection, trapped: int, at: str, trap_kind: str, limits: dict
+) -> Any:
+    """A good step, one in which rank ``trapped`` meets its trap, and after a failure that all survive a good one."""
+
+    def trap() -> None:
+        pipe.send(("trap", time.monotonic()))
+        if trap_kind == "raise":
+            raise ValueError("no such token")
+        while True:  # killed, or asleep for good
+            time.sleep(1)
+
+    stage = Trapped(rank, None, trap)
+    engine = PipelineEngine(
+        stage,
+        num_microbatches=M,
+        num_segments=K,
+        loss_fn=cross_entropy,
+        transport=kind,
+        **limits,
+    )
+    if "first_step_timeout" not in limits or limits["first_step_timeout"] > limits["timeout"]:
+        engine.step(TOKENS, target=TARGET)
+    pipe.send(("ready", os.getpid()))
+    stage.calls, stage.at = 0, at if rank == trapped else None
+    found = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    if trap_kind != "raise":
+        return found
+    stage.at = None
+    engine.step(TOKENS, target=TARGET)  # until all have met again
+    for parameter in engine.parameters():
+        parameter.grad = None
+    engine.step(TOKENS, target=TARGET)
+    gradients = {n.removeprefix("stage."): p.grad.numpy() for n, p in engine.named_parameters()}
+    engine.close()
+    return found, gradients
+
+
+TRANSPORTS = ["shm", "c10d"]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(("trapped", "at"), [(0, "F1.1"), (1, "B0.1"), (2, "F2.0")])
+def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) -> None:
+    with running(step_into_a_trap, tmp_path, kind, trapped, at, "raise", {}) as ranks:
+        for rank in range(P):
+            ranks.receive(rank)
+        raised = ranks.receive(trapped)
+        results = [ranks.receive(rank) for rank in range(P)]
+    unit = f"[{trapped}]{at}"
+    for rank, ((name, text, attributes, ended), _) in enumerate(results):
+        if rank == trapped:
+            assert (name, text) == ("ValueError", f"{unit}: no such token")
+        else:
+            assert (name, text) == (
+                "PipelineError",
+                f"rank {trapped} ended the step: {unit}: ValueError: no such token",
+            )
+            assert attributes[0] == trapped
+        assert ended - raised < 5.0
+    _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
+    found = {name: torch.from_numpy(g) for _, own in results for name, g in own.items()}
+    assert gradient_error(found, truth) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("at", ["F1.0", "B1.1"])
+def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
+    """Seen at once, long before any time-out; nothing of the pipeline has a name that could be left."""
+    before = set(os.listdir("/dev/shm"))
+    with running(step_into_a_trap, tmp_path, kind, 1, at, "sleep", {}) as ranks:
+        pids = [ranks.receive(rank) for rank in range(P)]
+        ranks.receive(1)
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        results = {rank: ranks.receive(rank) for rank in (0, 2)}
+    for name, text, (rank, unit, edge), ended in results.values():
+        assert name == "PipelineError" and rank == 1
+        assert "rank 1 is gone" in text and (kind == "c10d" or at in text)  # gloo's own text there
+        assert unit == at or (kind == "c10d" and unit is None)  # there progress is published now and then
+        assert edge in (
+            "activations of stage 1 to stage 2",
+            "gradients of stage 1 to stage 0",
+            "activations of stage 0 to stage 1",
+            "gradients of stage 2 to stage 1",
+        )
+        assert ended - killed < 2.0
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(
+    "limits",
+    [{"timeout": 1.0, "first_step_timeout": 100.0}, {"timeout": 0.5, "first_step_timeout": 0.5}],
+    ids=["a known shape", "a new shape"],
+)
+def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
+    """Named with its unit and seconds by those who wait for it, directly or not."""
+    with running(step_into_a_trap, tmp_path, kind, 1, "F2.1", "sleep", limits) as ranks:
+        for rank in range(P):
+            ranks.receive(rank)
+        asleep = ranks.receive(1)
+        results = [ranks.receive(rank) for rank in (0, 2)]
+        ranks.processes[1].kill()
+    for name, text, (rank, unit, _), ended in results:
+        assert name == "PipelineError" and rank == 1 and unit == "F2.1"
+        assert "rank 1 has been in F2.1 for " in text
+        assert limits["timeout"] <= ended - asleep < limits["timeout"] + 3.0
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_an_interrupt_during_a_wait(tmp_path: Path, kind: str) -> None:
+    with running(step_into_a_trap, tmp_path, kind, 1, "F2.0", "sleep", {}) as ranks:
+        pids = [ranks.receive(rank) for rank in range(P)]
+        ranks.receive(1)
+        time.sleep(0.3)
+        os.kill(pids[2], signal.SIGINT)
+        sent = time.monotonic()
+        first, last = ranks.receive(0), ranks.receive(2)
+        ranks.processes[1].kill()
+    assert last[0] == "KeyboardInterrupt" and last[3] - sent < 2.0
+    assert first[0] == "PipelineError" and first[2][0] == 2 and "KeyboardInterrupt" in first[1]
+    assert first[3] - sent < 2.0
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------------------
+
+
+def open_things() -> tuple[int, int]:
+    """Descriptors and mappings of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
+
+
+def make_and_close(rank: int, kind: str, pipe: Connection) -> Any:
+    """Pipelines one after the other, of which the first warms torch up; over shared memory the last one fails."""
+    counts = []
+    for n in range(3):
+        stage = Trapped(rank, None, lambda: pipe.send(("trap", 0)))
+        engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+        engine.step(TOKENS, target=TARGET)
+        if n == 2 and kind == "shm":
+            outcome(lambda engine=engine: engine.step(TOKENS if rank else None, target=TARGET))
+        engine.close()
+        del engine, stage
+        dist.barrier()
+        counts.append(open_things())
+        dist.barrier()  # a peer that leaves closes gloo's connections
+    return counts
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_nothing_is_left_after_close(tmp_path: Path, kind: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running(make_and_close, tmp_path, kind) as ranks:
+        counts = [ranks.receive(rank) for rank in range(P)]
+    for first, second, third in counts:
+        assert first == second == third and first[1] == 0
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class Jittery(nn.Module):
+    """Sleeps for a random time, mostly none, in every forward and backward."""
+
+    def __init__(self, stage: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.random = torch.Generator().manual_seed(seed)
+
+    def sleep(self, *ignored: Any) -> None:
+        draw = float(torch.rand((), generator=self.random))
+        if draw > 0.7:
+            time.sleep(0.003 * draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sleep()
+        y = self.stage(x)
+        if y.requires_grad:
+            y.register_hook(self.sleep)
+        return y
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(("ranks", "M", "k", "name"), [
+    (2, 5, 1, "1f1b"), (2, 1, 7, "seq1f1b"), (3, 4, 3, "seq1f1b"), (4, 2, 4, "seq1f1b"), (4, 6, 2, "gpipe"),
+])  # fmt: skip
+def test_random_delays_change_nothing(ranks: int, M: int, k: int, name: str, prefetch: int) -> None:
+    """Whoever is late, no rank waits for ever and every gradient has the same bits."""
+    tokens, target = batch(CONFIG, M, LENGTH, size=1)
+    model = whole_model(CONFIG, torch.float32)
+
+    def run(group: Any, seed: int | None) -> dict[str, Tensor]:
+        stage: nn.Module = stage_of(model, CONFIG, group.rank, ranks)
+        if seed is not None:
+            stage = Jittery(stage, seed + group.rank)
+        engine = PipelineEngine(
+            stage,
+            schedule=name,
+            num_microbatches=M,
+            num_segments=k,
+            loss_fn=cross_entropy,
+            group=group,
+            prefetch=prefetch,
+            timeout=20.0,
+            first_step_timeout=20.0,
+        )
+        for _ in range(2):
+            engine.step(tokens, target=target)
+        return {n.removeprefix("stage."): p.grad for n, p in engine.named_parameters()}
+
+    def gradients(seed: int | None) -> dict[str, Tensor]:
+        return {n: g for own in run_ranks(ranks, lambda group: run(group, seed)) for n, g in own.items()}
+
+    still = gradients(None)
+    for seed in (0, 100):
+        late = gradients(seed)
+        assert late.keys() == still.keys() and all(torch.equal(late[n], g) for n, g in still.items())
+
+
+def test_a_pipeline_error_is_a_runtime_error() -> None:
+    assert issubclass(PipelineError, RuntimeError)
+    assert (PipelineError.rank, PipelineError.unit, PipelineError.edge) == (None, None, None)
