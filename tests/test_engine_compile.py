@@ -1,0 +1,156 @@
+"""Does a compiled module keep its few graphs under the engine, and does autocast around a step hold in every unit?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import seq1f1b
+from seq1f1b import PipelineEngine
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(kv_heads=2)
+M, K, LENGTH = 2, 4, 23
+UNEVEN, WITH_ONE = [9, 2, 5, 7], [13, 1, 2, 7]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("sizes", "limit"), [(UNEVEN, 2), (WITH_ONE, 3)])
+@pytest.mark.parametrize("what", ["blocks", "stage"])
+def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int) -> None:
+    """At most 2 per code and grad mode, 1 more for length 1, whatever the layer, segment or step; numbers are exact."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, M, LENGTH)
+    losses, truth = run_whole(model, tokens, target, M)
+    with torch.no_grad():
+        outputs = model(tokens)
+
+    stage = stage_of(model, CONFIG, 0, 1)
+    counter = CompileCounterWithBackend("aot_eager")
+    for module in stage.blocks.values() if what == "blocks" else [stage]:
+        module.compile(fullgraph=True, backend=counter)
+    engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, segment_sizes=sizes, loss_fn=cross_entropy)
+
+    found = engine.step(tokens, target=target)
+    trained = counter.frame_count
+    assert 0 < trained <= limit
+    assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
+    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=1e-12, atol=0)
+
+    evaluated = engine.eval(tokens, target=target)
+    assert counter.frame_count - trained <= limit
+    torch.testing.assert_close(torch.stack(evaluated), torch.stack(losses), rtol=1e-12, atol=0)
+
+    before = counter.frame_count
+    with torch.no_grad():
+        torch.testing.assert_close(stage(tokens), outputs, rtol=1e-12, atol=1e-12)  # plain attention outside a step
+    assert counter.frame_count - before <= 2
+
+    before = counter.frame_count
+    for parameter in stage.parameters():
+        parameter.grad = None
+    engine.step(tokens, target=target)
+    assert counter.frame_count == before, "a step that was seen before compiled again"
+    assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
+
+
+def test_lengths_that_change_from_step_to_step_share_graphs() -> None:
+    model = whole_model(CONFIG)
+    stage = stage_of(model, CONFIG, 0, 1)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in stage.blocks.values():
+        block.compile(fullgraph=True, backend=counter)
+    engine = PipelineEngine(stage, num_microbatches=M, num_segments=3, loss_fn=cross_entropy)
+    for length in (16, 9, 30, 47):
+        tokens, target = batch(CONFIG, M, length)
+        _, truth = run_whole(model, tokens, target, M)
+        for parameter in stage.parameters():
+            parameter.grad = None
+        engine.step(tokens, target=target)
+        assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
+    assert counter.frame_count <= 2
+
+
+class Rotary(nn.Module):
+    """Attention as under autocast with an fp32 rotary table: q and k reach it in fp32, v in bf16."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer = seq1f1b.layer_handle(index)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        angle = seq1f1b.positions(x).float()[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+        table = torch.polar(torch.ones_like(angle), angle)
+
+        def turn(t: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(t.float().reshape(*t.shape[:-1], 4, 2))
+            return torch.view_as_real(pairs * table).flatten(-2)
+
+        q, k = turn(q), turn(k)
+        if torch.is_autocast_enabled("cpu"):
+            assert (q.dtype, k.dtype, v.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+        out = seq1f1b.causal_attention(q, k, v, layer=self.layer)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_around_a_step(compiled: bool) -> None:
+    """As near to fp32 as the unsplit model under the same autocast is; backwards run outside of it."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(Rotary(0), Rotary(1))
+    x, y = torch.randn(4, LENGTH, 16), torch.randn(4, LENGTH, 16)
+
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        found = {name: p.grad.double() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        (squared(whole(a), b) / M).backward()
+    truth = gradients(whole)  # fp32: exact beside bf16
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+            loss = squared(whole(a), b) / M
+            with torch.autocast("cpu", enabled=False):
+                loss.backward()
+    own = gradient_error(gradients(whole), truth)
+
+    seen = []
+
+    def watched(output: Tensor, target: Tensor) -> Tensor:
+        output.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+        return squared(output, target)
+
+    def run(group: Any) -> None:
+        stage = whole[group.rank]
+        if compiled:
+            stage.compile(fullgraph=True, backend="aot_eager")
+        engine = PipelineEngine(
+            stage, num_microbatches=M, num_segments=K, segment_sizes=UNEVEN, loss_fn=watched, group=group
+        )
+        engine.step(x, target=y)
+        assert torch.is_autocast_enabled("cpu"), "the step left autocast switched off"
+
+    with torch.autocast("cpu", torch.bfloat16):
+        run_ranks(2, run)
+    error = gradient_error(gradients(whole), truth)
+    assert own > 1e-4 and error <= 2 * own + 1e-6
+    assert seen == [False] * (M * K)
