@@ -104,42 +104,18 @@ class PipelineEngine:
         self._loss_fn, self._loss_reduction, self._loss_weight = loss_fn, loss_reduction, loss_weight
         self._scale_grads = scale_grads
         self._timeout, self._first_timeout, self._spin_us = timeout, max(timeout, first_step_timeout), spin_us
-        self._grad_dtype = grad_dtype
+        self._grad_dtype, self._prefetch = grad_dtype, prefetch
+        self.device = _common_device(modules)
 
         self._group: RankGroup = resolve_group(group, transport)
-        self.rank, self.num_ranks = self._group.rank, self._group.size
-        self.schedule = self._make_schedule(schedule, len(modules))
-        self.num_stages = self.schedule.num_stages
-        self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
-        if len(self.stages) != len(modules):
-            raise ValueError(
-                f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
-            )
-        self.device = _common_device(modules)
-        self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
-
-        self._thread_scope = self._group.is_thread
-        self._runtimes = {
-            index: StageRuntime(
-                module,
-                index,
-                num_stages=self.num_stages,
-                num_segments=num_segments,
-                loss_fn=loss_fn,
-                device=self.device,
-                thread_scope=self._thread_scope,
-            )
-            for index, module in zip(self.stages, modules, strict=True)
-        }
-        for index, runtime in self._runtimes.items():
-            runtime.previous = self._runtimes.get(index - 1)
-            runtime.following = self._runtimes.get(index + 1)
-        self._cache = _core.kv_cache_create()
-        self._ends: dict[tuple[int, int], Any] = {}
-        self._prefetch = prefetch
-        self._program = _core.program_lower(self.schedule.handle, prefetch)
-        self._connect()
-        self._executor = self._make_executor(self._program)
+        try:
+            self._join(modules, schedule)
+        except BaseException as error:
+            # Peers for which all was right wait for this rank, while edges open or in their first step.
+            self._group.fail(f"{type(error).__name__}: {error}")
+            if self._group is not group:
+                self._group.close()
+            raise
         self._eval_program: Any = None
         self._eval_executor: Any = None
         self._step = 0
@@ -260,6 +236,40 @@ class PipelineEngine:
         self._group.close()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _join(self, modules: list[nn.Module], schedule: str | Schedule) -> None:
+        """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
+        self.rank, self.num_ranks = self._group.rank, self._group.size
+        self.schedule = self._make_schedule(schedule, len(modules))
+        self.num_stages = self.schedule.num_stages
+        self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
+        if len(self.stages) != len(modules):
+            raise ValueError(
+                f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
+            )
+        self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
+
+        self._thread_scope = self._group.is_thread
+        self._runtimes = {
+            index: StageRuntime(
+                module,
+                index,
+                num_stages=self.num_stages,
+                num_segments=self.num_segments,
+                loss_fn=self._loss_fn,
+                device=self.device,
+                thread_scope=self._thread_scope,
+            )
+            for index, module in zip(self.stages, modules, strict=True)
+        }
+        for index, runtime in self._runtimes.items():
+            runtime.previous = self._runtimes.get(index - 1)
+            runtime.following = self._runtimes.get(index + 1)
+        self._cache = _core.kv_cache_create()
+        self._ends: dict[tuple[int, int], Any] = {}
+        self._program = _core.program_lower(self.schedule.handle, self._prefetch)
+        self._connect()
+        self._executor = self._make_executor(self._program)
 
     def _check_sizes_argument(self, sizes: str | Sequence[int] | None, shape: ModelShape | None) -> None:
         if isinstance(sizes, str):

@@ -641,6 +641,25 @@ def step_without_gradients(engine: PipelineEngine) -> Any:
         return step(engine)
 
 
+def test_an_engine_that_only_one_rank_can_make() -> None:
+    """The other rank learns of it in its first step, and does not wait for a rank that never comes."""
+
+    def run(group: Any) -> Exception | None:
+        options = {"schedule": orders("seq1f1b", 2, 4)} if group.rank == 0 else {}
+        began = time.monotonic()
+        try:
+            step(make_engine(Counted(group.rank, 2), group=group, **options))
+        except Exception as error:
+            assert time.monotonic() - began < BOUND
+            return error
+        return None
+
+    own, other = run_ranks(2, run)
+    assert type(own) is ValueError and "the schedule is for" in str(own)
+    assert type(other) is PipelineError and other.rank == 0
+    assert "rank 0 ended the step: ValueError: the schedule is for" in str(other)
+
+
 # options of the two engines, what each rank does first, and the rank that sees it: error and text
 DISAGREE: dict[str, tuple[tuple[dict[str, Any], ...], tuple[Any, ...], int, type[Exception], str]] = {
     "sizes": (

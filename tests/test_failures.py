@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import PipelineEngine, PipelineError
+from seq1f1b import PipelineEngine, PipelineError, build_schedule
 from seq1f1b.testing import run_ranks
 
 P, M, K, LENGTH = 3, 3, 2, 8
@@ -167,6 +167,33 @@ def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) ->
     _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
     found = {name: torch.from_numpy(g) for _, own in results for name, g in own.items()}
     assert gradient_error(found, truth) <= 1e-10
+
+
+def make_differently(rank: int, kind: str, pipe: Connection) -> Any:
+    began = time.monotonic()
+
+    def do() -> None:
+        engine = PipelineEngine(
+            Trapped(rank, None, lambda: None),
+            schedule=build_schedule("1f1b", num_ranks=P, num_microbatches=M) if rank == 1 else "1f1b",
+            num_microbatches=M,
+            num_segments=K,
+            loss_fn=cross_entropy,
+            transport=kind,
+        )
+        engine.step(TOKENS, target=TARGET)
+
+    name, text, _, ended = outcome(do)
+    return name, text, ended - began
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
+    with running(make_differently, tmp_path, kind) as ranks:
+        results = [ranks.receive(rank) for rank in range(P)]
+    assert results[1][0] == "ValueError"
+    for name, text, seconds in (results[0], results[2]):
+        assert name == "PipelineError" and "rank 1" in text and seconds < 10.0
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
