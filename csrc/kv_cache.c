@@ -4,8 +4,14 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
-enum { SLAB_ALIGNMENT = 64 /* bytes: one AVX-512 vector, one cache line */ };
+enum {
+    SLAB_ALIGNMENT = 64,    /* bytes: one AVX-512 vector, one cache line */
+    RELEASE_BYTES = 8 << 20 /* of a slab that gives rows back: the attention over so many rows, quadratic in them, takes
+                             * over a hundred times as long as the page faults of touching them again */
+};
 
 typedef struct {
     void *data;
@@ -154,6 +160,24 @@ static s1f_status slab_reserve(slab *s, int64_t bytes, int64_t *total)
     s->bytes = bytes;
     *total += bytes;
     return S1F_OK;
+}
+
+/* Gives back the memory of rows [begin, end) of every strip (one per batch entry and kv head), whole pages only. What lies
+ * behind `end` in a strip is dead too. The next touch finds zeros. */
+static void slab_release_rows(const slab *s, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end)
+{
+    if (s->bytes < RELEASE_BYTES)
+        return;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), data = (uintptr_t)s->data;
+    for (int64_t i = 0; i < strips; i++) {
+        uintptr_t strip = data + (uintptr_t)(i * strip_bytes);
+        uintptr_t first = (strip + (uintptr_t)begin + page - 1) / page * page;
+        uintptr_t last = (strip + (uintptr_t)end + page - 1) / page * page;
+        if (last > strip + (uintptr_t)strip_bytes)
+            last = (strip + (uintptr_t)strip_bytes) / page * page;
+        if (first < last)
+            (void)madvise((void *)first, last - first, MADV_DONTNEED);
+    }
 }
 
 /* *array of `size` elements grows to `wanted`, new ones zero. */
@@ -411,6 +435,34 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
     return is_forward(unit) ? begin_forward(cache, unit, slot) : begin_backward(cache, unit, slot, grads);
 }
 
+/* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
+static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit)
+{
+    for (int32_t i = 0; i < cache->num_entries; i++) {
+        const layer_entry *entry = &cache->entries[i];
+        if (entry->stage != unit->unit.stage || entry->step != cache->step)
+            continue;
+        const s1f_layer_shape *shape = &entry->shape;
+        int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
+        int64_t row = shape->head_dim * s1f_dtype_bytes(shape->dtype);
+        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(shape->dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
+        const slab *slabs[] = {NULL, NULL, NULL, NULL};
+        if (unit->kv_slot < entry->num_slots) {
+            slabs[0] = &entry->slots[unit->kv_slot].k;
+            slabs[1] = &entry->slots[unit->kv_slot].v;
+        }
+        if (unit->grad_slot >= 0 && unit->grad_slot < entry->num_grads) {
+            slabs[2] = &entry->grads[unit->grad_slot].dk;
+            slabs[3] = &entry->grads[unit->grad_slot].dv;
+        }
+        for (int32_t j = 0; j < 4; j++) {
+            int64_t bytes = j < 2 ? row : grad_row;
+            if (slabs[j] != NULL)
+                slab_release_rows(slabs[j], strips, cache->sequence_length * bytes, unit->offset * bytes, end * bytes);
+        }
+    }
+}
+
 s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
     if (unit->unit.pass == S1F_PASS_BACKWARD_WEIGHT)
@@ -426,6 +478,7 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
         slot->forwards = unit->unit.segment + 1;
         slot->live = unit->training || slot->forwards < cache->num_segments;
     } else {
+        release_segment(cache, unit);
         slot->backwards = cache->num_segments - unit->unit.segment;
         slot->live = slot->backwards < cache->num_segments;
         if (!slot->live)

@@ -4,7 +4,8 @@
  * one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of the
  * micro-batch, offset of the segment), never appended, so recomputation, evaluation or a retry writes the same rows
  * again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
- * needs a bigger one.
+ * needs a bigger one. Memory appears as rows are touched, and a large slab gives the rows of a segment back once its
+ * backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots.
  *
  * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
  * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment are
@@ -68,7 +69,7 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
 s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer, s1f_layer_shape *shape,
                              s1f_kv_rows *rows, s1f_kv_grads *grads);
 
-/* Bytes held of K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by bigger
+/* Bytes reserved for K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by bigger
  * ones, so that this is also the most held. */
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes);
 

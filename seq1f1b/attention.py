@@ -158,8 +158,11 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _compact(q: Tensor) -> Tensor:
-    """A copy of ``q`` where it is a part of a larger storage, as one projection makes q, k and v: to save the part would
-    keep the whole, and keys and values lie in the cache already. Compiled code has buffers of its own."""
+    """A copy of ``q`` where it is a part of a larger storage, as one projection makes q, k and v.
+
+    To save the part would keep the whole, and keys and values lie in the cache already. Compiled code has buffers
+    of its own.
+    """
     if torch.compiler.is_compiling() or q.untyped_storage().nbytes() == q.nbytes:
         return q
     return q.clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+
 import pytest
 import torch
 from simulated_step import SimulatedStep
@@ -337,3 +340,38 @@ def test_bytes_are_those_of_the_plan() -> None:
                 with step.unit("B", m, s, slot=m):
                     outs[m, s].sum().backward()
         assert _C.kv_cache_bytes(cache) == (slots * layers * 2 * rows * 2, layers * 2 * rows * sums)
+
+
+def test_a_large_slab_gives_back_the_rows_of_segments_that_are_done():
+    """8 MiB of K and as much of V, dK and dV: after a step no more than the pages at segment borders stay resident."""
+    import seq1f1b
+
+    def resident() -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what torch's tensors left in the heap
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    class Attends(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x * self.scale
+            return seq1f1b.causal_attention(q, q, q, layer=0)
+
+    x = torch.randn(1, 1, 8192, 256)
+    engine = seq1f1b.PipelineEngine(
+        Attends(), num_microbatches=1, num_segments=8, seq_dim=2, loss_fn=lambda o, t: o.sum(), loss_reduction="sum"
+    )
+    engine.step(x, target=x)
+    before = resident()
+    engine.step(x, target=x)
+    report = engine.report()
+    assert report.kv_bytes == 16 << 20 and report.grad_bytes == 16 << 20
+    engine.eval(x)  # keeps K and V: nothing is released without a backward
+    kept = resident()
+    engine.step(x, target=x)
+    assert kept - before > 12 << 20
+    assert resident() - before < 4 << 20
