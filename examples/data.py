@@ -31,6 +31,10 @@ TOKENIZER_BYTES = 8_000_000  # text that the BPE is trained on: more changes lit
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
+class DataError(ValueError):
+    """Text that cannot be used; the message names the file."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Where documents come from.
@@ -48,7 +52,7 @@ class Corpus:
         """Files of the corpus in a fixed, mixed order, so that a part of them is a fair sample."""
         root = Path(sysconfig.get_paths()["stdlib"]) if self.path is None else self.path
         if not root.exists():
-            raise ValueError(f"data {root}: no such file or folder")
+            raise DataError(f"data {root}: no such file or folder")
         if not root.is_dir():
             return [root]
         names: list[str] = []
@@ -57,11 +61,11 @@ class Corpus:
             wanted = [name for name in files if self.path is not None or name.endswith(".py")]
             names += [os.path.relpath(os.path.join(folder, name), root) for name in wanted]
         if not names:
-            raise ValueError(f"data {root}: the folder holds no files to read")
+            raise DataError(f"data {root}: the folder holds no files to read")
         return [root / name for name in sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))]
 
     def documents(self) -> Iterator[str]:
-        """Texts in a fixed order. ValueError names the file and line that cannot be read."""
+        """Texts in a fixed order. DataError names the file and line that cannot be read."""
         files, left = self.files(), self.max_bytes or float("inf")
         total = sum(file.stat().st_size for file in files)
         used = min(left, total)
@@ -88,11 +92,11 @@ class Corpus:
                         yield text
         except UnicodeDecodeError as error:
             if self.path is not None and file == self.path:
-                raise ValueError(f"data {file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+                raise DataError(f"data {file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
             # A folder may hold pictures and the like: they are not part of the corpus.
         except (OSError, ValueError) as error:
             where = f"{file}, line {number}" if number else f"{file}"
-            raise ValueError(f"data {where}: cannot be read: {error}") from error
+            raise DataError(f"data {where}: cannot be read: {error}") from error
 
     def _field(self, row: object) -> str:
         if not isinstance(row, dict) or not isinstance(row.get(self.field), str):
@@ -123,7 +127,7 @@ class Header:
 
 
 def prepare(corpus: Corpus, cache: Path, *, vocab: int) -> Path:
-    """Tokenises the corpus, once; the folder that holds the result. ValueError for text that cannot be used."""
+    """Tokenises the corpus, once; the folder that holds the result. DataError for text that cannot be used."""
     folder = cache / f"tokens-{corpus.fingerprint(vocab)}"
     if not (folder / "tokens.json").exists():
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -178,7 +182,7 @@ def _tokenise(corpus: Corpus, folder: Path, vocab: int) -> None:
             shutil.copyfileobj(source, train)
     part.unlink()
     if not text_bytes:
-        raise ValueError(f"data {corpus.path}: no text in it")
+        raise DataError(f"data {corpus.path}: no text in it")
     share = counts[counts > 0] / counts.sum()
     entropy = float(-(share * np.log(share)).sum())
     header = Header(dtype.name, size, totals[0], totals[1], entropy, text_bytes)
@@ -194,10 +198,10 @@ class Tokens:
         file, dtype = folder / "tokens.bin", np.dtype(self.header.dtype)
         expected = (self.header.train + self.header.held_out) * dtype.itemsize
         if file.stat().st_size != expected:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, not {expected}: delete {folder} to rebuild it")
+            raise DataError(f"{file} has {file.stat().st_size} bytes, not {expected}: delete {folder} to rebuild it")
         for name, have in (("training", self.header.train), ("held-out", self.header.held_out)):
             if have <= seq_len:
-                raise ValueError(
+                raise DataError(
                     f"data: {have} {name} tokens are too few for one sequence of {seq_len} and its last target: "
                     "give more text (--data) or a shorter --seq-len"
                 )

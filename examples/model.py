@@ -155,8 +155,12 @@ def initialise(module: nn.Module, config: Config, seed: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() < 2:
             continue  # norms start at 1
-        residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        std = 0.02 / (2 * config.layers) ** 0.5 if residual else 0.02
+        if name == "embedding.weight":
+            std = 0.5  # blocks add to it: as small as the other weights, it drowns, and training stalls for 100 steps
+        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+            std = 0.02 / (2 * config.layers) ** 0.5
+        else:
+            std = 0.02
         nn.init.normal_(parameter, std=std, generator=generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
 
 

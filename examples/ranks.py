@@ -53,16 +53,16 @@ def gather(value: T) -> list[T]:
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 alone; its result, or its error as a ValueError, on every rank."""
+    """Runs `action` on rank 0 alone; its result, or its error, on every rank."""
     outcome: list[Any] = [None, None]
     if rank() == 0:
         try:
             outcome[0] = action()
         except (ValueError, OSError) as error:
-            outcome[1] = f"{error}"
+            outcome[1] = error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise ValueError(outcome[1])
+        raise outcome[1]
     result: T = outcome[0]
     return result

@@ -14,11 +14,12 @@ from seq1f1b.report import PipelineReport
 
 def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
     """The loss on text that was held out, beside that of a model that knows only how often each token occurs."""
-    loss = rows[-1]["held_out"]
-    below = text.unigram_entropy - loss
+    loss, entropy = rows[-1]["held_out"], text.unigram_entropy
+    speed = median(row["tokens_per_second"] for row in rows[1:] or rows)
+    where = "below" if loss <= entropy else "ABOVE"
     print(
-        f"held-out loss {loss:.3f} nats per token, {abs(below):.3f} {'below' if below >= 0 else 'ABOVE'} the unigram "
-        f"entropy of {text.unigram_entropy:.3f}; {median(row['tokens_per_second'] for row in rows[1:]):.0f} tokens/s"
+        f"held-out loss {loss:.3f} nats per token, {abs(entropy - loss):.3f} {where} the unigram entropy of "
+        f"{entropy:.3f}; {speed:.0f} tokens/s"
     )
 
 
@@ -34,7 +35,8 @@ def print_plan(report: PipelineReport) -> None:
     line("seconds", f"{planned.makespan:.3f}", f"{report.makespan:.3f}")
     line("bubble, all ranks", f"{planned.bubble_ratio:.1%}", f"{report.bubble:.1%}")
     for rank in report.ranks:
-        line(f"bubble, rank {rank.rank}", f"{planned.bubble[rank.rank] / planned.makespan:.1%}", f"{rank.bubble:.1%}")
+        idle = (planned.bubble[rank.rank] / planned.makespan, 1 - rank.busy / report.makespan)
+        line(f"bubble, rank {rank.rank}", *(f"{share:.1%}" for share in idle))
         for stage in rank.stages:
             name = f"stage {stage.stage}"
             line(f"live units, {name}", f"{stage.planned_live_units}", f"{stage.peak_live_units}")

@@ -62,11 +62,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pipeline.add_argument("--segments", type=int, default=4, help="k, per sequence (%(default)s)")
     pipeline.add_argument("--even", action="store_true", help="segments of equal length, not of equal cost")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=160, help="(%(default)s)")
+    training.add_argument("--steps", type=int, default=120, help="(%(default)s)")
     training.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
     training.add_argument("--seq-len", type=int, default=1024, help="(%(default)s)")
     training.add_argument(
-        "--lr", type=float, default=6e-3, help="after warm-up; a tenth of it at the end (%(default)s)"
+        "--lr", type=float, default=1e-2, help="after warm-up; a tenth of it at the end (%(default)s)"
     )
     training.add_argument("--warmup", type=int, default=10, help="steps (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
@@ -74,10 +74,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, default=Path("runs/gpt"), help="run folder (%(default)s)")
     run.add_argument(
-        "--eval-every", type=int, default=40, help="steps from one held-out loss to the next (%(default)s)"
+        "--eval-every", type=int, default=20, help="steps from one held-out loss to the next (%(default)s)"
     )
-    run.add_argument("--eval-batches", type=int, default=8, help="of held-out text (%(default)s)")
-    run.add_argument("--save-every", type=int, default=80, help="steps from one checkpoint to the next (%(default)s)")
+    run.add_argument("--eval-batches", type=int, default=4, help="of held-out text (%(default)s)")
+    run.add_argument("--save-every", type=int, default=60, help="steps from one checkpoint to the next (%(default)s)")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --out")
     run.add_argument("--compare", action="store_true", help="train under torch's Schedule1F1B too")
     args = parser.parse_args(argv)
@@ -89,6 +89,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.set_defaults(**checkpoint.read_manifest(newest)["run"]["arguments"])
         args = parser.parse_args(argv)  # what is said now wins over what was said then
         args.checkpoint = newest
+    counts = ("steps", "batch", "microbatches", "segments", "seq_len", "eval_every", "eval_batches", "save_every")
+    for name in counts:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
+    if args.batch % args.microbatches:
+        parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}")
     return args
 
 
@@ -180,6 +186,8 @@ def train(args: argparse.Namespace) -> bool:
     tokens = data.Tokens(folder, seq_len=args.seq_len)
     config = Config(tokens.header.vocab, args.hidden, args.layers, args.heads, args.kv_heads, args.ffn)
     start = checkpoint.read_manifest(args.checkpoint)["step"] if args.checkpoint else 0
+    if start >= args.steps:
+        raise checkpoint.CheckpointError(f"{args.checkpoint} is at step {start} already: ask for more with --steps")
     ranks.on_first_rank(lambda: open_run_folder(args, folder))
 
     engine = seq1f1b.PipelineEngine(
@@ -291,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))
     try:
         return 0 if train(args) else 1
-    except (ValueError, checkpoint.CheckpointError) as error:
+    except (data.DataError, checkpoint.CheckpointError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
     finally:

@@ -190,6 +190,11 @@ def test_bad_data_ends_every_rank_with_the_file_named(tmp_path: Path) -> None:
     assert "train_gpt: data empty.txt: no text in it" in err and "Traceback" not in err
 
 
+def test_a_finished_run_says_so(whole_run: tuple[Path, str]) -> None:
+    codes, _, err = finish(start(whole_run[0], 1, "--resume"))
+    assert codes == [1] and "is at step 20 already" in err and "Traceback" not in err
+
+
 def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> None:
     command = [sys.executable, str(EXAMPLES / "generate.py"), "--prompt", "import os", "--tokens", "20"]
     options: dict[str, Any] = {"cwd": whole_run[0], "env": environment(0, 1, 0), "capture_output": True, "text": True}
