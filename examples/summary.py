@@ -74,10 +74,12 @@ def plot_loss(file: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]], *, 
     unigram_entropy = text.unigram_entropy
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    for (name, rows), colour in zip(curves.items(), ("C0", "C1"), strict=False):
+    for (name, rows), (colour, style) in zip(curves.items(), (("C0", "-"), ("C1", ":")), strict=False):
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=1)
-        axes.plot(steps, smooth(losses), color=colour, linewidth=2, label=f"training, {name} (smoothed)")
+        axes.plot(
+            steps, smooth(losses), color=colour, linestyle=style, linewidth=2, label=f"training, {name} (smoothed)"
+        )
         held_out = [(row["step"], row["held_out"]) for row in rows if "held_out" in row]
         if held_out:
             axes.plot(*zip(*held_out, strict=True), "o-", color="C3", linewidth=1, markersize=5, label="held-out text")
