@@ -1,0 +1,119 @@
+"""What every benchmark shares: who else uses the cores, pairs of arms in one run, and the header of a result."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+FOREIGN_LIMIT = 0.08  # of one core; a step during which others used more does not count
+MIN_COUNTED = 15  # fewer counted steps per arm: "unmeasured"
+
+
+def machine_busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used."""
+    with open("/proc/stat") as file:
+        fields = [int(x) for x in file.readline().split()[1:]]
+    user, nice, system, _, _, irq, softirq, steal = fields[:8]
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def process_seconds(pid: int) -> float:
+    """CPU seconds of one process, all threads."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class ForeignLoad:
+    """Cores that other processes used between two moments."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = list(pids)
+        self.start()
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), machine_busy_seconds(), sum(process_seconds(pid) for pid in self._pids)
+
+    def start(self) -> None:
+        self._begin = self._now()
+
+    def cores(self) -> float:
+        wall, busy, own = (b - a for a, b in zip(self._begin, self._now(), strict=True))
+        return max(0.0, busy - own) / wall if wall > 0 else 0.0
+
+
+@dataclass
+class Pairs:
+    """Times of two arms, measured in turn; a pair counts where both counted."""
+
+    a: list[float] = field(default_factory=list)
+    b: list[float] = field(default_factory=list)
+    discarded: int = 0
+
+    def add(self, a: float, b: float, counted: bool) -> None:
+        if counted:
+            self.a.append(a)
+            self.b.append(b)
+        else:
+            self.discarded += 1
+
+    @property
+    def measured(self) -> bool:
+        return len(self.a) >= MIN_COUNTED
+
+    def ratio(self) -> tuple[float, float, float]:
+        """Median of a / b over the pairs, and its 95 % interval (bootstrap of the median, fixed seed)."""
+        ratios = [x / y for x, y in zip(self.a, self.b, strict=True)]
+        if not ratios:
+            return math.nan, math.nan, math.nan
+        draw = random.Random(0)
+        medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+        return statistics.median(ratios), medians[50], medians[-51]
+
+    def describe(self, name: str, unit: str = "s", scale: float = 1.0) -> str:
+        ratio, low, high = self.ratio()
+        a, b = (statistics.median(x) * scale if x else math.nan for x in (self.a, self.b))
+        state = "" if self.measured else f"  UNMEASURED: fewer than {MIN_COUNTED} counted"
+        return (
+            f"{name}: {a:.4g} against {b:.4g} {unit}, ratio {ratio:.3f} [{low:.3f}, {high:.3f}], "
+            f"{len(self.a)} pairs, {self.discarded} discarded{state}"
+        )
+
+
+def in_turn(first: Callable[[], float], second: Callable[[], float], *, flip: bool) -> tuple[float, float]:
+    """Runs A B, or B A where flipped; returns (A, B)."""
+    if flip:
+        b = second()
+        return first(), b
+    a = first()
+    return a, second()
+
+
+def header(title: str) -> str:
+    """Commit, machine, versions and command: the top of a result."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True).stdout.strip()
+
+    dirty = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "")
+    lines = [
+        f"# {title}",
+        f"# commit {git('rev-parse', '--short', 'HEAD')}{dirty}, {time.strftime('%Y-%m-%d')}",
+        f"# {model or platform.machine()}, {os.cpu_count()} cores; torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.release()}",
+        f"# python {os.path.relpath(sys.argv[0], root)} {' '.join(sys.argv[1:])}".rstrip(),
+    ]
+    return "\n".join(lines)
