@@ -41,10 +41,11 @@ def print_plan(report: PipelineReport) -> None:
             name = f"stage {stage.stage}"
             line(f"live units, {name}", f"{stage.planned_live_units}", f"{stage.peak_live_units}")
             line(f"live tokens, {name}", f"{stage.planned_live_tokens}", f"{stage.peak_live_tokens}")
-            if stage.activation_bytes is not None:
-                line(f"activations, {name}", megabytes(stage.activation_bytes), "")
-        line(f"keys and values, rank {rank.rank}", "", megabytes(rank.kv_bytes))
-        line(f"their gradients, rank {rank.rank}", "", megabytes(rank.grad_bytes))
+            if stage.activation_bytes is not None and stage.planned_activation_bytes is not None:
+                sizes = (megabytes(stage.planned_activation_bytes), megabytes(stage.activation_bytes))
+                line(f"activations, {name}", *sizes)
+        line(f"keys and values, rank {rank.rank}", megabytes(rank.planned_kv_bytes), megabytes(rank.kv_bytes))
+        line(f"their gradients, rank {rank.rank}", megabytes(rank.planned_grad_bytes), megabytes(rank.grad_bytes))
         line(f"process peak, rank {rank.rank}", "", megabytes(rank.process_peak_bytes))
 
 

@@ -5,10 +5,12 @@ Only set-up is here. Messages, waiting, progress and failures are C (``csrc/grou
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import fcntl
 import functools
+import gc
 import hmac
 import json
 import os
@@ -74,6 +76,9 @@ def memory_fd(size: int) -> int:
 def map_fd(fd: int, size: int) -> object:
     """Maps a descriptor and closes it; the mapping stays until its last user is gone."""
     try:
+        return _core.mapping_create(fd, size)
+    except MemoryError:  # address space: engines that are garbage may still hold some
+        gc.collect()
         return _core.mapping_create(fd, size)
     finally:
         os.close(fd)
@@ -257,12 +262,8 @@ class LoopbackGroup:
     def __init__(self, size: int, *, arena_bytes: int = ARENA_BYTES) -> None:
         if size < 1:
             raise ValueError(f"a pipeline has at least 1 rank, got {size}")
-        self._lock = threading.Lock()
-        self._arena_bytes = arena_bytes
-        self._arenas: dict[tuple[int, int], object] = {}
-        block_bytes = _core.group_block_bytes(size)
-        self._block = map_fd(memory_fd(block_bytes), block_bytes)
-        self._ranks = [_LoopbackRank(self, rank, size, arena_bytes) for rank in range(size)]
+        memory = _LoopbackMemory(size, arena_bytes)
+        self._ranks = [_LoopbackRank(memory, rank, size, arena_bytes) for rank in range(size)]
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -270,7 +271,18 @@ class LoopbackGroup:
     def __getitem__(self, rank: int) -> RankGroup:
         return self._ranks[rank]
 
-    def _arena(self, source_stage: int, destination_stage: int) -> object:
+
+class _LoopbackMemory:
+    """What the ranks of one loopback share. It knows none of them, so that all goes with the last one."""
+
+    def __init__(self, size: int, arena_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._arena_bytes = arena_bytes
+        self._arenas: dict[tuple[int, int], object] = {}
+        block_bytes = _core.group_block_bytes(size)
+        self.block = map_fd(memory_fd(block_bytes), block_bytes)
+
+    def arena(self, source_stage: int, destination_stage: int) -> object:
         """The memory of an edge: whichever end comes first makes it."""
         key = source_stage, destination_stage
         with self._lock:
@@ -282,15 +294,15 @@ class LoopbackGroup:
 class _LoopbackRank(RankGroup):
     is_thread = True
 
-    def __init__(self, loopback: LoopbackGroup, rank: int, size: int, arena_bytes: int) -> None:
-        group = _core.group_create(loopback._block, size, rank)
+    def __init__(self, memory: _LoopbackMemory, rank: int, size: int, arena_bytes: int) -> None:
+        group = _core.group_create(memory.block, size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
-        self._loopback = loopback
+        self._memory = memory
 
     def _open_end(
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
     ) -> object:
-        arena = self._loopback._arena(source_stage, destination_stage)
+        arena = self._memory.arena(source_stage, destination_stage)
         return _core.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)
 
 
@@ -400,7 +412,21 @@ class Meeting:
         return rank if hmac.compare_digest(token, self.token) and rank in expected else None
 
 
+_next_generation = 0  # of pipelines whose edges go over a process group
+_TAGS = 1 << 14  # of one generation: two per edge, two transfers each; torch's tags are 31 bits
+
 _open_groups: weakref.WeakSet[_ShmRank | _StoreRank] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """A watcher thread that is inside torch's store when the interpreter goes would end the process with SIGABRT."""
+    for group in list(_open_groups):
+        group.timeout_s = 1.0
+        with contextlib.suppress(Exception):
+            group.close()
+
+
+atexit.register(_close_at_exit)
 
 
 def _forget_sockets_after_fork() -> None:
@@ -623,6 +649,10 @@ class C10dRelay:
         if not self._is_receiver:
             _core.relay_flush(self.end)
 
+    def settle(self) -> None:
+        """Every transfer of the step is complete: a step that fails before it begins here left nothing in flight."""
+        self._started = ([], [])
+
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(0.2)  # a thread that waits for a peer that is gone stays: a daemon
@@ -643,8 +673,10 @@ class _StoreRank(RankGroup):
         process_group: Any,
         stores: tuple[Any, Any],
         connections: dict[int, socket.socket],
+        generation: int,
         arena_bytes: int,
     ) -> None:
+        self._generation = generation
         block_bytes = _core.group_block_bytes(size)
         group = _core.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
@@ -705,6 +737,7 @@ class _StoreRank(RankGroup):
         if not failed:
             for relay in self._relays.values():
                 relay.flush()
+                relay.settle()
         super().end_step(failed)
         if failed:
             with self._watch_lock, contextlib.suppress(RuntimeError):  # the store may be what failed
@@ -763,7 +796,9 @@ class _StoreRank(RankGroup):
                 connection, source_stage, destination_stage, self.arena_bytes, is_receiver, text, peer_rank
             )
             return _core.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
-        tag = 1 + (source_stage << 14) + destination_stage
+        # Stages of an edge are neighbours. Tags of their own per pipeline: receives that an earlier one on this process
+        # group left behind after a failure never match.
+        tag = self._generation * _TAGS + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
         relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text)
         self._relays[source_stage, destination_stage] = relay
         return relay.end
@@ -773,6 +808,10 @@ class _StoreRank(RankGroup):
         if self._closing.is_set():
             return
         failed = _core.group_failure(self.group) is not None
+        if failed and self._relays:  # complete what the failed step left in flight, if the others close as well
+            self.timeout_s = min(self.timeout_s, 5.0)
+            with contextlib.suppress(RuntimeError):
+                self._recover()
         super().close()
         _core.group_progress(self.group, "close()")
         self._closing.set()
@@ -821,11 +860,14 @@ def _connect_store(
     stores = (server if rank == 0 else client()), client()
     near = [peer for peer in range(size) if peer == rank or (share and host_keys[peer] == host_keys[rank])]
     meeting = Meeting(rank)
-    offers = gather((meeting.name, meeting.token))
+    global _next_generation
+    offers = gather((meeting.name, meeting.token, _next_generation))
+    generation = max(offer[2] for offer in offers)
+    _next_generation = generation + 1
     connections = meeting.connect(
         {peer: offers[peer][0] for peer in near if peer != rank}, {peer: offers[peer][1] for peer in near}
     )
-    return _StoreRank(rank, size, process_group, stores, connections, arena_bytes)
+    return _StoreRank(rank, size, process_group, stores, connections, generation, arena_bytes)
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
