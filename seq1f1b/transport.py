@@ -412,6 +412,8 @@ class Meeting:
         return rank if hmac.compare_digest(token, self.token) and rank in expected else None
 
 
+_WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
+
 _next_generation = 0  # of pipelines whose edges go over a process group
 _TAGS = 1 << 14  # of one generation: two per edge, two transfers each; torch's tags are 31 bits
 
@@ -715,9 +717,9 @@ class _StoreRank(RankGroup):
                 _core.group_set_progress(self.group, rank, what, age, waiting_for)
 
     def _watch(self) -> None:
-        period, turns = 0.05, 0
+        turns = 0
         between_progress = 10 * max(1, self.size // 16)
-        while not self._closing.wait(period):
+        while not self._closing.wait(_WATCH_PERIOD):
             try:
                 with self._watch_lock:
                     if self._watching:
@@ -742,6 +744,8 @@ class _StoreRank(RankGroup):
         if failed:
             with self._watch_lock, contextlib.suppress(RuntimeError):  # the store may be what failed
                 self._exchange_failure(self._store)
+            if self.rank == 0:  # the store ends with this process, perhaps at once: let the others read why
+                time.sleep(4 * _WATCH_PERIOD)
 
     def _recover(self) -> None:
         with self._watch_lock:
