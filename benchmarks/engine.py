@@ -203,9 +203,38 @@ class Sleeper(nn.Module):
         return Sleeps.apply(x * self.weight)  # type: ignore[no-any-return]
 
 
+def bare_sleeps() -> float:
+    """What torch alone, without an engine, adds to its own sleeps in one process: a fraction of them."""
+    module, gradient, ratios = Sleeper(), torch.ones(1, 4, WIDTH), []
+    for _ in range(12):
+        Sleeps.measured.clear()
+        start = time.perf_counter()
+        for _ in range(16):
+            torch.autograd.backward(module(gradient.detach().requires_grad_()), gradient)
+        ratios.append((time.perf_counter() - start) / sum(end - begin for begin, end in Sleeps.measured) - 1)
+    return statistics.median(ratios)
+
+
+def only_sleep(engine: seq1f1b.PipelineEngine) -> None:
+    """Leaves nothing of torch in the units: the walk and the transport alone, handing over one tensor."""
+    outputs = (torch.zeros(1, 4, WIDTH),)
+
+    def unit(which: int, hands_over: bool) -> Any:
+        Sleeps.sleep(which)
+        return outputs if hands_over else None
+
+    for runtime in engine._runtimes.values():
+        runtime.forward = lambda *_, r=runtime: unit(0, not r.is_last)  # type: ignore[method-assign, misc]
+        runtime.backward = lambda *_, r=runtime: unit(1, not r.is_first)  # type: ignore[method-assign, misc]
+
+
 def sleep(rank: int, world: int) -> None:
     """First sleep to last, against a simulation in which each unit takes as long as its own sleep."""
     k = 4
+    dist.barrier()
+    if rank == 0:
+        print(f"torch alone, one process, no engine: {100 * bare_sleeps():.2f} % over its own sleeps", flush=True)
+    dist.barrier()
     device = torch.device("cpu")
     batch, flat = torch.randn(M, 4 * k, WIDTH), torch.randn(M * k, 4, WIDTH)
     first, last = rank == 0, rank == world - 1
@@ -216,16 +245,26 @@ def sleep(rank: int, world: int) -> None:
     runtime = torch_runtime(PipelineStage(Sleeper(), rank, world, device), order, sum_loss)
     ideal = sum(Sleeps.seconds) * k * (M + (world - 1) / k)
 
-    def ours() -> None:
+    walk = seq1f1b.PipelineEngine(
+        Sleeper(), schedule=order, num_microbatches=M, num_segments=k, loss_fn=sum_loss, loss_reduction="sum"
+    )
+    only_sleep(walk)
+
+    def ours(engine: seq1f1b.PipelineEngine) -> None:
         engine.step(batch if first else None, target=batch if last else None)
 
     def theirs() -> None:
         runtime.step(*([flat] if first else []), target=flat if last else None, losses=[] if last else None)
 
-    results: dict[str, list[tuple[float, float]]] = {"seq1f1b": [], "torch runtime, same order": []}
+    arms: dict[str, Callable[[], None]] = {
+        "seq1f1b": lambda: ours(engine),
+        "seq1f1b's walk and transport, units without torch": lambda: ours(walk),
+        "torch runtime, same order": theirs,
+    }
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     over_units: list[float] = []
     for turn in range(21):
-        for name, step in (("seq1f1b", ours), ("torch runtime, same order", theirs)):
+        for name, step in arms.items():
             dist.barrier()
             Sleeps.measured.clear()
             step()
