@@ -74,6 +74,7 @@ kv_cache_layers = _C.kv_cache_layers
 current_unit_set = _C.current_unit_set
 current_unit_clear = _C.current_unit_clear
 attention_isa = _C.attention_isa
+attention_rates = _C.attention_rates
 torch_functions = _C.torch_functions
 
 # executor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import platform
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -159,6 +161,23 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(str(error))
     yield request.param
     _C.attention_set_isa(None)
+
+
+def test_rates_are_a_peak_that_no_product_exceeds() -> None:
+    fma, bf16 = _C.attention_rates(0.1)
+    with open("/proc/cpuinfo") as file:
+        assert (bf16 > 0) == ("avx512_bf16" in file.read())
+    assert bf16 == 0 or bf16 > fma / 4
+    a, times = torch.randn(512, 512), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(20):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    if platform.machine() == "x86_64":  # elsewhere the compiler's vectors are measured, which a library may beat
+        assert 2 * 512**3 / min(times) < fma
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -2,6 +2,7 @@
 #include "binding.h"
 
 #include "../../kernels/attention.h"
+#include "../../kernels/rate.h"
 #include "../current_unit.h"
 #include "../kv_cache.h"
 #include "../ops.h"
@@ -328,6 +329,23 @@ static PyObject *attention_set_isa(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(attention_rates_doc,
+             "attention_rates(seconds) -> (float, float)\n\nFLOP per second of one core, measured on this thread: fp32 "
+             "multiply-adds, and vdpbf16ps or 0 where the machine lacks it.");
+
+static PyObject *attention_rates(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    double seconds = PyFloat_AsDouble(argument);
+    if (seconds == -1 && PyErr_Occurred())
+        return NULL;
+    s1f_rates rates;
+    Py_BEGIN_ALLOW_THREADS
+    rates = s1f_measure_rates(seconds);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("dd", rates.fma, rates.bf16);
+}
+
 PyMethodDef s1f_attention_methods[] = {
     {"bind_torch", bind_torch, METH_VARARGS, bind_torch_doc},
     {"torch_functions", torch_functions, METH_NOARGS, torch_functions_doc},
@@ -344,5 +362,6 @@ PyMethodDef s1f_attention_methods[] = {
     {"current_unit_clear", current_unit_clear, METH_VARARGS, current_unit_clear_doc},
     {"attention_isa", attention_isa, METH_NOARGS, attention_isa_doc},
     {"attention_set_isa", attention_set_isa, METH_VARARGS, attention_set_isa_doc},
+    {"attention_rates", attention_rates, METH_O, attention_rates_doc},
     {NULL, NULL, 0, NULL},
 };
