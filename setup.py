@@ -21,10 +21,12 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wstrict-prototy
 FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", *WARNINGS]
 MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", "1")]
 LIBRARIES = ["m", "dl", "pthread"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
 INSTRUCTION_SETS = {
     "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
-    "_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+    "_avx512.c": AVX512,
+    "_avx512bf16.c": [*AVX512, "-mavx512bf16"],
 }
 
 

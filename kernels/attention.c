@@ -1,6 +1,7 @@
 /* attention.c - chooses the attention kernels of a call: the blocked ones of the fastest instruction set that this
  * machine has, or the truth for what those lack. */
 #include "attention_internal.h"
+#include "rate.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -8,11 +9,9 @@
 /* Fastest first; the truth, which every machine has, last. */
 static const s1f_attention_kernels *const all_kernels[] = {
 #if defined(__x86_64__)
-    &s1f_attention_avx512,
-    &s1f_attention_avx2,
+    &s1f_attention_avx512bf16, &s1f_attention_avx512,    &s1f_attention_avx2,
 #endif
-    &s1f_attention_portable,
-    &s1f_attention_reference,
+    &s1f_attention_portable,   &s1f_attention_reference,
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -21,6 +20,8 @@ static const s1f_attention_kernels *_Atomic chosen;
 static int machine_has(const char *name)
 {
 #if defined(__x86_64__)
+    if (strcmp(name, "avx512bf16") == 0)
+        return machine_has("avx512") && __builtin_cpu_supports("avx512bf16");
     if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -38,6 +39,23 @@ static const s1f_attention_kernels *find(const char *name)
     return NULL;
 }
 
+/* Dot products of bf16 run at twice the rate of fp32 ones on some machines and at half of it on others. */
+static int bf16_products_are_faster(void)
+{
+    s1f_rates rates = s1f_measure_rates(0.001);
+    return rates.bf16 > 1.2 * rates.fma;
+}
+
+static const s1f_attention_kernels *fastest(void)
+{
+    const s1f_attention_kernels *kernels = find(NULL);
+#if defined(__x86_64__)
+    if (kernels == &s1f_attention_avx512bf16 && !bf16_products_are_faster())
+        kernels = &s1f_attention_avx512;
+#endif
+    return kernels;
+}
+
 /* SEQ1F1B_ISA, where it names kernels of this machine, is for tests; anything else in it is ignored. */
 static const s1f_attention_kernels *kernels_in_use(void)
 {
@@ -45,7 +63,7 @@ static const s1f_attention_kernels *kernels_in_use(void)
     if (!kernels) {
         const char *forced = getenv("SEQ1F1B_ISA");
         kernels = forced ? find(forced) : NULL;
-        kernels = kernels ? kernels : find(NULL);
+        kernels = kernels ? kernels : fastest();
         atomic_store_explicit(&chosen, kernels, memory_order_release);
     }
     return kernels;
@@ -58,17 +76,23 @@ const char *s1f_attention_isa(void)
 
 s1f_status s1f_attention_set_isa(const char *name)
 {
-    const s1f_attention_kernels *kernels = find(name);
+    const s1f_attention_kernels *kernels = name ? find(name) : fastest();
     if (!kernels)
         return s1f_fail(S1F_ERR_ARG, "no attention kernels for instruction set '%s' on this machine", name);
     atomic_store_explicit(&chosen, kernels, memory_order_release);
     return S1F_OK;
 }
 
+/* Those in use, or the next after them that can do it; the truth can do everything. */
 static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
 {
-    const s1f_attention_kernels *kernels = kernels_in_use();
-    return kernels->covers(args) ? kernels : &s1f_attention_reference;
+    const s1f_attention_kernels *first = kernels_in_use();
+    for (int i = 0, met = 0; i < NUM_KERNELS; i++) {
+        met |= all_kernels[i] == first;
+        if (met && machine_has(all_kernels[i]->name) && all_kernels[i]->covers(args))
+            return all_kernels[i];
+    }
+    return &s1f_attention_reference;
 }
 
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context)

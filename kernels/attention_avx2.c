@@ -11,6 +11,7 @@ typedef __m256 vec;
 #define VEC_ADD(a, b) _mm256_add_ps(a, b)
 #define VEC_SUB(a, b) _mm256_sub_ps(a, b)
 #define VEC_MUL(a, b) _mm256_mul_ps(a, b)
+#define VEC_DIV(a, b) _mm256_div_ps(a, b)
 #define VEC_MAX(a, b) _mm256_max_ps(a, b)
 #define VEC_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define VEC_FIRST(x, n, other) _mm256_blendv_ps(other, x, first_lanes(n))

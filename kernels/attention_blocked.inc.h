@@ -2,23 +2,28 @@
  *
  * Forward: a task is a chunk of rows of all the query heads that share a kv head. It walks its keys in blocks; each
  * block is packed once for the whole chunk, and then, for a few rows at a time,
- *   S = Q K^T,   m' = max(m, rowmax S),   P = 2^(S - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
- * with scale log2(e) folded into the packed Q, so that every exponential is a power of two.
+ *   S = Q K^T,   m' = max(m, rowmax X),   P = 2^(X - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
+ * with exponents X = scale log2(e) S, or what the options make of S (attention_options.inc.h).
  *
  * Backward: a task is a range of keys of one kv head; so each tile of dk and dv has one owner, which adds it to the
- * accumulators once. With S and P as above from the stored lse, D = rowsum(dout * out):
+ * accumulators once. With X and P as above from the stored lse, D = rowsum(dout * out):
  *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K
  * dQ of each range of keys is its own, and the ranges are summed in order at the end.
  *
- * Work on the diagonal is trimmed per micro-tile of rows: no product runs over keys that none of its rows sees.
- * A product may run over up to TILE_ROWS - 1 keys with a p of 0; so a NaN or infinity in one token can reach the few
- * rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
+ * Products are of fp32, or of pairs of bf16 (OPERAND_PAIRS), where P and dS are rounded to bf16; sums, row statistics,
+ * exponents and D are fp32 in both.
+ *
+ * Work on the diagonal is trimmed per micro-tile of rows: no product runs over keys that none of its rows sees, but for
+ * the second half of a pair. A product may run over up to TILE_ROWS - 1 keys with a p of 0; so a NaN or infinity in one
+ * token can reach the few rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
  * Every sum has one order, whatever the number of threads.
  *
- * Not here, and handed to the truth: fp64, head_dim above MAX_DIM, window, softcap, slopes, docs. 16-bit is widened to
- * fp32 as it is packed. */
+ * Not here, and handed to the truth: fp64, head_dim above MAX_DIM. */
 #include "attention_internal.h"
 #include "attention_micro.inc.h"
+
+#include "attention_options.inc.h"
+#include "attention_pack.inc.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -40,10 +45,6 @@ _Static_assert(KEYS % TILE_ROWS == 0, "a tile of dk is TILE_ROWS keys");
 _Static_assert(ROWS % TILE_ROWS == 0, "a block of rows is whole micro-tiles");
 _Static_assert((KEYS + TILE_ROWS + VEC_LANES - 1) / VEC_LANES * VEC_LANES <= PITCH, "zeros past the keys fit");
 
-static const double LOG2_E = 1.44269504088896340736;
-static const double LN_2 = 0.69314718055994530942;
-static const float LOWEST = -0x1p126f; /* below every logit, and finite, so that differences stay numbers */
-
 /* ---- tasks, taken in order by whoever is free ---- */
 
 typedef struct attention_job attention_job;
@@ -52,12 +53,16 @@ typedef void (*task_body)(const attention_job *job, int64_t task, float *scratch
 struct attention_job {
     const s1f_attention_args *args;
     int64_t dim;       /* head_dim, rounded up to whole vectors */
+    int64_t depth;     /* the same in operands */
     int64_t rows;      /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
     int64_t parts;     /* forward: chunks of the segment; backward: ranges of the keys */
     int64_t part_keys; /* backward: keys of a range */
 
-    float *q, *dout, *lse, *delta; /* backward: packed (B, Hq, rows, dim), (B, Hq, rows) */
-    float *dq;                     /* (parts, B, Hq, rows, dim) */
+    /* backward, (B, Hq) of each: */
+    operand *q, *dout;               /* rows (rows, depth) */
+    operand *q_across, *dout_across; /* (rows / PER_OPERAND, dim); the same memory where both are the same */
+    float *lse, *delta;              /* (rows): in powers of two; rowsum(dout * out) */
+    float *dq;                       /* (parts, B, Hq, rows, dim) */
 
     task_body body;
     int64_t num_tasks;
@@ -97,9 +102,8 @@ static int32_t threads_of(const s1f_attention_context *context)
 
 static int covers(const s1f_attention_args *args)
 {
-    int sees_all = args->window == 0 || args->window >= args->q_start + args->segment_len;
-    return args->dtype != S1F_FLOAT64 && args->head_dim <= MAX_DIM && sees_all && args->softcap == 0 && !args->slopes &&
-           !args->docs;
+    int takes_dtype = OPERAND_PAIRS ? args->dtype == S1F_BFLOAT16 : args->dtype != S1F_FLOAT64;
+    return takes_dtype && args->head_dim <= MAX_DIM;
 }
 
 static int64_t group_of(const s1f_attention_args *args)
@@ -114,13 +118,15 @@ static attention_job forward_job(const s1f_attention_args *args, int32_t num_thr
     int64_t wanted = num_threads > 1 ? (2 * num_threads + heads - 1) / heads : 1; /* chunks of the segment */
     int64_t rows = s1f_min(CHUNK_ROWS / group_of(args), (args->segment_len + wanted - 1) / wanted);
     rows = s1f_min(round_up(s1f_max(rows, 2 * ROWS), ROWS), round_up(args->segment_len, TILE_ROWS));
-    int64_t chunk = group_of(args) * rows; /* q, out (chunk, dim); highest (chunk); sums (chunk) of vectors */
+    int64_t depth = dim / PER_OPERAND;
+    int64_t chunk = group_of(args) * rows; /* q (chunk, depth), out (chunk, dim); highest (chunk), sums of vectors */
     return (attention_job){.args = args,
                            .dim = dim,
+                           .depth = depth,
                            .rows = rows,
                            .parts = (args->segment_len + rows - 1) / rows,
-                           .scratch_floats = round_up(chunk * (2 * dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
-                                             2 * KEYS * dim + 4 * dim};
+                           .scratch_floats = round_up(chunk * (depth + dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
+                                             2 * KEYS * depth + 4 * dim};
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
@@ -130,13 +136,16 @@ static attention_job backward_job(const s1f_attention_args *args)
     int64_t part_keys = round_up(s1f_max((keys + parts - 1) / parts, MIN_RANGE), KEYS);
     return (attention_job){.args = args,
                            .dim = dim,
+                           .depth = dim / PER_OPERAND,
                            .rows = round_up(args->segment_len, TILE_ROWS),
                            .part_keys = part_keys,
                            .parts = (keys + part_keys - 1) / part_keys,
-                           .scratch_floats = 2 * ROWS * PITCH + 5 * KEYS * dim + 4 * dim};
+                           .scratch_floats =
+                               4 * ROWS * PITCH + 3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + 4 * dim};
 }
 
-/* Floats that backward shares among its tasks: q, dout, dq of each range; lse, delta. */
+/* Floats that backward shares among its tasks: q and dout, as fp32 once, as pairs of bf16 along rows and across them;
+ * dq of each range; lse, delta. */
 static int64_t backward_shared_floats(const attention_job *job)
 {
     int64_t rows = job->args->batch * job->args->heads * job->rows;
@@ -162,25 +171,16 @@ static int64_t scratch_bytes(const s1f_attention_args *args, int32_t num_threads
 
 /* ---- forward ---- */
 
-/* Rows [0, keys) of k or v from `from` on, widened into (padded, dim); zero from `keys` on. */
-static void pack_rows(const s1f_attention_args *args, const void *x, int64_t at, int64_t keys, int64_t padded,
-                      int64_t dim, float *rows)
+static source_rows query_rows(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
+                              int64_t head, int64_t row, int64_t count)
 {
-    for (int64_t key = 0; key < keys; key++)
-        widen_row(args->dtype, x, at + key * args->kv_strides.row, args->head_dim, 1, rows + key * dim, dim);
-    if (padded > keys)
-        memset(rows + keys * dim, 0, (size_t)((padded - keys) * dim) * sizeof *rows);
+    return (source_rows){x, s1f_at(strides, batch, head, row), strides.row, count, args->head_dim, args->dtype};
 }
 
-/* Rows [0, keys) of k or v as panels of their transpose, by way of four rows at a time. */
-static void pack_panels(const s1f_attention_args *args, const void *x, int64_t at, int64_t keys, int64_t dim,
-                        float *four_rows, float *panels)
+static source_rows key_rows(const s1f_attention_args *args, const void *x, int64_t batch, int64_t kv_head, int64_t key,
+                            int64_t count)
 {
-    for (int64_t key = 0; key < round_up(keys, PANEL); key += 4) {
-        int64_t present = s1f_max(0, s1f_min(4, keys - key));
-        pack_rows(args, x, at + key * args->kv_strides.row, present, 4, dim, four_rows);
-        transpose_to_panels(four_rows, 4, dim, panels + key / PANEL * PANEL * dim + key % PANEL);
-    }
+    return query_rows(args, x, args->kv_strides, batch, kv_head, key, count);
 }
 
 /* Keys of a block that the row sees, of those from `first_key` on; `token` is the row's own. */
@@ -189,10 +189,21 @@ static int64_t seen(int64_t token, int64_t first_key, int64_t keys)
     return s1f_max(0, s1f_min(keys, token + 1 - first_key));
 }
 
-/* One row: S becomes P over the keys seen, and 0 up to the next whole vector after `until`. Returns 2^(m - m'). */
-ALWAYS_INLINE float softmax_row(float *s, int64_t num_seen, int64_t until, float *highest, float *sums)
+/* x[c..] of a row of operands, from floats: as they are, or rounded to bf16. */
+ALWAYS_INLINE void store_operands(float *row, int64_t c, vec x)
 {
-    vec top = VEC_ALL(LOWEST), other = top, zero = VEC_ALL(0), sum = zero;
+#if OPERAND_PAIRS
+    VEC_STORE_BF16((uint16_t *)(void *)row + c, x);
+#else
+    VEC_STORE(row + c, x);
+#endif
+}
+
+/* One row: S becomes P over the keys seen, as operands, and 0 up to the next whole vector after `until`. Exponents are
+ * factor S, factor >= 0. Returns 2^(m - m'). Pairs take half of the room of S, so what is written was read before. */
+ALWAYS_INLINE float softmax_row(float *s, float factor, int64_t num_seen, int64_t until, float *highest, float *sums)
+{
+    vec top = VEC_ALL(HIDDEN), other = top, zero = VEC_ALL(0), sum = zero;
     int64_t c = 0, whole = num_seen / VEC_LANES * VEC_LANES, rest = num_seen - whole;
     for (; c + 2 * VEC_LANES <= whole; c += 2 * VEC_LANES) {
         top = VEC_MAX(top, VEC_LOAD(s + c));
@@ -201,24 +212,24 @@ ALWAYS_INLINE float softmax_row(float *s, int64_t num_seen, int64_t until, float
     if (c < whole)
         top = VEC_MAX(top, VEC_LOAD(s + c));
     if (rest)
-        other = VEC_MAX(other, VEC_FIRST(VEC_LOAD(s + whole), rest, VEC_ALL(LOWEST)));
-    float before = *highest, now = VEC_HIGHEST(VEC_MAX(top, other));
-    now = now > before ? now : before;
-    vec shift = VEC_ALL(now);
+        other = VEC_MAX(other, VEC_FIRST(VEC_LOAD(s + whole), rest, VEC_ALL(HIDDEN)));
+    float before = *highest, now = VEC_HIGHEST(VEC_MAX(top, other)) * factor;
+    now = num_seen > 0 && now > before ? now : before;
+    vec shift = VEC_ALL(-now), by = VEC_ALL(factor);
 
     for (c = 0; c < whole; c += VEC_LANES) {
-        vec p = exp2_vec(VEC_SUB(VEC_LOAD(s + c), shift));
-        VEC_STORE(s + c, p);
+        vec p = exp2_vec(VEC_FMA(VEC_LOAD(s + c), by, shift));
+        store_operands(s, c, p);
         sum = VEC_ADD(sum, p);
     }
     if (rest) {
-        vec p = VEC_FIRST(exp2_vec(VEC_SUB(VEC_LOAD(s + whole), shift)), rest, zero);
-        VEC_STORE(s + whole, p);
+        vec p = VEC_FIRST(exp2_vec(VEC_FMA(VEC_LOAD(s + whole), by, shift)), rest, zero);
+        store_operands(s, whole, p);
         sum = VEC_ADD(sum, p);
         c += VEC_LANES;
     }
     for (; c < until; c += VEC_LANES)
-        VEC_STORE(s + c, zero);
+        store_operands(s, c, zero);
 
     float shrink = 1;
     if (now != before) {
@@ -229,25 +240,54 @@ ALWAYS_INLINE float softmax_row(float *s, int64_t num_seen, int64_t until, float
     return shrink;
 }
 
-/* `rows` (whole micro-tiles) against one packed block of keys. token: of the first row. */
-static void forward_block(int64_t dim, int64_t rows, int64_t token, int64_t first_key, int64_t keys, const float *q,
-                          const float *k_panels, const float *v, float *s, float *out, float *highest, float *sums)
+static int64_t depth_of(int64_t elements)
 {
+    return (elements + PER_OPERAND - 1) / PER_OPERAND;
+}
+
+/* S of `rows` rows becomes exponents. token: of the first row. */
+static void exponents_of_block(const exponent_rule *rule, visibility seen_keys, int64_t rows, int64_t token,
+                               int64_t first_key, int64_t keys, float *s, float *derivative)
+{
+    float hidden[PITCH];
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t num_seen = seen(token + r, first_key, keys);
+        if (seen_keys == SOME_HIDDEN)
+            hide_keys(rule, token + r, first_key, num_seen, hidden);
+        exponents_row(rule, s + r * PITCH, derivative ? derivative + r * PITCH : NULL,
+                      seen_keys == SOME_HIDDEN ? hidden : NULL, token + r, first_key, num_seen);
+    }
+}
+
+/* `rows` (whole micro-tiles) against one packed block of keys. token: of the first row. */
+static void forward_block(const attention_job *job, const exponent_rule *rule, int64_t rows, int64_t token,
+                          int64_t first_key, int64_t keys, const operand *q, const operand *k_panels, const operand *v,
+                          float *s, float *out, float *highest, float *sums)
+{
+    int64_t dim = job->dim, depth = job->depth;
+    visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
+    if (seen_keys == ALL_HIDDEN)
+        return;
     for (int64_t panel = 0; panel < keys; panel += PANEL)
         for (int64_t r = 0; r < rows; r += TILE_ROWS)
-            multiply_panel(s + r * PITCH + panel, PITCH, q + r * dim, dim, k_panels + panel * dim, dim,
+            multiply_panel(s + r * PITCH + panel, PITCH, q + r * depth, depth, k_panels + panel * depth, depth,
                            seen(token + r + TILE_ROWS - 1, first_key, keys) - panel);
 
+    float factor = rule->factor;
+    if (rule->transforms || seen_keys == SOME_HIDDEN) {
+        exponents_of_block(rule, seen_keys, rows, token, first_key, keys, s, NULL);
+        factor = 1;
+    }
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         int64_t until = seen(token + r + TILE_ROWS - 1, first_key, keys);
         for (int64_t row = r; row < r + TILE_ROWS; row++) {
-            float shrink = softmax_row(s + row * PITCH, seen(token + row, first_key, keys), until, &highest[row],
-                                       sums + row * VEC_LANES);
+            float shrink = softmax_row(s + row * PITCH, factor, seen(token + row, first_key, keys), until,
+                                       &highest[row], sums + row * VEC_LANES);
             if (shrink != 1)
                 for (int64_t c = 0; c < dim; c += VEC_LANES)
                     VEC_STORE(out + row * dim + c, VEC_MUL(VEC_LOAD(out + row * dim + c), VEC_ALL(shrink)));
         }
-        multiply_add(out + r * dim, s + r * PITCH, PITCH, v, until, dim);
+        multiply_add(out + r * dim, s + r * PITCH, PITCH, v, depth_of(until), dim);
     }
 }
 
@@ -271,29 +311,36 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     int64_t num_rows = s1f_min(job->rows, args->segment_len - first_row), rows = round_up(num_rows, TILE_ROWS);
     int64_t first_token = args->q_start + first_row, last = first_token + num_rows, chunk = group * rows;
 
-    float *s = scratch, *k_panels = s + ROWS * PITCH, *v = k_panels + KEYS * dim;
-    float *four_rows = v + KEYS * dim, *q = four_rows + 4 * dim, *out = q + chunk * dim;
-    float *sums = out + chunk * dim, *highest = sums + chunk * VEC_LANES;
+    operand *k_panels = scratch + ROWS * PITCH, *v = k_panels + KEYS * job->depth;
+    operand *four_rows = v + KEYS * job->depth, *q = four_rows + 4 * dim;
+    float *s = scratch, *out = q + chunk * job->depth, *sums = out + chunk * dim, *highest = sums + chunk * VEC_LANES;
 
-    memset(q, 0, (size_t)(chunk * (2 * dim + VEC_LANES)) * sizeof *q);
-    for (int64_t g = 0; g < group; g++)
-        for (int64_t row = 0; row < num_rows; row++)
-            widen_row(args->dtype, args->q, s1f_at(args->q_strides, batch, kv_head * group + g, first_row + row),
-                      args->head_dim, (float)(args->scale * LOG2_E), q + (g * rows + row) * dim, dim);
+    memset(out, 0, (size_t)(chunk * (dim + VEC_LANES)) * sizeof *out);
     for (int64_t r = 0; r < chunk; r++)
         highest[r] = LOWEST;
+    for (int64_t g = 0; g < group; g++) {
+        source_rows from = query_rows(args, args->q, args->q_strides, batch, kv_head * group + g, first_row, num_rows);
+        pack_rows(&from, rows, dim, q + g * rows * job->depth);
+    }
 
-    for (int64_t key = 0; key < last; key += KEYS) {
-        int64_t keys = s1f_min(KEYS, last - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
+    exponent_rule any = rule_of(args, batch, kv_head * group); /* the heads of a group hide the same keys */
+    for (int64_t key = first_visible(&any, first_token) / KEYS * KEYS; key < last; key += KEYS) {
+        int64_t keys = s1f_min(KEYS, last - key);
         int64_t first_seeing = s1f_max(0, key - first_token) / TILE_ROWS * TILE_ROWS;
-        pack_panels(args, args->k, at, keys, dim, four_rows, k_panels);
-        pack_rows(args, args->v, at, keys, keys, dim, v);
-        for (int64_t g = 0; g < group; g++)
+        if (block_visibility(&any, first_token + first_seeing, rows - first_seeing, key, keys) == ALL_HIDDEN)
+            continue;
+        source_rows k = key_rows(args, args->k, batch, kv_head, key, keys);
+        source_rows values = key_rows(args, args->v, batch, kv_head, key, keys);
+        pack_panels(&k, dim, four_rows, k_panels);
+        pack_across(&values, round_up(keys, PER_OPERAND), dim, v);
+        for (int64_t g = 0; g < group; g++) {
+            exponent_rule rule = rule_of(args, batch, kv_head * group + g);
             for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = g * rows + row;
-                forward_block(dim, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * dim, k_panels, v, s,
-                              out + r * dim, highest + r, sums + r * VEC_LANES);
+                forward_block(job, &rule, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * job->depth,
+                              k_panels, v, s, out + r * dim, highest + r, sums + r * VEC_LANES);
             }
+        }
     }
 
     for (int64_t g = 0; g < group; g++)
@@ -320,88 +367,131 @@ static s1f_status forward(const s1f_attention_args *args, const s1f_attention_co
 
 /* ---- backward ---- */
 
-/* Packs one query head: q with scale log2(e), dout, lse in powers of two, rowsum(dout * out). Rows that fill up the
- * last micro-tile are zero throughout, so they add nothing to dk and dv. */
+/* Packs one query head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up the last micro-tile are
+ * zero, and their p as well, so they add nothing to dk and dv. */
 static void prepare_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
     int64_t batch = task / args->heads, head = task % args->heads, dim = job->dim, rows = job->rows;
-    float *q = job->q + task * rows * dim, *dout = job->dout + task * rows * dim;
-    for (int64_t row = 0; row < rows; row++, q += dim, dout += dim) {
-        float *lse = &job->lse[task * rows + row], *delta = &job->delta[task * rows + row];
-        if (row >= args->segment_len) {
-            memset(q, 0, (size_t)dim * sizeof *q);
-            memset(dout, 0, (size_t)dim * sizeof *dout);
-            *lse = *delta = 0;
+    int64_t count = args->segment_len;
+    source_rows q = query_rows(args, args->q, args->q_strides, batch, head, 0, count);
+    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, head, 0, count);
+    pack_rows(&q, rows, dim, job->q + task * rows * job->depth);
+    pack_rows(&dout, rows, dim, job->dout + task * rows * job->depth);
+    if (OPERAND_PAIRS) {
+        pack_across(&q, rows, dim, job->q_across + task * rows / PER_OPERAND * dim);
+        pack_across(&dout, rows, dim, job->dout_across + task * rows / PER_OPERAND * dim);
+    }
+    float *lse = job->lse + task * rows, *delta = job->delta + task * rows, *a = scratch, *b = scratch + dim;
+    for (int64_t row = 0; row < rows; row++) {
+        if (row >= count) {
+            lse[row] = -LOWEST;
+            delta[row] = 0;
             continue;
         }
-        widen_row(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->head_dim,
-                  (float)(args->scale * LOG2_E), q, dim);
-        widen_row(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->head_dim, 1, dout, dim);
-        widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, 1, scratch, dim);
+        widen_row(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->head_dim, a, dim);
+        widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, b, dim);
         vec sum = VEC_ALL(0);
         for (int64_t c = 0; c < dim; c += VEC_LANES)
-            sum = VEC_FMA(VEC_LOAD(dout + c), VEC_LOAD(scratch + c), sum);
-        *delta = sum_of_lanes(sum);
-        *lse = (float)((double)((const float *)args->lse)[task * args->segment_len + row] * LOG2_E);
-    }
-}
-
-/* One row: S becomes P and dP becomes dS, both 0 from the keys seen up to the next whole vector after `until`. */
-ALWAYS_INLINE void gradient_row(float *s, float *dp, int64_t num_seen, int64_t until, float lse, float delta)
-{
-    vec shift = VEC_ALL(lse), mean = VEC_ALL(delta), zero = VEC_ALL(0);
-    int64_t c = 0, whole = num_seen / VEC_LANES * VEC_LANES, rest = num_seen - whole;
-    for (; c < whole; c += VEC_LANES) {
-        vec p = exp2_vec(VEC_SUB(VEC_LOAD(s + c), shift));
-        VEC_STORE(s + c, p);
-        VEC_STORE(dp + c, VEC_MUL(p, VEC_SUB(VEC_LOAD(dp + c), mean)));
-    }
-    if (rest) {
-        vec p = exp2_vec(VEC_SUB(VEC_LOAD(s + c), shift));
-        vec ds = VEC_MUL(p, VEC_SUB(VEC_LOAD(dp + c), mean));
-        VEC_STORE(s + c, VEC_FIRST(p, rest, zero));
-        VEC_STORE(dp + c, VEC_FIRST(ds, rest, zero));
-        c += VEC_LANES;
-    }
-    for (; c < until; c += VEC_LANES) {
-        VEC_STORE(s + c, zero);
-        VEC_STORE(dp + c, zero);
+            sum = VEC_FMA(VEC_LOAD(a + c), VEC_LOAD(b + c), sum);
+        delta[row] = sum_of_lanes(sum);
+        lse[row] = (float)((double)((const float *)args->lse)[task * count + row] * LOG2_E);
     }
 }
 
 typedef struct {
-    float *s, *dp;                              /* (ROWS, PITCH) */
-    float *k_panels, *v_panels, *k, *four_rows; /* packed; k (KEYS, dim) */
-    float *dk, *dv;                             /* (KEYS, dim) */
+    float *s, *dp;                                       /* (ROWS, PITCH) */
+    float *derivative;                                   /* (ROWS, PITCH), of the soft cap */
+    float *ds;                                           /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
+    operand *k_panels, *v_panels, *k_across, *four_rows; /* packed */
+    float *dk, *dv;                                      /* (KEYS, dim) */
 } key_block;
 
-/* `rows` (whole micro-tiles) against one packed block of keys. token: of the first row. */
-static void backward_block(int64_t dim, int64_t rows, int64_t token, int64_t first_key, int64_t keys,
-                           const key_block *b, const float *q, const float *dout, const float *lse, const float *delta,
-                           float *dq)
+/* VEC_LANES pairs of a row from c on, of which the first `num_seen` - c are seen: p and ds. */
+ALWAYS_INLINE void gradient_vec(const float *s, const float *dp, const float *derivative, int64_t c, int64_t num_seen,
+                                float factor, float lse, float delta, vec *p, vec *ds)
 {
+    if (c >= num_seen) {
+        *p = *ds = VEC_ALL(0);
+        return;
+    }
+    *p = exp2_vec(VEC_FMA(VEC_LOAD(s + c), VEC_ALL(factor), VEC_ALL(-lse)));
+    *ds = VEC_MUL(*p, VEC_SUB(VEC_LOAD(dp + c), VEC_ALL(delta)));
+    if (derivative)
+        *ds = VEC_MUL(*ds, VEC_LOAD(derivative + c));
+    if (c + VEC_LANES > num_seen) {
+        *p = VEC_FIRST(*p, num_seen - c, VEC_ALL(0));
+        *ds = VEC_FIRST(*ds, num_seen - c, VEC_ALL(0));
+    }
+}
+
+/* The PER_OPERAND rows from r on: S becomes P across rows and dP becomes dS across rows, and ds gets rows of dS; all 0
+ * from the keys seen up to the next whole vector after `until`. seen0: keys that row r sees, of `keys`. */
+ALWAYS_INLINE void gradient_rows(const key_block *b, int capped, int64_t r, const int64_t *num_seen, int64_t until,
+                                 float factor, const float *lse, const float *delta)
+{
+    float *s = b->s + r * PITCH, *dp = b->dp + r * PITCH;
+    const float *derivative = capped ? b->derivative + r * PITCH : NULL;
+    vec p, ds;
+    for (int64_t c = 0; c < until; c += VEC_LANES) {
+        gradient_vec(s, dp, derivative, c, num_seen[0], factor, lse[r], delta[r], &p, &ds);
+#if OPERAND_PAIRS
+        vec p1, ds1;
+        gradient_vec(s + PITCH, dp + PITCH, capped ? derivative + PITCH : NULL, c, num_seen[1], factor, lse[r + 1],
+                     delta[r + 1], &p1, &ds1);
+        store_operands(b->ds + r * PITCH, c, ds);
+        store_operands(b->ds + (r + 1) * PITCH, c, ds1);
+        p = VEC_JOIN_BF16(p, p1);
+        ds = VEC_JOIN_BF16(ds, ds1);
+#endif
+        VEC_STORE(s + c, p);
+        VEC_STORE(dp + c, ds);
+    }
+}
+
+/* `rows` (whole micro-tiles) of one head against one packed block of keys. token: of the first row; first: of (B, Hq,
+ * rows). */
+static void backward_block(const attention_job *job, const exponent_rule *rule, int64_t first, int64_t rows,
+                           int64_t token, int64_t first_key, int64_t keys, const key_block *b, float *dq)
+{
+    int64_t dim = job->dim, depth = job->depth;
+    const operand *q = job->q + first * depth, *dout = job->dout + first * depth;
+    visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
+    if (seen_keys == ALL_HIDDEN)
+        return;
     for (int64_t panel = 0; panel < keys; panel += PANEL)
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
             int64_t at = r * PITCH + panel, columns = seen(token + r + TILE_ROWS - 1, first_key, keys) - panel;
-            multiply_panel(b->s + at, PITCH, q + r * dim, dim, b->k_panels + panel * dim, dim, columns);
-            multiply_panel(b->dp + at, PITCH, dout + r * dim, dim, b->v_panels + panel * dim, dim, columns);
+            multiply_panel(b->s + at, PITCH, q + r * depth, depth, b->k_panels + panel * depth, depth, columns);
+            multiply_panel(b->dp + at, PITCH, dout + r * depth, depth, b->v_panels + panel * depth, depth, columns);
         }
+    float factor = rule->factor;
+    int capped = rule->cap != 0;
+    if (rule->transforms || seen_keys == SOME_HIDDEN) {
+        exponents_of_block(rule, seen_keys, rows, token, first_key, keys, b->s, capped ? b->derivative : NULL);
+        factor = 1;
+    }
     /* Up to a whole micro-tile of keys past those that the last row of a micro-tile sees, for dk and dv below. */
-    for (int64_t r = 0; r < rows; r++)
-        gradient_row(b->s + r * PITCH, b->dp + r * PITCH, seen(token + r, first_key, keys),
-                     seen(token + r / TILE_ROWS * TILE_ROWS + TILE_ROWS - 1, first_key, keys) + TILE_ROWS, lse[r],
-                     delta[r]);
+    for (int64_t r = 0; r < rows; r += PER_OPERAND) {
+        int64_t num_seen[2] = {seen(token + r, first_key, keys), seen(token + r + 1, first_key, keys)};
+        int64_t until = seen(token + r / TILE_ROWS * TILE_ROWS + TILE_ROWS - 1, first_key, keys) + TILE_ROWS;
+        if (capped)
+            gradient_rows(b, 1, r, num_seen, until, factor, job->lse + first, job->delta + first);
+        else
+            gradient_rows(b, 0, r, num_seen, until, factor, job->lse + first, job->delta + first);
+    }
     for (int64_t key = 0; key < keys; key += TILE_ROWS) {
-        int64_t first = s1f_max(0, first_key + key - token), depth = rows - first; /* rows that see this key */
-        if (depth <= 0)
+        /* Rows that see this key, from a whole operand on. */
+        int64_t from = s1f_max(0, first_key + key - token) / PER_OPERAND, left = rows / PER_OPERAND - from;
+        if (left <= 0)
             break;
-        multiply_add_transposed(b->dv + key * dim, b->s + first * PITCH + key, PITCH, dout + first * dim, depth, dim);
-        multiply_add_transposed(b->dk + key * dim, b->dp + first * PITCH + key, PITCH, q + first * dim, depth, dim);
+        int64_t at = from * PER_OPERAND * PITCH + key, row = (first / PER_OPERAND + from) * dim;
+        multiply_add_transposed(b->dv + key * dim, b->s + at, PER_OPERAND * PITCH, job->dout_across + row, left, dim);
+        multiply_add_transposed(b->dk + key * dim, b->dp + at, PER_OPERAND * PITCH, job->q_across + row, left, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS)
-        multiply_add(dq + r * dim, b->dp + r * PITCH, PITCH, b->k, seen(token + r + TILE_ROWS - 1, first_key, keys),
-                     dim);
+        multiply_add(dq + r * dim, b->ds + r * PITCH, PITCH, b->k_across,
+                     depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
 }
 
 static void add_key_gradients(const s1f_attention_args *args, float *to, const float *from, float factor)
@@ -422,35 +512,41 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     int64_t batch = task % kv_heads / args->kv_heads, kv_head = task % kv_heads % args->kv_heads;
     int64_t part = task / kv_heads, first_key = part * job->part_keys;
     int64_t last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len);
-    int64_t tile = ROWS * PITCH, block = KEYS * dim;
+    int64_t tile = ROWS * PITCH, block = KEYS * job->depth;
     int64_t head = batch * args->heads + kv_head * group; /* the first of the group, of (B, Hq) */
-    key_block b = {.s = scratch, .dp = scratch + tile};
-    b.k_panels = b.dp + tile;
+    key_block b = {.s = scratch, .dp = scratch + tile, .derivative = scratch + 2 * tile};
+    b.ds = OPERAND_PAIRS ? scratch + 3 * tile : b.dp;
+    b.k_panels = scratch + 4 * tile;
     b.v_panels = b.k_panels + block;
-    b.k = b.v_panels + block;
-    b.dk = b.k + block;
-    b.dv = b.dk + block;
-    b.four_rows = b.dv + block;
+    b.k_across = b.v_panels + block;
+    b.dk = b.k_across + block;
+    b.dv = b.dk + KEYS * dim;
+    b.four_rows = b.dv + KEYS * dim;
 
     float *dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
     memset(dq, 0, (size_t)(group * rows * dim) * sizeof *dq);
 
+    exponent_rule any = rule_of(args, batch, kv_head * group); /* the heads of a group hide the same keys */
     for (int64_t key = first_key; key < last_key; key += KEYS) {
-        int64_t keys = s1f_min(KEYS, last_key - key), at = s1f_at(args->kv_strides, batch, kv_head, key);
+        int64_t keys = s1f_min(KEYS, last_key - key);
         int64_t first_seeing = s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
-        pack_rows(args, args->k, at, keys, round_up(keys, PANEL), dim, b.k);
-        transpose_to_panels(b.k, round_up(keys, PANEL), dim, b.k_panels);
-        pack_panels(args, args->v, at, keys, dim, b.four_rows, b.v_panels);
-        memset(b.dk, 0, (size_t)(2 * block) * sizeof *b.dk);
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t row = first_seeing; row < rows; row += ROWS) {
-                int64_t r = (head + g) * rows + row;
-                backward_block(dim, s1f_min(ROWS, rows - row), args->q_start + row, key, keys, &b, job->q + r * dim,
-                               job->dout + r * dim, job->lse + r, job->delta + r, dq + (g * rows + row) * dim);
+        source_rows k = key_rows(args, args->k, batch, kv_head, key, keys);
+        source_rows v = key_rows(args, args->v, batch, kv_head, key, keys);
+        memset(b.dk, 0, (size_t)(2 * KEYS * dim) * sizeof *b.dk);
+        if (block_visibility(&any, args->q_start + first_seeing, rows - first_seeing, key, keys) != ALL_HIDDEN) {
+            pack_panels(&k, dim, b.four_rows, b.k_panels);
+            pack_panels(&v, dim, b.four_rows, b.v_panels);
+            pack_across(&k, round_up(keys, PER_OPERAND), dim, b.k_across);
+            for (int64_t g = 0; g < group; g++) {
+                exponent_rule rule = rule_of(args, batch, kv_head * group + g);
+                for (int64_t row = first_seeing; row < rows; row += ROWS)
+                    backward_block(job, &rule, (head + g) * rows + row, s1f_min(ROWS, rows - row), args->q_start + row,
+                                   key, keys, &b, dq + (g * rows + row) * dim);
             }
-        for (int64_t i = 0; i < keys; i++) { /* the packed q has a factor log2(e) that dk must not have */
+        }
+        for (int64_t i = 0; i < keys; i++) {
             int64_t to = s1f_at(args->dkv_strides, batch, kv_head, key + i);
-            add_key_gradients(args, (float *)args->dk + to, b.dk + i * dim, (float)LN_2);
+            add_key_gradients(args, (float *)args->dk + to, b.dk + i * dim, (float)args->scale);
             add_key_gradients(args, (float *)args->dv + to, b.dv + i * dim, 1);
         }
     }
@@ -481,8 +577,10 @@ static s1f_status backward(const s1f_attention_args *args, const s1f_attention_c
         return status;
     int64_t heads = args->batch * args->heads, rows = heads * job.rows;
     job.q = scratch;
-    job.dout = job.q + rows * job.dim;
-    job.dq = job.dout + rows * job.dim;
+    job.dout = job.q + rows * job.depth;
+    job.q_across = OPERAND_PAIRS ? job.dout + rows * job.depth : job.q;
+    job.dout_across = OPERAND_PAIRS ? job.q_across + rows * job.depth : job.dout;
+    job.dq = (float *)scratch + 2 * rows * job.dim;
     job.lse = job.dq + job.parts * rows * job.dim;
     job.delta = job.lse + round_up(rows, ALIGNED);
     job.scratch = job.delta + round_up(rows, ALIGNED);

@@ -14,6 +14,7 @@ typedef uint32_t vec_unsigned __attribute__((vector_size(16)));
 #define VEC_ADD(a, b) ((a) + (b))
 #define VEC_SUB(a, b) ((a) - (b))
 #define VEC_MUL(a, b) ((a) * (b))
+#define VEC_DIV(a, b) ((a) / (b))
 #define VEC_MAX(a, b) choose((a) > (b), a, b)
 #define VEC_FMA(a, b, c) ((a) * (b) + (c))
 #define VEC_FIRST(x, n, other) choose((vec_bits){0, 1, 2, 3} < (int32_t)(n), x, other)

@@ -98,7 +98,10 @@ def doctor(options: argparse.Namespace) -> int:
     importlib.import_module("seq1f1b.attention")  # binds torch's functions
 
     print(f"torch {torch.__version__}: bound, {len(_core.torch_functions())} functions of its C ABI")
+    fma, bf16 = _core.attention_rates(0.02)
+    pairs = f", {bf16 / 1e9:.0f} with products of bf16" if bf16 else ""
     print(f"attention on the CPU: {_core.attention_isa()} kernels, {torch.get_num_threads()} threads")
+    print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{pairs}; SEQ1F1B_ISA forces other kernels")
     print("CUDA: no kernels in this release; modules must lie on the CPU")
     print("NCCL: no transport in this release; ranks talk over shared memory, or torch's own groups across hosts")
     for package, loss in (("matplotlib", "no PNG timelines"), ("tokenizers", "no examples/train_gpt.py")):

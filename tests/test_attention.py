@@ -153,7 +153,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, layer=0, **options), leaves)
 
 
-@pytest.fixture(params=["reference", "portable", "avx2", "avx512"])
+@pytest.fixture(params=["reference", "portable", "avx2", "avx512", "avx512bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         _C.attention_set_isa(request.param)

@@ -617,7 +617,10 @@ static void test_chosen(shape s, int bits)
     /* A large logit is a sum of D rounded products, off by sqrt(D) 2^-24 of its sum |q k|, which is about sqrt(D) times
      * the logit's own size; exp makes that a relative error of p. */
     double stretch = s.logits > 1 && s.dtype != S1F_FLOAT64 ? s.logits * (double)s.head_dim * 0x1p-24 : 0;
-    double rounded = fmax(eps, sums) + stretch;
+    /* Where products are of bf16, p and ds are rounded to it, each by 2^-9 of itself. */
+    if (s.dtype == S1F_BFLOAT16 && strcmp(s1f_attention_isa(), "avx512bf16") == 0)
+        sums += 0x1p-8;
+    double rounded = eps + sums + stretch;
 
     run_segments(&x, 1, s1f_attention_forward, s1f_attention_backward, NULL);
     naive_results want = naive_new(&x);
@@ -801,7 +804,7 @@ static void test_instruction_set(void)
 
 int main(int argc, char **argv)
 {
-    static const char *const names[] = {"portable", "avx2", "avx512"};
+    static const char *const names[] = {"portable", "avx2", "avx512", "avx512bf16"};
     small = argc > 1 && strcmp(argv[1], "valgrind") == 0;
     medium = small || (argc > 1 && strcmp(argv[1], "sanitize") == 0);
     test_conversions();
