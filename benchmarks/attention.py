@@ -1,0 +1,426 @@
+"""Attention of a segment over its prefix, forward and backward, beside what torch offers for it on the CPU.
+
+    python benchmarks/attention.py            # everything, in less than 8 minutes
+    python benchmarks/attention.py --quick    # a few shapes, in less than one
+
+Ours is the op as a model calls it inside a step, over the KV cache; the backward adds dK and dV of all keys to fp32, as
+every peer's does here. The segment is not the last one, so that ours adds as well and does not store. "two calls" is
+torch's flash attention over the prefix and over the segment, merged: the best of torch that computes no masked block.
+
+In a repetition all take their turn, after the machine's peak. "of peak" is the median rate by the median peak of the
+same repetitions: of fp32 multiply-adds, in 16 bits the faster of those and vdpbf16ps. FLOPs are those of visible keys:
+forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is
+discarded if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are
+the largest differences from fp64 by its largest element, in the first kv head; for the backward the worst of dQ, dK, dV.
+The other peers leave after the repetition in which a row has used its time; those with masks stay away from one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch_attention
+from common import FOREIGN_LIMIT, ForeignLoad, header
+from torch import Tensor
+
+from seq1f1b import _core, causal_attention
+
+HEADS = 8
+SHAPES = [(512, 0), (512, 3584), (1024, 7168), (2048, 0), (2048, 6144), (4096, 0), (4096, 8192)]  # s, o
+QUICK_SHAPES = [(512, 0), (1024, 7168)]
+OTHER_HEADS_SHAPE = (2048, 6144)  # for 8 heads over 2 kv heads, and for one head
+MIN_REPETITIONS, MAX_REPETITIONS = 3, 9
+ROUND_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
+FORWARD, BACKWARD = 0, 1
+PASSES = ("forward", "backward")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # a peer beyond is wrong, not inexact
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    dim: int
+    heads: int
+    kv_heads: int
+    tokens: int  # s
+    prefix: int  # o
+
+    @property
+    def keys(self) -> int:
+        return self.prefix + self.tokens
+
+    def flops(self, which: int) -> float:
+        visible = self.tokens * self.prefix + self.tokens * (self.tokens + 1) / 2
+        return 4 * self.heads * self.dim * visible * (1.0, 2.5)[which]
+
+
+class Data:
+    """Random inputs of a case: k and v of prefix and segment, and what fp64 makes of the first kv head."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(tokens: int, heads: int) -> Tensor:  # laid out as the projections of a model give it
+            return torch.randn(1, tokens, heads, case.dim, generator=generator).to(case.dtype).transpose(1, 2)
+
+        self.q, self.dout = random(case.tokens, case.heads), random(case.tokens, case.heads)
+        self.k, self.v = random(case.keys, case.kv_heads), random(case.keys, case.kv_heads)
+        self.truth = in_fp64(*self.first_head(self.q, self.k, self.v, self.dout), case.prefix)
+
+    def first_head(self, *tensors: Tensor) -> list[Tensor]:
+        """Of each tensor the heads that belong to the first kv head, (heads, tokens, dim)."""
+        return [t[0, : t.shape[1] // self.k.shape[1]] for t in tensors]
+
+    def errors(self, results: Sequence[Tensor]) -> tuple[float, float]:
+        """Of the forward and of the backward, from (out, dq, dk, dv)."""
+        errors = [
+            float((got.double() - exact).abs().max() / exact.abs().max())
+            for got, exact in zip(self.first_head(*(t.detach() for t in results)), self.truth, strict=True)
+        ]
+        return errors[0], max(errors[1:])
+
+
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv of the query heads of one kv head, by blocks of rows."""
+    q, k, v, dout = (t.double() for t in (q, k, v, dout))
+    k, v = k[0], v[0]
+    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale, rows = q.shape[2] ** -0.5, 512
+    for h in range(q.shape[0]):
+        for begin in range(0, q.shape[1], rows):
+            block = slice(begin, min(begin + rows, q.shape[1]))
+            later = torch.arange(k.shape[0]) > torch.arange(block.start, block.stop)[:, None] + prefix
+            p = torch.softmax((q[h, block] @ k.T * scale).masked_fill_(later, -math.inf), dim=1)
+            out[h, block] = p @ v
+            dv += p.T @ dout[h, block]
+            ds = p * (dout[h, block] @ v.T - (dout[h, block] * out[h, block]).sum(1, keepdim=True))
+            dq[h, block] = ds @ k * scale
+            dk += ds.T @ q[h, block] * scale
+    return out, dq, dk[None], dv[None]
+
+
+Clock = Callable[[], float]
+
+
+class Ours:
+    """The segment inside a step: after its prefix, before a short last segment, whose backward comes first."""
+
+    LAST = 16  # tokens
+
+    def __init__(self, case: Case, data: Data) -> None:
+        self.case, self.dout = case, data.dout
+        self.sizes = [size for size in (case.prefix, case.tokens, self.LAST) if size]
+        self.timed = len(self.sizes) - 2
+        self.cache = _core.kv_cache_create()
+        self.leaves = []
+        for s, size in enumerate(self.sizes):
+            where = slice(sum(self.sizes[:s]), sum(self.sizes[:s]) + size)
+            parts = [data.k[:, :, where], data.v[:, :, where]]
+            if s == len(self.sizes) - 1:  # its gradient is 0, so nothing of it shows
+                parts = [t.new_zeros(1, size, case.kv_heads, case.dim).transpose(1, 2) for t in (data.k, data.v)]
+            q = data.q if s == self.timed else data.q.new_zeros(1, size, case.heads, case.dim).transpose(1, 2)
+            self.leaves.append([copy_of(t).requires_grad_() for t in (q, *parts)])
+        _core.layer_register(0)
+
+    @contextmanager
+    def unit(self, kind: int, s: int) -> Iterator[None]:
+        _core.current_unit_set(
+            self.cache, kind, 0, 0, s, len(self.sizes), 0, 0 if kind == BACKWARD else -1, True, sum(self.sizes[:s]),
+            self.sizes[s], sum(self.sizes), "thread",
+        )  # fmt: skip
+        yield
+        _core.current_unit_clear("thread")
+
+    def forward(self, s: int) -> Tensor:
+        """A window of one key makes the other segments cheap: only what they write is needed."""
+        return causal_attention(*self.leaves[s], layer=0, window=None if s == self.timed else 1)
+
+    def backward(self, s: int, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.leaves[s], self.dout if s == self.timed else torch.zeros_like(out))
+
+    def step(self, clock: Clock, through: int) -> tuple[list[float], list[Tensor], list[tuple[Tensor, ...]]]:
+        """Seconds of the timed segment's passes; outputs and gradients of the segments from ``through`` on."""
+        _core.kv_cache_begin_step(self.cache, [(0, 1, 1)], sum(self.sizes), len(self.sizes))
+        seconds, outs, grads = [], [], []
+        for kind, segments in (
+            (FORWARD, range(len(self.sizes))),
+            (BACKWARD, range(len(self.sizes) - 1, through - 1, -1)),
+        ):
+            for s in segments:
+                with self.unit(kind, s):
+                    start = clock()
+                    if kind == FORWARD:
+                        outs.append(self.forward(s))
+                    else:
+                        grads.append(self.backward(s, outs[s]))
+                    if s == self.timed:
+                        seconds.append(clock() - start)
+        return seconds, outs, grads[::-1]
+
+    def times(self, clock: Clock) -> list[float]:
+        return self.step(clock, self.timed)[0]
+
+    def results(self) -> list[Tensor]:
+        _, outs, grads = self.step(time.perf_counter, 0)
+        dk, dv = (torch.cat([g[i] for g in grads[: self.timed + 1]], dim=2) for i in (1, 2))
+        return [outs[self.timed], grads[self.timed][0], dk, dv]
+
+
+class Torchs:
+    """A peer, over keys and values that lie as in a KV cache; dK and dV are added to fp32 tensors of all keys."""
+
+    def __init__(self, case: Case, data: Data, peer: Callable[..., Tensor], cuts: Sequence[int]) -> None:
+        self.peer, self.dout = peer, data.dout
+        k, v = data.k.contiguous(), data.v.contiguous()
+        self.ranges = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+        parts = [t[:, :, where] for where in self.ranges for t in (k, v)]
+        self.leaves = [t.detach().requires_grad_() for t in (copy_of(data.q), *parts)]
+        self.dk, self.dv = (torch.zeros(t.shape) for t in (k, v))
+
+    def step(self, clock: Clock) -> tuple[list[float], Tensor, Tensor]:
+        start = clock()
+        out = self.peer(*self.leaves)
+        middle = clock()
+        dq, *grads = torch.autograd.grad(out, self.leaves, self.dout, materialize_grads=True)
+        for where, dk, dv in zip(self.ranges, grads[::2], grads[1::2], strict=True):
+            self.dk[:, :, where] += dk
+            self.dv[:, :, where] += dv
+        return [middle - start, clock() - middle], out, dq
+
+    def times(self, clock: Clock) -> list[float]:
+        return self.step(clock)[0]
+
+    def results(self) -> list[Tensor]:
+        self.dk.zero_(), self.dv.zero_()
+        _, out, dq = self.step(time.perf_counter)
+        return [out, dq, self.dk, self.dv]
+
+
+def copy_of(t: Tensor) -> Tensor:
+    """With the strides that a model's tensor of (batch, tokens, heads, dim) has after its transpose."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def make_arms(case: Case, data: Data) -> dict[str, Ours | Torchs]:
+    arms: dict[str, Ours | Torchs] = {"ours": Ours(case, data)}
+    if case.dtype != torch.float16:
+        arms["two calls"] = Torchs(case, data, torch_attention.two_calls, (0, case.prefix, case.keys))
+        for name, peer in torch_attention.WHOLE.items():
+            arms[name] = Torchs(case, data, peer, (0, case.keys))
+    return arms
+
+
+def peak_rates(threads: int, seconds: float) -> tuple[float, float]:
+    """FLOP/s of all threads at once: fp32 multiply-adds, vdpbf16ps."""
+    time.sleep(0.01)  # torch's threads spin a while after their work
+    start = threading.Barrier(threads)
+
+    def measure(_: int) -> tuple[float, float]:
+        start.wait()
+        return _core.attention_rates(seconds)
+
+    with ThreadPoolExecutor(threads) as pool:
+        rates = list(pool.map(measure, range(threads)))
+    return sum(r[0] for r in rates), sum(r[1] for r in rates)
+
+
+@dataclass
+class Row:
+    """What the repetitions of one case measured on so many threads."""
+
+    threads: int
+    times: dict[str, list[list[float]]] = field(default_factory=dict)  # by arm: per repetition forward, backward
+    peaks: list[float] = field(default_factory=list)
+    discarded: int = 0
+
+    def seconds(self, arm: str, which: int) -> list[float]:
+        return [t[which] for t in self.times[arm]]
+
+    def ratio(self, arm: str, which: int) -> float:
+        """How much faster ours is: median over the repetitions that the arm took part in."""
+        pairs = zip(self.seconds(arm, which), self.seconds("ours", which), strict=False)
+        return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def measure(case: Case, arms: dict[str, Ours | Torchs], threads: int, budget: float) -> Row:
+    """Repetitions until the time is used, three at least; ours and the two calls take part in all of them."""
+    torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    if threads == 1:
+        arms = {name: arm for name, arm in arms.items() if name in ("ours", "two calls", "eager")}
+    repeats = {}
+    for name, arm in arms.items():
+        seconds = sum(arm.times(clock))  # and warms up
+        repeats[name] = max(1, round(ROUND_SECONDS / len(arms) / seconds))
+    row, load, spent = Row(threads, {name: [] for name in arms}), ForeignLoad([os.getpid()]), 0.0
+    while len(row.peaks) < MIN_REPETITIONS or (spent < budget and len(row.peaks) < MAX_REPETITIONS):
+        load.start()
+        begin = time.perf_counter()
+        fma, bf16 = peak_rates(threads, 0.01)
+        taken = {}
+        for name, arm in arms.items():
+            if spent < budget or name in ("ours", "two calls"):
+                runs = [arm.times(clock) for _ in range(repeats[name])]
+                taken[name] = [statistics.fmean(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
+        spent += time.perf_counter() - begin
+        if threads > 1 and load.cores() >= FOREIGN_LIMIT:
+            row.discarded += 1
+            if row.discarded > MAX_REPETITIONS:
+                break
+            continue
+        row.peaks.append(fma if case.dtype == torch.float32 else max(fma, bf16))
+        for name, times in taken.items():
+            row.times[name].append(times)
+    return row
+
+
+# -- what the work has to show ----------------------------------------------------------------------------------------
+
+# (16 bits, pass): fraction of peak by d; ratio to the two calls where vdpbf16ps is faster than fp32, and elsewhere
+WANTED = {
+    (False, FORWARD): ({64: 0.60, 128: 0.65}, (1.7, 1.0)),
+    (False, BACKWARD): ({64: 0.65, 128: 0.70}, (1.9, 1.0)),
+    (True, FORWARD): ({64: 0.45, 128: 0.50}, (2.7, 1.5)),
+    (True, BACKWARD): ({64: 0.55, 128: 0.63}, (2.0, 1.5)),
+}
+WANTED_ONE_HEAD_BACKWARD = 2.0  # of the two calls, with two threads
+WANTED_FIRST_SEGMENT = {False: 2.0, True: 3.0}  # of the two calls, s 512, o 0
+
+
+def bars(case: Case, row: Row, which: int, fraction: float, bf16_is_faster: bool) -> list[tuple[str, bool]]:
+    if "two calls" not in row.times:
+        return []
+    half = case.dtype != torch.float32
+    ratio, checks = row.ratio("two calls", which), []
+    if case.heads == 1:
+        if which == BACKWARD and row.threads == 2:
+            checks.append(("two calls", ratio, WANTED_ONE_HEAD_BACKWARD))
+    elif case.keys >= 2048:
+        fractions, ratios = WANTED[half, which]
+        if case.dim in fractions:
+            checks.append(("peak", fraction, fractions[case.dim]))
+        checks.append(("two calls", ratio, ratios[0 if bf16_is_faster else 1]))
+        if half and row.times.get("eager"):
+            checks.append(("eager", row.ratio("eager", which), 1.0))
+    elif (case.tokens, case.prefix) == (512, 0):
+        checks.append(("two calls", ratio, WANTED_FIRST_SEGMENT[half]))
+    return [(f"{what} {wanted:g} {'ok' if got >= wanted else 'FAILED'}", got >= wanted) for what, got, wanted in checks]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    f"{'dtype':8} {'d':>3} {'thr':>3} {'H/kv':>4} {'s':>5} {'o':>5} {'pass':8} | "
+    f"{'ours GF/s':>9} {'+-%':>3} {'of peak':>7} {'error':>7} | {'two calls':>9} {'+-%':>3} {'error':>7} "
+    f"{'ours x':>6} | {'best other, GF/s':>24} {'ours x':>6} | wanted"
+)
+
+
+def rate(case: Case, row: Row, arm: str, which: int) -> tuple[float, float]:
+    """GF/s, and half the range of the times in per cent of their median."""
+    seconds = row.seconds(arm, which)
+    middle = statistics.median(seconds)
+    return case.flops(which) / middle / 1e9, 50 * (max(seconds) - min(seconds)) / middle
+
+
+def print_row(
+    case: Case, row: Row, which: int, errors: dict[str, tuple[float, float]], bf16_is_faster: bool
+) -> list[bool]:
+    dtype = str(case.dtype).removeprefix("torch.")
+    heads = f"{case.heads}/{case.kv_heads}"
+    start = f"{dtype:8} {case.dim:3} {row.threads:3} {heads:>4} {case.tokens:5} {case.prefix:5} {PASSES[which]:8} | "
+    if len(row.peaks) < MIN_REPETITIONS:
+        print(f"{start}unmeasured: others used the cores in {row.discarded} repetitions", flush=True)
+        return []
+    ours, spread = rate(case, row, "ours", which)
+    fraction = ours * 1e9 / statistics.median(row.peaks)
+    text = f"{start}{ours:9.0f} {spread:3.0f} {fraction:7.2f} {errors['ours'][which]:7.1e} | "
+    if "two calls" in row.times:
+        theirs, spread = rate(case, row, "two calls", which)
+        text += f"{theirs:9.0f} {spread:3.0f} {errors['two calls'][which]:7.1e} {row.ratio('two calls', which):6.2f} | "
+        others = [name for name, times in row.times.items() if name not in ("ours", "two calls") and times]
+        if others:
+            best = max(others, key=lambda name: rate(case, row, name, which)[0])
+            best_text = f"{best} {rate(case, row, best, which)[0]:5.0f}"
+            text += f"{best_text:>24} {row.ratio(best, which):6.2f} | "
+    verdicts = bars(case, row, which, fraction, bf16_is_faster)
+    print((text + ", ".join(words for words, _ in verdicts)).rstrip(" |"), flush=True)
+    return [passed for _, passed in verdicts]
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    for name in options.dtype:
+        for dim in options.dim:
+            dtype = getattr(torch, name)
+            for tokens, prefix in QUICK_SHAPES if options.quick else SHAPES:
+                yield Case(dtype, dim, HEADS, HEADS, tokens, prefix)
+            if dtype != torch.float16 and not options.quick:
+                yield Case(dtype, dim, HEADS, 2, *OTHER_HEADS_SHAPE)
+                yield Case(dtype, dim, 1, 1, *OTHER_HEADS_SHAPE)
+
+
+def keep_memory() -> None:
+    """Freed memory stays with the process: else eager attention spends its time in page faults."""
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    libc = ctypes.CDLL(None)
+    if not (libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)):
+        raise RuntimeError("mallopt refused")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--quick", action="store_true", help="a few shapes, d 64, two threads")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes)
+    parser.add_argument("--dim", nargs="+", type=int)
+    parser.add_argument("--threads", nargs="+", type=int)
+    parser.add_argument("--seconds", type=float, help="of a row, beyond which only 3 repetitions are waited for")
+    options = parser.parse_args()
+    options.dtype = options.dtype or list(dtypes[:2] if options.quick else dtypes)
+    options.dim = options.dim or ([64] if options.quick else [64, 128])
+    options.threads = options.threads or ([2] if options.quick else [2, 1])
+    options.seconds = options.seconds or (1.0 if options.quick else 1.5)
+    keep_memory()
+
+    print(header("Attention of a segment of s tokens over a prefix of o"))
+    print(f"# attention kernels: {_core.attention_isa()}")
+    for threads in options.threads:
+        fma, bf16 = peak_rates(threads, 0.2)
+        print(
+            f"# peak, {threads} thread{'s'[: threads > 1]}: {fma / 1e9:.0f} GF/s fp32, {bf16 / 1e9:.0f} GF/s vdpbf16ps"
+        )
+    bf16_is_faster = bf16 > fma
+    print(COLUMNS, flush=True)
+    verdicts = []
+    for case in cases(options):
+        torch.set_num_threads(max(options.threads))
+        data = Data(case)
+        arms = make_arms(case, data)
+        errors = {name: data.errors(arm.results()) for name, arm in arms.items()}
+        for name, both in errors.items():
+            if not max(both) < TOLERANCE[case.dtype]:
+                sys.exit(f"{name} is wrong: {case}, errors {both}")
+        for threads in options.threads if case.dtype != torch.float16 else options.threads[:1]:
+            if case.heads == 1 and threads == 1:
+                continue
+            row = measure(case, arms, threads, options.seconds)
+            for which in (FORWARD, BACKWARD):
+                verdicts += print_row(case, row, which, errors, bf16_is_faster)
+    print(f"# {sum(verdicts)} of {len(verdicts)} bars passed, in {time.process_time():.0f} s of CPU time")
+
+
+if __name__ == "__main__":
+    main()
