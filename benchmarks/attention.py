@@ -11,7 +11,7 @@ In a repetition all take their turn, after the machine's peak. "of peak" is the 
 same repetitions: of fp32 multiply-adds, in 16 bits the faster of those and vdpbf16ps. FLOPs are those of visible keys:
 forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is
 discarded if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are
-the largest differences from fp64 by its largest element, in the first kv head; for the backward the worst of dQ, dK, dV.
+the largest differences from fp64 by its largest element, in the first kv head; backward: the worst of dQ, dK and dV.
 The other peers leave after the repetition in which a row has used its time; those with masks stay away from one thread.
 """
 
