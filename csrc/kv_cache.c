@@ -71,7 +71,8 @@ struct s1f_kv_cache {
     int32_t num_stages, num_entries, entry_capacity;
     stage_state *stages;
     layer_entry *entries;
-    int64_t kv_bytes, grad_bytes;
+    slab scratch;
+    int64_t kv_bytes, grad_bytes, scratch_bytes;
 };
 
 /* -- layer keys ------------------------------------------------------------------------------------------------ */
@@ -236,8 +237,17 @@ void s1f_kv_cache_free(s1f_kv_cache *cache)
         free(entry->grads);
     }
     free(cache->entries);
+    free(cache->scratch.data);
     free_stages(cache);
     free(cache);
+}
+
+s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out)
+{
+    s1f_status status = slab_reserve(&cache->scratch, bytes, &cache->scratch_bytes);
+    if (status == S1F_OK)
+        *out = cache->scratch.data;
+    return status;
 }
 
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes)

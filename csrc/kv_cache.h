@@ -69,6 +69,11 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
 s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer, s1f_layer_shape *shape,
                              s1f_kv_rows *rows, s1f_kv_grads *grads);
 
+/* At least `bytes` of memory for the computation of an op, 64-byte aligned, with anything in it: borrowed until the next
+ * call or free. One for the whole cache, kept and replaced by a bigger one like a slab, so that the steps after the first
+ * allocate none. */
+s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out);
+
 /* Bytes reserved for K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by bigger
  * ones, so that this is also the most held. */
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes);

@@ -287,28 +287,38 @@ static void torch_parallel(int64_t begin, int64_t end, int64_t grain, s1f_parall
         parallel_failed = 1;
 }
 
-/* Runs the kernel on torch's threads, with scratch from torch's allocator. */
-static s1f_status run_kernel(op_call *call, const s1f_attention_args *args, int backward)
+/* Scratch of a call: within a step the KV cache's, else a temporary of torch's. */
+static s1f_status take_scratch(op_call *call, int64_t bytes, s1f_kv_cache *cache, s1f_attention_context *context)
+{
+    context->scratch_bytes = bytes;
+    if (bytes == 0)
+        return S1F_OK;
+    if (cache != NULL)
+        return s1f_kv_cache_scratch(cache, bytes, &context->scratch);
+    int64_t one = 1;
+    tensor temporary = {0};
+    s1f_status status = new_temporary(call, S1F_UINT8, 1, &bytes, &one, &temporary);
+    context->scratch = temporary.data;
+    return status;
+}
+
+/* Runs the kernel on torch's threads. cache: of the step that the call is part of, NULL outside. */
+static s1f_status run_kernel(op_call *call, const s1f_attention_args *args, s1f_kv_cache *cache, int backward)
 {
     uint32_t num_threads = 1;
     if (s1f_torch.torch_get_num_threads(&num_threads) != 0)
         return torch_failed("torch_get_num_threads");
     s1f_attention_context context = {.parallel_for = torch_parallel, .num_threads = (int32_t)num_threads};
-    int64_t scratch_bytes = s1f_attention_scratch_bytes(args, context.num_threads, backward), one = 1;
-    if (scratch_bytes > 0) {
-        tensor scratch = {0};
-        s1f_status status = new_temporary(call, S1F_UINT8, 1, &scratch_bytes, &one, &scratch);
-        if (status != S1F_OK)
-            return status;
-        context.scratch = scratch.data;
-        context.scratch_bytes = scratch_bytes;
-    }
+    s1f_status status =
+        take_scratch(call, s1f_attention_scratch_bytes(args, context.num_threads, backward), cache, &context);
+    if (status != S1F_OK)
+        return status;
     parallel_failed = 0;
-    s1f_status status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
+    status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
     return status == S1F_OK && parallel_failed ? torch_failed("torch_parallel_for") : status;
 }
 
-static s1f_status run_forward(op_call *call, s1f_attention_args *args)
+static s1f_status run_forward(op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     row_major(3, lse_sizes, lse_strides);
@@ -321,10 +331,10 @@ static s1f_status run_forward(op_call *call, s1f_attention_args *args)
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
-    return run_kernel(call, args, 0);
+    return run_kernel(call, args, cache, 0);
 }
 
-static s1f_status run_backward(op_call *call, s1f_attention_args *args)
+static s1f_status run_backward(op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
     tensor *dq = &call->outputs[0];
     s1f_status status = new_output(call, 0, args->dtype, args->batch, args->heads, args->segment_len, args->head_dim);
@@ -332,7 +342,7 @@ static s1f_status run_backward(op_call *call, s1f_attention_args *args)
         return status;
     args->dq = dq->data;
     args->dq_strides = strides_of(dq);
-    return run_kernel(call, args, 1);
+    return run_kernel(call, args, cache, 1);
 }
 
 /* -- causal_attention: the whole sequence at once --------------------------------------------------------------- */
@@ -370,7 +380,7 @@ static s1f_status causal_attention(op_call *call)
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
         status = take_whole(call, k, v, docs, &args);
-    return status == S1F_OK ? run_forward(call, &args) : status;
+    return status == S1F_OK ? run_forward(call, &args, NULL) : status;
 }
 
 static s1f_status causal_attention_backward(op_call *call)
@@ -403,7 +413,7 @@ static s1f_status causal_attention_backward(op_call *call)
     args.dv = dv_sum.data;
     args.dkv_strides = strides_of(&dk_sum);
     args.store_kv_grads = 1;
-    status = run_backward(call, &args);
+    status = run_backward(call, &args, NULL);
     if (rounds && status == S1F_OK &&
         (s1f_torch.aoti_torch_copy_(dk->handle, dk_sum.handle, 0) != 0 ||
          s1f_torch.aoti_torch_copy_(dv->handle, dv_sum.handle, 0) != 0))
@@ -479,7 +489,7 @@ static s1f_status segment_attention(op_call *call)
     if (status == S1F_OK && rows.docs != NULL)
         status = copy_memory(docs, rows.docs, S1F_INT32, doc_strides, unit->offset, 1);
     attend_to_rows(&args, unit, &rows);
-    return status == S1F_OK ? run_forward(call, &args) : status;
+    return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
 }
 
 static s1f_status segment_attention_backward(op_call *call)
@@ -516,7 +526,7 @@ static s1f_status segment_attention_backward(op_call *call)
     args.dv = grads.dv;
     args.dkv_strides = args.kv_strides;
     args.store_kv_grads = grads.first;
-    status = run_backward(call, &args);
+    status = run_backward(call, &args, unit->cache);
 
     /* Later segments went backward before, so the rows of this one are complete. */
     int64_t strides[4];

@@ -128,6 +128,42 @@ static void test_rows_and_bytes(void)
     s1f_kv_cache_free(NULL);
 }
 
+static void test_scratch(void)
+{
+    s1f_kv_cache *cache = NULL;
+    void *small = NULL, *big = NULL, *again = NULL;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_scratch(cache, 100, &small), S1F_OK, "");
+    memset(small, 1, 100);
+    CHECK_STATUS(s1f_kv_cache_scratch(cache, 100000, &big), S1F_OK, "");
+    memset(big, 1, 100000);
+    CHECK((uintptr_t)big % 64 == 0);
+    (void)fail_allocation(0);
+    CHECK_STATUS(s1f_kv_cache_scratch(cache, 99999, &again), S1F_OK, "");
+    CHECK(again == big);
+    CHECK_STATUS(s1f_kv_cache_scratch(cache, 100001, &again), S1F_ERR_MEMORY, "of 100001 bytes");
+    (void)fail_allocation(-1);
+    CHECK_STATUS(s1f_kv_cache_scratch(cache, 100, &again), S1F_OK, ""); /* the old one was given up before */
+    memset(again, 1, 100);
+    s1f_kv_cache_free(cache);
+}
+
+/* Units of the second step find every slab. A step itself allocates its states. */
+static void test_units_allocate_nothing_once_warm(void)
+{
+    s1f_kv_cache *cache = NULL;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(run_steps(cache, LAYERS), S1F_OK, "");
+    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
+    (void)fail_allocation(-1);
+    for (int32_t s = 0; s < SEGMENTS; s++)
+        CHECK_STATUS(forward(cache, 0, s, 0, LAYERS), S1F_OK, "");
+    for (int32_t s = SEGMENTS - 1; s >= 0; s--)
+        CHECK_STATUS(backward(cache, 0, s, 0, LAYERS), S1F_OK, "");
+    CHECK(fail_allocation(-1) == 0);
+    s1f_kv_cache_free(cache);
+}
+
 static void test_every_allocation_fails_in_turn(void)
 {
     int64_t failures = 0;
@@ -255,6 +291,8 @@ int main(void)
     for (int64_t layer = 0; layer < LAYERS; layer++)
         CHECK_STATUS(s1f_layer_register(layer), S1F_OK, "");
     test_rows_and_bytes();
+    test_scratch();
+    test_units_allocate_nothing_once_warm();
     test_every_allocation_fails_in_turn();
     test_order();
     test_split_backward();
