@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 import platform
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_runs import formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -19,43 +18,6 @@ from seq1f1b.attention import causal_attention, layer_handle, positions, token_o
 
 SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1]]
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1)]  # multi-head, grouped-query, multi-query
-
-
-def formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    doc_ids: Tensor | None = None,
-) -> Tensor:
-    """The definition, written with torch's elementary operations; rounds to q's dtype after each of them."""
-    batch, heads, tokens, head_dim = q.shape
-    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    logits = q @ k.transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(head_dim))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.expand(batch, heads).to(q.dtype)
-        logits = logits - slopes[:, :, None, None] * distance
-    hidden = (distance < 0).expand(batch, 1, tokens, tokens)
-    if window is not None:
-        hidden = hidden | (distance >= window)
-    if doc_ids is not None:
-        hidden = hidden | (doc_ids[:, None, :, None] != doc_ids[:, None, None, :])
-    return torch.softmax(logits.masked_fill(hidden, -math.inf), dim=-1) @ v
-
-
-def random_qkv(heads: int, kv_heads: int, *, batch: int = 2, tokens: int = 12, head_dim: int = 6, seed: int = 0,
-               dtype: torch.dtype = torch.float64) -> list[Tensor]:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, h, tokens, head_dim, generator=generator, dtype=torch.float64).to(dtype)
-        for h in (heads, kv_heads, kv_heads)
-    ]
 
 
 def all_options() -> dict[str, dict[str, object]]:
@@ -78,40 +40,6 @@ def all_options() -> dict[str, dict[str, object]]:
 
 
 OPTIONS = all_options()
-
-
-def gradients(run, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv of run(q, k, v)."""
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def segmented(sizes, options, qkv_of_microbatches, douts) -> list[list[Tensor]]:
-    """The same by segments: micro-batches interleaved, each in its own slot. One list as of gradients() for each."""
-    count = len(qkv_of_microbatches)
-    step = SimulatedStep(sizes, kv_slots=count, grad_slots=count)
-    handle = layer_handle(0)
-    options = dict(options)
-    docs = options.pop("doc_ids", None)
-    leaves, outs = {}, {}
-    for s in range(len(sizes)):
-        rows = step.slice(s)
-        for m, qkv in enumerate(qkv_of_microbatches):
-            leaves[m, s] = [t[:, :, rows].detach().clone().requires_grad_() for t in qkv]
-            with step.unit("F", m, s, slot=m):
-                mine = {} if docs is None else {"doc_ids": docs[:, rows]}
-                outs[m, s] = causal_attention(*leaves[m, s], layer=handle, **options, **mine)
-    for s in reversed(range(len(sizes))):
-        for m in range(count):
-            with step.unit("B", m, s, slot=m, grad_slot=m):
-                outs[m, s].backward(douts[m][:, :, step.slice(s)])
-    segments = range(len(sizes))
-    return [
-        [torch.cat([outs[m, s].detach() for s in segments], dim=2)]
-        + [torch.cat([leaves[m, s][i].grad for s in segments], dim=2) for i in range(3)]
-        for m in range(count)
-    ]
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
@@ -153,16 +81,6 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, layer=0, **options), leaves)
 
 
-@pytest.fixture(params=["reference", "portable", "avx2", "avx512", "avx512bf16"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        _C.attention_set_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    _C.attention_set_isa(None)
-
-
 def test_rates_are_a_peak_that_no_product_exceeds() -> None:
     fma, bf16 = _C.attention_rates(0.1)
     with open("/proc/cpuinfo") as file:
@@ -178,22 +96,6 @@ def test_rates_are_a_peak_that_no_product_exceeds() -> None:
     torch.set_num_threads(threads)
     if platform.machine() == "x86_64":  # elsewhere the compiler's vectors are measured, which a library may beat
         assert 2 * 512**3 / min(times) < fma
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sizes", [[64], [40, 1, 23]], ids=str)
-def test_error_is_within_twice_that_of_torch(isa: str, dtype: torch.dtype, sizes: list[int]) -> None:
-    """Against fp64 of the same rounded inputs; plain torch is the formula in our dtype."""
-    assert _C.attention_isa() == isa
-    rounding_floor = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    qkv = random_qkv(4, 2, tokens=64, head_dim=32, dtype=dtype)
-    dout = random_qkv(4, 2, tokens=64, head_dim=32, seed=1, dtype=dtype)[0]
-    truth = gradients(formula, *(t.double() for t in (*qkv, dout)))
-    plain = gradients(formula, *qkv, dout)
-    for got, torchs, exact in zip(segmented(sizes, {}, [qkv], [dout])[0], plain, truth, strict=True):
-        assert got.dtype == dtype
-        error, torch_error = (got.double() - exact).abs().max(), (torchs.double() - exact).abs().max()
-        assert error <= 2 * torch_error + rounding_floor, f"{error} against torch's {torch_error}"
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -243,20 +145,6 @@ def test_expanded_gradient_and_slopes() -> None:
 def test_head_dim_256() -> None:
     q, k, v = random_qkv(2, 1, batch=1, head_dim=256)
     torch.testing.assert_close(causal_attention(q, k, v, layer=0), formula(q, k, v), rtol=1e-10, atol=1e-12)
-
-
-def test_bit_equal_over_threads_and_runs() -> None:
-    qkv, dout = random_qkv(4, 2, tokens=64, dtype=torch.float32), random_qkv(4, 2, tokens=64, seed=1)[0].float()
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(segmented([40, 1, 23], {}, [qkv], [dout])[0])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_grad_mode_off_saves_nothing() -> None:
