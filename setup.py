@@ -23,10 +23,13 @@ MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", "1")]
 LIBRARIES = ["m", "dl", "pthread"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
-INSTRUCTION_SETS = {
-    "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
-    "_avx512.c": AVX512,
-    "_avx512bf16.c": [*AVX512, "-mavx512bf16"],
+INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+        "_avx512.c": AVX512,
+        "_avx512bf16.c": [*AVX512, "-mavx512bf16"],
+    },
+    "aarch64": {"_neon.c": []},
 }
 
 
@@ -52,7 +55,8 @@ def compile_and_link_flags() -> tuple[list[str], list[str]]:
 
 
 def instruction_set_flags(source: str) -> list[str]:
-    return next((flags for suffix, flags in INSTRUCTION_SETS.items() if source.endswith(suffix)), [])
+    sets = {suffix: flags for of_machine in INSTRUCTION_SETS.values() for suffix, flags in of_machine.items()}
+    return next((flags for suffix, flags in sets.items() if source.endswith(suffix)), [])
 
 
 class BuildExt(build_ext):
@@ -68,11 +72,10 @@ class BuildExt(build_ext):
         super().build_extensions()
 
 
-def sources() -> list[str]:
+def sources(machine: str = platform.machine()) -> list[str]:
     files = sorted(glob("csrc/**/*.c", recursive=True) + glob("kernels/*.c"))
-    if platform.machine() not in ("x86_64", "AMD64"):
-        files = [name for name in files if not name.endswith(tuple(INSTRUCTION_SETS))]
-    return files
+    foreign = [suffix for other, sets in INSTRUCTION_SETS.items() if other != machine for suffix in sets]
+    return [name for name in files if not name.endswith(tuple(foreign))]
 
 
 def main() -> None:

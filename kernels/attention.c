@@ -10,6 +10,8 @@
 static const s1f_attention_kernels *const all_kernels[] = {
 #if defined(__x86_64__)
     &s1f_attention_avx512bf16, &s1f_attention_avx512,    &s1f_attention_avx2,
+#elif defined(__aarch64__)
+    &s1f_attention_neon,
 #endif
     &s1f_attention_portable,   &s1f_attention_reference,
 };
@@ -27,6 +29,9 @@ static int machine_has(const char *name)
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__aarch64__)
+    if (strcmp(name, "neon") == 0)
+        return 1;
 #endif
     return strcmp(name, "portable") == 0 || strcmp(name, "reference") == 0;
 }
@@ -39,12 +44,14 @@ static const s1f_attention_kernels *find(const char *name)
     return NULL;
 }
 
+#if defined(__x86_64__)
 /* Dot products of bf16 run at twice the rate of fp32 ones on some machines and at half of it on others. */
 static int bf16_products_are_faster(void)
 {
     s1f_rates rates = s1f_measure_rates(0.001);
     return rates.bf16 > 1.2 * rates.fma;
 }
+#endif
 
 static const s1f_attention_kernels *fastest(void)
 {

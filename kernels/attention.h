@@ -75,7 +75,7 @@ s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_atte
 int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward);
 
 /* Name of the instruction set in use: "avx512bf16" (that is "avx512" with bf16 products of bf16 inputs), "avx512",
- * "avx2", "portable", "reference". Chosen at first use: the fastest, or the one that the environment variable
+ * "avx2", "neon", "portable", "reference". Chosen at first use: the fastest, or the one that the environment variable
  * SEQ1F1B_ISA names. bf16 products are chosen where they are measured to be faster. */
 const char *s1f_attention_isa(void);
 /* Forces one, for tests; NULL: the fastest again. S1F_ERR_ARG if the machine lacks it. */

@@ -19,6 +19,8 @@ typedef struct {
 extern const s1f_attention_kernels s1f_attention_reference, s1f_attention_portable;
 #if defined(__x86_64__)
 extern const s1f_attention_kernels s1f_attention_avx2, s1f_attention_avx512, s1f_attention_avx512bf16;
+#elif defined(__aarch64__)
+extern const s1f_attention_kernels s1f_attention_neon;
 #endif
 
 /* S1F_ERR_ARG, with the numbers, on sizes, dtype or options that no kernel can take. */

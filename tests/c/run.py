@@ -1,15 +1,19 @@
-"""Compiles and runs the C tests: under Address- and UndefinedBehaviorSanitizer, and under valgrind's leak check.
+"""Compiles and runs the C tests: under Address- and UndefinedBehaviorSanitizer, under valgrind's leak check, and for
+aarch64, emulated.
 
-    python tests/c/run.py [sanitize | valgrind] ... [test_name ...]
+    python tests/c/run.py [sanitize | valgrind | aarch64] ... [test_name ...]
 
 Each ``test_*.c`` of this folder becomes one program, linked with the core: all of csrc/ and kernels/ but what needs
-Python or torch. Flags and sources are those of setup.py. Without a mode, both run.
+Python or torch. Flags and sources are those of setup.py. Without a mode all run, the last one only where a cross
+compiler and qemu are installed (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user-static).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,14 +28,20 @@ WRAPPED = ("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign")  # 
 MODES = {
     "sanitize": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "valgrind": [],
+    "aarch64": ["-static"],
 }
-VALGRIND = [
-    "valgrind",
-    "--quiet",
-    "--leak-check=full",
-    "--show-leak-kinds=definite,indirect,possible",
-    "--error-exitcode=9",
-]
+AARCH64_TOOLS = ("aarch64-linux-gnu-gcc", "qemu-aarch64-static")
+NOT_EMULATED = ("test_p2p",)  # counts the resident pages of shared memory, of which qemu keeps more
+RUNNERS = {
+    "valgrind": [
+        "valgrind",
+        "--quiet",
+        "--leak-check=full",
+        "--show-leak-kinds=definite,indirect,possible",
+        "--error-exitcode=9",
+    ],
+    "aarch64": ["qemu-aarch64-static"],
+}
 TIMEOUT = 300  # seconds per program
 
 
@@ -46,10 +56,12 @@ def load_setup():
 def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
     """Builds the core once and each test on it; returns the names of the tests that failed."""
     setup = load_setup()
-    compiler = os.environ.get("CC", "cc").split()
+    emulated = mode == "aarch64"
+    compiler = [AARCH64_TOOLS[0]] if emulated else os.environ.get("CC", "cc").split()
     flags = [*setup.FLAGS, "-Werror", "-O1", "-g", "-UNDEBUG", *MODES[mode]]
     flags += [f"-D{name}={value}" for name, value in setup.MACROS]
-    core = [name for name in setup.sources() if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
+    files = setup.sources("aarch64" if emulated else platform.machine())
+    core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
     sources = [*core, "tests/c/allocation.c", *(str(test.relative_to(ROOT)) for test in tests)]
 
     def compile_one(source: str) -> Path:
@@ -79,7 +91,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
         test_object = objects[str(test.relative_to(ROOT))]
         subprocess.run([*compiler, *MODES[mode], test_object, *shared, *link, "-o", program], check=True)
         began = time.monotonic()
-        command = [*(VALGRIND if mode == "valgrind" else []), program, mode]  # a long test runs a slice of itself
+        command = [*RUNNERS.get(mode, []), program, mode]  # a long test runs a slice of itself
         try:
             code = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT).returncode
         except subprocess.TimeoutExpired:
@@ -92,14 +104,21 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    modes = [word for word in arguments if word in MODES] or list(MODES)
+    modes = [word for word in arguments if word in MODES]
+    if not modes:
+        modes = list(MODES)
+        missing = [tool for tool in AARCH64_TOOLS if shutil.which(tool) is None]
+        if missing:
+            modes.remove("aarch64")
+            print(f"aarch64   not run: there is no {' and no '.join(missing)}")
     names = [word for word in arguments if word not in MODES]
     tests = [HERE / f"{name}.c" for name in names] or sorted(HERE.glob("test_*.c"))
     os.chdir(ROOT)
     failed = []
     for mode in modes:
         with tempfile.TemporaryDirectory(prefix=f"seq1f1b-{mode}-") as work:
-            failed += run_mode(mode, tests, Path(work))
+            mine = [test for test in tests if mode != "aarch64" or test.stem not in NOT_EMULATED]
+            failed += run_mode(mode, mine, Path(work))
     if failed:
         print("failed:", ", ".join(failed))
     return 1 if failed else 0

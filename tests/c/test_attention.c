@@ -2,7 +2,7 @@
  *
  * Measures: a naive computation in double that shares no code with the kernels, finite differences, and for the blocked
  * kernels the truth on the same stored out and lse.
- * Argument: "sanitize" or "valgrind" for a slice that is quick enough there. */
+ * Argument: "sanitize", "valgrind" or "aarch64" for a slice that is quick enough there. */
 #include "../../kernels/attention_internal.h"
 
 #include <math.h>
@@ -804,8 +804,8 @@ static void test_instruction_set(void)
 
 int main(int argc, char **argv)
 {
-    static const char *const names[] = {"portable", "avx2", "avx512", "avx512bf16"};
-    small = argc > 1 && strcmp(argv[1], "valgrind") == 0;
+    static const char *const names[] = {"portable", "neon", "avx2", "avx512", "avx512bf16"};
+    small = argc > 1 && (strcmp(argv[1], "valgrind") == 0 || strcmp(argv[1], "aarch64") == 0);
     medium = small || (argc > 1 && strcmp(argv[1], "sanitize") == 0);
     test_conversions();
     test_refusals();
@@ -813,11 +813,11 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         int64_t before = num_checks;
         if (s1f_attention_set_isa(names[i]) != S1F_OK) {
-            printf("%-9s not on this machine\n", names[i]);
+            printf("%-10s not on this machine\n", names[i]);
             continue;
         }
         test_instruction_set();
-        printf("%-9s %lld checks\n", names[i], (long long)(num_checks - before));
+        printf("%-10s %lld checks\n", names[i], (long long)(num_checks - before));
     }
     printf("%lld checks, %lld failed\n", (long long)num_checks, (long long)num_failed);
     return num_failed != 0;
