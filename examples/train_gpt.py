@@ -70,6 +70,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     training.add_argument("--warmup", type=int, default=10, help="steps (%(default)s)")
     training.add_argument("--seed", type=int, default=0)
+    training.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of products and attention; bfloat16 is torch.autocast, weights and optimizer stay float32 (%(default)s)",
+    )
     training.add_argument("--threads", type=int, default=0, help="per process; 0: its share of the cores")
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, default=Path("runs/gpt"), help="run folder (%(default)s)")
@@ -157,7 +163,8 @@ class Trainer:
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
-        losses = self.pipeline.step(inputs, target=target)
+        with autocast(self.args):
+            losses = self.pipeline.step(inputs, target=target)
         norm = self.pipeline.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -171,6 +178,10 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": inputs.numel() / seconds,
         }
+
+
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 def mean(losses: list[Tensor]) -> float:
@@ -220,7 +231,7 @@ def train(args: argparse.Namespace) -> bool:
     summary.print_run(logs[0], tokens.header)
     summary.print_plan(report)
     print(f"\n{args.out} holds log.jsonl, loss.png, timeline.png, trace.json, checkpoints")
-    return not args.compare or compare.print_comparison(*logs)
+    return not args.compare or compare.print_comparison(*logs, dtype=args.dtype)
 
 
 def run_steps(
@@ -270,7 +281,8 @@ def run_steps(
 
 def held_out_loss(engine: seq1f1b.PipelineEngine, tokens: data.Tokens, args: argparse.Namespace) -> float:
     batches = tokens.held_out_batches(args.eval_batches, batch_size=args.batch)
-    return ranks.total(fmean(mean(engine.eval(inputs, target=target)) for inputs, target in batches))
+    with autocast(args):
+        return ranks.total(fmean(mean(engine.eval(inputs, target=target)) for inputs, target in batches))
 
 
 def resident_megabytes() -> float:
