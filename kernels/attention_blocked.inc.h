@@ -31,13 +31,13 @@
 
 enum {
     MAX_DIM = 256,
-    KEYS = 192,             /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
-    ROWS = 48,              /* of S at a time: rates are flat from 24 to 96 */
-    ALIGNED = 16,           /* floats in a cache line */
-    CHUNK_ROWS = 512,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    BACKWARD_TASKS = 8,     /* that the ranges of keys are cut for, where they are long enough */
-    MIN_RANGE = 512,        /* keys of a backward task, unless there are fewer */
-    PITCH = KEYS + ALIGNED, /* of S: its rows lie on different sets of the L1 cache */
+    KEYS = 192,              /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
+    ROWS = 48 * PER_OPERAND, /* of S at a time, 48 operands deep for dk and dv: rates are flat from 24 to 96 */
+    ALIGNED = 16,            /* floats in a cache line */
+    CHUNK_ROWS = 1024,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
+    BACKWARD_TASKS = 8,      /* that the ranges of keys are cut for, where they are long enough */
+    MIN_RANGE = 512,         /* keys of a backward task, unless there are fewer */
+    PITCH = KEYS + ALIGNED,  /* of S: its rows lie on different sets of the L1 cache */
 };
 
 _Static_assert(KEYS % PANEL == 0, "a block of keys is whole panels");
@@ -126,7 +126,7 @@ static attention_job forward_job(const s1f_attention_args *args, int32_t num_thr
                            .rows = rows,
                            .parts = (args->segment_len + rows - 1) / rows,
                            .scratch_floats = round_up(chunk * (depth + dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
-                                             2 * KEYS * depth + 4 * dim};
+                                             2 * KEYS * depth + BLOCK_ROWS * dim};
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
@@ -141,7 +141,7 @@ static attention_job backward_job(const s1f_attention_args *args)
                            .part_keys = part_keys,
                            .parts = (keys + part_keys - 1) / part_keys,
                            .scratch_floats =
-                               4 * ROWS * PITCH + 3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + 4 * dim};
+                               4 * ROWS * PITCH + 3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + BLOCK_ROWS * dim};
 }
 
 /* Floats that backward shares among its tasks: q and dout, as fp32 once, as pairs of bf16 along rows and across them;
@@ -311,8 +311,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     int64_t num_rows = s1f_min(job->rows, args->segment_len - first_row), rows = round_up(num_rows, TILE_ROWS);
     int64_t first_token = args->q_start + first_row, last = first_token + num_rows, chunk = group * rows;
 
-    operand *k_panels = scratch + ROWS * PITCH, *v = k_panels + KEYS * job->depth;
-    operand *four_rows = v + KEYS * job->depth, *q = four_rows + 4 * dim;
+    operand *k_panels = scratch + ROWS * PITCH, *v_room = k_panels + KEYS * job->depth;
+    operand *room = v_room + KEYS * job->depth, *q = room + BLOCK_ROWS * dim;
     float *s = scratch, *out = q + chunk * job->depth, *sums = out + chunk * dim, *highest = sums + chunk * VEC_LANES;
 
     memset(out, 0, (size_t)(chunk * (dim + VEC_LANES)) * sizeof *out);
@@ -331,8 +331,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
             continue;
         source_rows k = key_rows(args, args->k, batch, kv_head, key, keys);
         source_rows values = key_rows(args, args->v, batch, kv_head, key, keys);
-        pack_panels(&k, dim, four_rows, k_panels);
-        pack_across(&values, round_up(keys, PER_OPERAND), dim, v);
+        pack_panels(&k, dim, room, k_panels);
+        const operand *v = pack_across(&values, round_up(keys, PER_OPERAND), dim, v_room);
         for (int64_t g = 0; g < group; g++) {
             exponent_rule rule = rule_of(args, batch, kv_head * group + g);
             for (int64_t row = first_seeing; row < rows; row += ROWS) {
@@ -400,11 +400,12 @@ static void prepare_task(const attention_job *job, int64_t task, float *scratch)
 }
 
 typedef struct {
-    float *s, *dp;                                       /* (ROWS, PITCH) */
-    float *derivative;                                   /* (ROWS, PITCH), of the soft cap */
-    float *ds;                                           /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
-    operand *k_panels, *v_panels, *k_across, *four_rows; /* packed */
-    float *dk, *dv;                                      /* (KEYS, dim) */
+    float *s, *dp;                       /* (ROWS, PITCH) */
+    float *derivative;                   /* (ROWS, PITCH), of the soft cap */
+    float *ds;                           /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
+    operand *k_panels, *v_panels, *room; /* packed */
+    const operand *k_across;
+    float *dk, *dv; /* (KEYS, dim) */
 } key_block;
 
 /* VEC_LANES pairs of a row from c on, of which the first `num_seen` - c are seen: p and ds. */
@@ -518,10 +519,10 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     b.ds = OPERAND_PAIRS ? scratch + 3 * tile : b.dp;
     b.k_panels = scratch + 4 * tile;
     b.v_panels = b.k_panels + block;
-    b.k_across = b.v_panels + block;
-    b.dk = b.k_across + block;
+    operand *k_room = b.v_panels + block;
+    b.dk = k_room + block;
     b.dv = b.dk + KEYS * dim;
-    b.four_rows = b.dv + KEYS * dim;
+    b.room = b.dv + KEYS * dim;
 
     float *dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
     memset(dq, 0, (size_t)(group * rows * dim) * sizeof *dq);
@@ -534,9 +535,9 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
         source_rows v = key_rows(args, args->v, batch, kv_head, key, keys);
         memset(b.dk, 0, (size_t)(2 * KEYS * dim) * sizeof *b.dk);
         if (block_visibility(&any, args->q_start + first_seeing, rows - first_seeing, key, keys) != ALL_HIDDEN) {
-            pack_panels(&k, dim, b.four_rows, b.k_panels);
-            pack_panels(&v, dim, b.four_rows, b.v_panels);
-            pack_across(&k, round_up(keys, PER_OPERAND), dim, b.k_across);
+            pack_panels(&k, dim, b.room, b.k_panels);
+            pack_panels(&v, dim, b.room, b.v_panels);
+            b.k_across = pack_across(&k, round_up(keys, PER_OPERAND), dim, k_room);
             for (int64_t g = 0; g < group; g++) {
                 exponent_rule rule = rule_of(args, batch, kv_head * group + g);
                 for (int64_t row = first_seeing; row < rows; row += ROWS)

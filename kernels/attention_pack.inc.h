@@ -63,14 +63,14 @@ static void pack_rows(const source_rows *from, int64_t padded, int64_t dim, oper
     memset(rows + from->count * depth, 0, (size_t)((padded - from->count) * depth) * sizeof *rows);
 }
 
-/* `padded` is a multiple of PER_OPERAND. */
-static void pack_across(const source_rows *from, int64_t padded, int64_t dim, operand *across)
+/* `padded` is a multiple of PER_OPERAND. Returns `room`, or the rows themselves where they lie as they should. */
+static const operand *pack_across(const source_rows *from, int64_t padded, int64_t dim, operand *room)
 {
 #if OPERAND_PAIRS
     int64_t packed = round_up(from->count, 2);
     for (int64_t row = 0; row < packed; row += 2) {
         const uint16_t *low = (const uint16_t *)from->x + from->at + row * from->stride, *high = low + from->stride;
-        uint32_t *to = (uint32_t *)(void *)(across + row / 2 * dim);
+        uint32_t *to = (uint32_t *)(void *)(room + row / 2 * dim);
         if (row + 1 < from->count)
             for (int64_t c = 0; c < from->n; c++)
                 to[c] = (uint32_t)low[c] | (uint32_t)high[c] << 16;
@@ -79,18 +79,49 @@ static void pack_across(const source_rows *from, int64_t padded, int64_t dim, op
                 to[c] = low[c];
         memset(to + from->n, 0, (size_t)(dim - from->n) * sizeof *to);
     }
-    memset(across + packed / 2 * dim, 0, (size_t)((padded - packed) / 2 * dim) * sizeof *across);
+    memset(room + packed / 2 * dim, 0, (size_t)((padded - packed) / 2 * dim) * sizeof *room);
 #else
-    pack_rows(from, padded, dim, across);
+    if (from->dtype == S1F_FLOAT32 && from->stride == dim && from->n == dim && padded == from->count)
+        return (const operand *)from->x + from->at;
+    pack_rows(from, padded, dim, room);
 #endif
+    return room;
 }
 
-/* to[c to_row + r] = from[r from_row + c], 4 x 4 */
-static inline void transpose_4x4(const operand *from, int64_t from_row, operand *to, int64_t to_row)
+/* to[c to_row + r] = row r of `from`, column c: BLOCK_ROWS rows, 4 columns. */
+#if defined(__AVX512F__)
+enum { BLOCK_ROWS = 16 };
+
+static inline __m512 four_of_rows(const char *from, int64_t row_bytes)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(const void *)from));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(const void *)(from + 4 * row_bytes)), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(const void *)(from + 8 * row_bytes)), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps((const float *)(const void *)(from + 12 * row_bytes)), 3);
+}
+
+static inline void transpose_block(const char *from, int64_t row_bytes, operand *to, int64_t to_row)
+{
+    /* 128-bit lane i of each holds four columns of row 4 i + 0, 1, 2, 3; a 4 x 4 transpose within lanes is the rest. */
+    __m512 a = four_of_rows(from, row_bytes), b = four_of_rows(from + row_bytes, row_bytes);
+    __m512 c = four_of_rows(from + 2 * row_bytes, row_bytes), d = four_of_rows(from + 3 * row_bytes, row_bytes);
+    __m512 ab_low = _mm512_unpacklo_ps(a, b), ab_high = _mm512_unpackhi_ps(a, b);
+    __m512 cd_low = _mm512_unpacklo_ps(c, d), cd_high = _mm512_unpackhi_ps(c, d);
+    _mm512_storeu_ps(to, _mm512_shuffle_ps(ab_low, cd_low, 0x44));
+    _mm512_storeu_ps(to + to_row, _mm512_shuffle_ps(ab_low, cd_low, 0xee));
+    _mm512_storeu_ps(to + 2 * to_row, _mm512_shuffle_ps(ab_high, cd_high, 0x44));
+    _mm512_storeu_ps(to + 3 * to_row, _mm512_shuffle_ps(ab_high, cd_high, 0xee));
+}
+#else
+enum { BLOCK_ROWS = 4 };
+
+static inline void transpose_block(const char *from, int64_t row_bytes, operand *to, int64_t to_row)
 {
 #if defined(__SSE__)
-    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + from_row), c = _mm_loadu_ps(from + 2 * from_row),
-           d = _mm_loadu_ps(from + 3 * from_row);
+    __m128 a = _mm_loadu_ps((const float *)(const void *)from);
+    __m128 b = _mm_loadu_ps((const float *)(const void *)(from + row_bytes));
+    __m128 c = _mm_loadu_ps((const float *)(const void *)(from + 2 * row_bytes));
+    __m128 d = _mm_loadu_ps((const float *)(const void *)(from + 3 * row_bytes));
     _MM_TRANSPOSE4_PS(a, b, c, d);
     _mm_storeu_ps(to, a);
     _mm_storeu_ps(to + to_row, b);
@@ -99,22 +130,32 @@ static inline void transpose_4x4(const operand *from, int64_t from_row, operand 
 #else
     for (int r = 0; r < 4; r++)
         for (int c = 0; c < 4; c++)
-            to[c * to_row + r] = from[r * from_row + c];
+            memcpy(&to[c * to_row + r], from + r * row_bytes + c * (int64_t)sizeof *to, sizeof *to);
 #endif
 }
+#endif
 
-/* As many panels as the rows need, by way of four rows at a time. four_rows: (4, dim). */
-static void pack_panels(const source_rows *from, int64_t dim, operand *four_rows, operand *panels)
+_Static_assert(PANEL % BLOCK_ROWS == 0, "a panel is whole blocks");
+
+/* As many panels as the rows need. Rows that are no operands yet, or too few, go by way of `room` (BLOCK_ROWS, dim). */
+static void pack_panels(const source_rows *from, int64_t dim, operand *room, operand *panels)
 {
-    int64_t depth = dim / PER_OPERAND;
-    for (int64_t row = 0; row < round_up(from->count, PANEL); row += 4) {
+    int64_t depth = dim / PER_OPERAND, element = OPERAND_PAIRS ? (int64_t)sizeof(uint16_t) : (int64_t)sizeof(float);
+    int is_operands = from->n == dim && (OPERAND_PAIRS || from->dtype == S1F_FLOAT32);
+    for (int64_t row = 0; row < round_up(from->count, PANEL); row += BLOCK_ROWS) {
         operand *to = panels + row / PANEL * PANEL * depth + row % PANEL;
-        for (int64_t r = 0; r < 4; r++)
-            if (row + r < from->count)
-                pack_row(from, row + r, four_rows + r * depth, dim);
-            else
-                memset(four_rows + r * depth, 0, (size_t)depth * sizeof *four_rows);
+        int64_t present = s1f_max(0, s1f_min(BLOCK_ROWS, from->count - row)), row_bytes = depth * (int64_t)sizeof *room;
+        const char *rows = (const char *)room;
+        if (is_operands && present == BLOCK_ROWS) {
+            rows = (const char *)from->x + (from->at + row * from->stride) * element;
+            row_bytes = from->stride * element;
+        } else {
+            source_rows part = *from;
+            part.at += row * from->stride;
+            part.count = present;
+            pack_rows(&part, BLOCK_ROWS, dim, room);
+        }
         for (int64_t c = 0; c < depth; c += 4)
-            transpose_4x4(four_rows + c, depth, to + c * PANEL, PANEL);
+            transpose_block(rows + c * (int64_t)sizeof *room, row_bytes, to + c * PANEL, PANEL);
     }
 }
