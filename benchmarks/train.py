@@ -99,14 +99,8 @@ def profiled(rank: int, length: int, k: int) -> list[int]:
         tracks = []
         for _ in range(5):
             step()
-            tracks.append(engine.report(gather=True).timeline)
-        _costs[length] = [
-            statistics.median(
-                sum(end - start for track in timeline for unit, start, end in track if unit.segment == piece)
-                for timeline in tracks[1:]
-            )
-            for piece in range(PIECES)
-        ]
+            tracks.append(engine.report(gather=True).segment_seconds)
+        _costs[length] = [statistics.median(seconds) for seconds in zip(*tracks[1:], strict=True)]
     return seq1f1b.partition_sequence(length, k, strategy="profiled", costs=_costs[length], multiple_of=16)
 
 

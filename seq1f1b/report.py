@@ -110,6 +110,19 @@ class PipelineReport:
         start = min(track[0][1] for track in (r.timeline for r in self.ranks) if track)
         return tuple(tuple((u, a - start, b - start) for u, a, b in r.timeline) for r in self.ranks)
 
+    @property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Busy seconds of each segment, over all its passes, stages and micro-batches.
+
+        Of a step whose segments were equally long they are the ``costs`` from which ``partition_sequence`` cuts
+        segments of equal measured cost.
+        """
+        seconds = [0.0] * len(self.ranks[0].segment_sizes)
+        for rank in self.ranks:
+            for unit, start, end in rank.timeline:
+                seconds[unit.segment] += end - start
+        return tuple(seconds)
+
 
 def make_report(
     record: StepRecord | None,
