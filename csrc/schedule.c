@@ -1,8 +1,6 @@
 /* schedule.c - the order of every rank as plain arrays of units. */
 #include "schedule.h"
 
-#include "schedules/families.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -120,29 +118,6 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     }
     own->units[own->count++] = unit;
     return S1F_OK;
-}
-
-s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t stages_per_rank, s1f_schedule **out)
-{
-    s1f_status status;
-    if ((status = require_at_least_one("num_ranks", num_ranks)) != S1F_OK ||
-        (status = require_at_least_one("num_microbatches", num_microbatches)) != S1F_OK ||
-        (status = require_at_least_one("num_segments", num_segments)) != S1F_OK ||
-        (status = require_at_least_one("stages_per_rank", stages_per_rank)) != S1F_OK)
-        return status;
-    for (const s1f_family *known = s1f_families; known->name != NULL; known++)
-        if (strcmp(known->name, family) == 0)
-            return known->build(num_ranks, num_microbatches, num_segments, stages_per_rank, out);
-    return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", family);
-}
-
-const char *s1f_schedule_family(int32_t i)
-{
-    for (const s1f_family *known = s1f_families; known->name != NULL; known++)
-        if (i-- == 0)
-            return known->name;
-    return NULL;
 }
 
 int32_t s1f_schedule_num_ranks(const s1f_schedule *schedule)

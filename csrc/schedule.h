@@ -35,13 +35,50 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
 
-/* Builds a named family: "seq1f1b", "1f1b", "gpipe" (table in schedules/families.c), for every count of at least 1.
- * S1F_ERR_ARG for an unknown name or a count below 1; S1F_ERR_SCHEDULE for stages_per_rank above 1 where the family
- * holds one stage per rank. *out is owned by the caller and untouched on error. */
+/* What a family may be told beyond its counts. 0 or NULL: not given, the family's own choice. */
+typedef struct {
+    int32_t group;        /* micro-batches that go forward, and back, together */
+    int32_t round;        /* interleaving: a round holds at least so many micro-batches */
+    int32_t extra_warmup; /* more forwards before the first backward, for each stage behind the rank's own */
+    int64_t cap;          /* (stage, segment) units that a rank holds at most */
+    /* Seconds of F, I and W, each [stage][segment]; all three or none. Borrowed. */
+    const double *forward_costs, *input_costs, *weight_costs;
+} s1f_options;
+
+/* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last. */
+enum {
+    S1F_OPTION_GROUP = 1,
+    S1F_OPTION_ROUND = 2,
+    S1F_OPTION_EXTRA_WARMUP = 4,
+    S1F_OPTION_CAP = 8,
+    S1F_OPTION_COSTS = 16
+};
+extern const char *const s1f_option_names[];
+
+/* What is known of a family; all text is static. */
+typedef struct {
+    const char *name, *description, *source;
+    const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
+    int32_t stages_per_rank; /* least v that it builds */
+    uint32_t options;        /* bits */
+} s1f_family_facts;
+
+/* Facts of family i, NULL past the last; of the family of that name, NULL if there is none. */
+const s1f_family_facts *s1f_schedule_family(int32_t i);
+const s1f_family_facts *s1f_schedule_family_named(const char *name);
+
+/* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is static.
+ * options NULL: none given. S1F_ERR_ARG for an unknown name, a count or an option out of range, an option that the
+ * family does not take. */
+s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32_t num_microbatches,
+                                    int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
+                                    const char **rule);
+/* Builds a named family (table in schedules/families.c). The same errors; S1F_ERR_SCHEDULE where a rule is broken.
+ * *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t stages_per_rank, s1f_schedule **out);
-/* Name of family i, NULL past the last. Static storage. */
-const char *s1f_schedule_family(int32_t i);
+                              int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out);
+/* Refuses an option by the family's name for it: S1F_ERR_ARG with the options that it takes. */
+s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option);
 
 int32_t s1f_schedule_num_ranks(const s1f_schedule *schedule);
 int32_t s1f_schedule_num_stages(const s1f_schedule *schedule);

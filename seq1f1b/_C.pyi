@@ -71,10 +71,25 @@ _Instruction = tuple[str, int, _Unit, int, int, int, int]  # opcode, edge, unit,
 _Edge = tuple[int, int, int, int, bool, int, int]  # stages, ranks (source, destination), gradient?, places, messages
 _Simulation = tuple[float, list[float], list[float], list[float], list[list[float]], list[list[float]]]
 
-def schedule_families() -> list[str]: ...
+def schedule_families() -> list[tuple[str, str, str, str, int, list[str]]]: ...
 def schedule_build(
-    family: str, num_ranks: int, num_microbatches: int, num_segments: int, stages_per_rank: int, /
+    family: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int,
+    stages_per_rank: int,
+    options: dict[str, Any],
+    /,
 ) -> Any: ...
+def schedule_broken_rule(
+    family: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int,
+    stages_per_rank: int,
+    options: dict[str, Any],
+    /,
+) -> str | None: ...
 def schedule_counts(schedule: Any, /) -> tuple[int, int, int, int]: ...
 def schedule_placement(schedule: Any, /) -> list[int]: ...
 def schedule_units(schedule: Any, rank: int, /) -> list[_Unit]: ...

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import seq1f1b
 from seq1f1b import Schedule, Simulation, _core, draw
+from seq1f1b.schedule import families
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--ranks", type=int, default=4)
         command.add_argument("--microbatches", type=int, default=8)
         command.add_argument("--segments", type=int, default=1)
-        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one stage")
+        command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the family's least)")
+        command.add_argument(
+            "--option",
+            action="append",
+            default=[],
+            metavar="NAME=NUMBER",
+            help="; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
+        )
+        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one rank")
         command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
         command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
     commands.add_parser("doctor", help="what was found on this machine")
@@ -52,15 +61,33 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if name not in seq1f1b.schedules() and os.path.isfile(name):
         with open(name) as file:
             return Schedule.from_text(file.read())
+    known = next((family for family in families() if family.name == name), None)
     return seq1f1b.build_schedule(
-        name, num_ranks=options.ranks, num_microbatches=options.microbatches, num_segments=options.segments
+        name,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_segments=options.segments,
+        stages_per_rank=options.stages or (known.stages_per_rank if known else 1),
+        options=dict(map(read_option, options.option)),
     )
+
+
+def read_option(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    if not value.isdecimal():
+        raise ValueError(f"--option {text}: an option is written NAME=NUMBER")
+    return name, int(value)
+
+
+def units_per_microbatch(schedule: Schedule) -> int:
+    """Of one rank and pass."""
+    return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
 
 def run(schedule: Schedule, options: argparse.Namespace) -> Simulation:
     """Segments of a micro-batch cost the same; so do the stages."""
-    k = schedule.num_segments
-    return schedule.simulate(options.forward / k, options.backward / k, transfer=options.transfer)
+    parts = units_per_microbatch(schedule)
+    return schedule.simulate(options.forward / parts, options.backward / parts, transfer=options.transfer)
 
 
 def draw_schedule(options: argparse.Namespace) -> int:
@@ -83,7 +110,7 @@ def simulate(options: argparse.Namespace) -> int:
         peak = max(simulation.peak)
         print(
             f"{name:<24}{simulation.makespan:>10.3f}{simulation.bubble_ratio:>9.1%}{peak:>12d}"
-            f"{peak / schedule.num_segments:>17.2f}"
+            f"{peak / units_per_microbatch(schedule):>17.2f}"
         )
     return 0
 

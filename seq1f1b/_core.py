@@ -43,6 +43,7 @@ place_tensor_capsule = _C.place_tensor_capsule
 # schedule
 schedule_families = _C.schedule_families
 schedule_build = _C.schedule_build
+schedule_broken_rule = _C.schedule_broken_rule
 schedule_counts = _C.schedule_counts
 schedule_placement = _C.schedule_placement
 schedule_units = _C.schedule_units

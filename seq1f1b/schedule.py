@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
 from seq1f1b.draw import timeline_text
 
-__all__ = ["Schedule", "Simulation", "Timeline", "Unit", "build_schedule", "schedules"]
+__all__ = ["Family", "Schedule", "Simulation", "Timeline", "Unit", "build_schedule", "families", "schedules"]
 
 
 class Unit(NamedTuple):
@@ -171,13 +171,7 @@ class Schedule:
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
-        if not hasattr(costs, "__len__"):
-            return [costs] * (self.num_stages * self.num_segments)
-        if len(costs) != self.num_stages or any(len(row) != self.num_segments for row in costs):
-            raise ValueError(
-                f"{name} must be a number or hold {self.num_stages} stages of {self.num_segments} segments each"
-            )
-        return [cost for row in costs for cost in row]
+        return _per_unit(costs, name, self.num_stages, self.num_segments)
 
     def _peak(self, program: Any, weights: list[int]) -> tuple[int, ...]:
         return tuple(_core.program_rank_peak(program, rank, weights) for rank in range(self.num_ranks))
@@ -218,6 +212,15 @@ class Schedule:
         return cls._from_handle(_core.schedule_from_csv(text, num_segments))
 
 
+def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
+    """One value per (stage, segment), flat."""
+    if not hasattr(costs, "__len__"):
+        return [costs] * (num_stages * num_segments)
+    if len(costs) != num_stages or any(len(row) != num_segments for row in costs):
+        raise ValueError(f"{name} must be a number or hold {num_stages} stages of {num_segments} segments each")
+    return [cost for row in costs for cost in row]
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What one step costs. Tuples hold one value per rank; times in seconds.
@@ -254,24 +257,99 @@ class Simulation:
         return timeline_text(self.timeline, width=width)
 
 
-def build_schedule(
-    name: str, *, num_ranks: int, num_microbatches: int, num_segments: int = 1, stages_per_rank: int = 1
-) -> Schedule:
-    """The order of a named family, for every count of at least 1.
+@dataclass(frozen=True)
+class Family:
+    """A named way to order units.
 
-    ``seq1f1b``: one forward, one backward, over segments (Seq1F1B, arXiv:2406.03488); with one segment it is 1F1B.
-    ``1f1b``: the same over whole micro-batches, whose segments run one after the other.
-    ``gpipe``: all forwards, then all backwards; with segments it is TeraPipe's order.
+    Attributes:
+        name: as :func:`build_schedule` takes it.
+        description, source: one line each.
+        validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
+        stages_per_rank: least v that it builds.
+        options: names of the options that it takes.
+    """
+
+    name: str
+    description: str
+    source: str
+    validity: str
+    stages_per_rank: int
+    options: tuple[str, ...]
+
+    def broken_rule(
+        self,
+        *,
+        num_ranks: int,
+        num_microbatches: int,
+        num_segments: int = 1,
+        stages_per_rank: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """The rule that these counts and options break, None where the schedule can be built.
+
+        Raises:
+            ValueError: a count below 1, an option that the family does not take.
+        """
+        counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
+        return _core.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
+
+
+def families() -> tuple[Family, ...]:
+    """Every family that :func:`build_schedule` knows, with what is known of it."""
+    return tuple(
+        Family(name, description, source, validity, stages_per_rank, tuple(options))
+        for name, description, source, validity, stages_per_rank, options in _core.schedule_families()
+    )
+
+
+def _flat_options(
+    options: Mapping[str, Any] | None, num_ranks: int, num_segments: int, stages_per_rank: int
+) -> dict[str, Any]:
+    """The options with costs as flat lists, [stage * num_segments + segment], as the core reads them."""
+    flat = dict(options or {})
+    if "costs" in flat:
+        num_stages = num_ranks * stages_per_rank
+        names = ("F", "I", "W")
+        if not isinstance(flat["costs"], Sequence) or len(flat["costs"]) != len(names):
+            raise ValueError("costs must hold the costs of F, I and W")
+        flat["costs"] = [
+            _per_unit(costs, f"costs of {name}", num_stages, num_segments)
+            for name, costs in zip(names, flat["costs"], strict=True)
+        ]
+    return flat
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int = 1,
+    stages_per_rank: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> Schedule:
+    """The order of a named family; :func:`families` says what each is, from whom, and for which counts.
+
+    Args:
+        name: one of :func:`schedules`.
+        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
+        options: what a family may be told beyond its counts; it takes those that ``families()`` lists.
+            ``group``: micro-batches that go forward, and back, together.
+            ``round``: interleaving, a round holds at least so many micro-batches.
+            ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: with slow
+            transfers it trades memory for time.
 
     Raises:
-        ValueError: unknown name, or a count below 1.
-        ScheduleError: ``stages_per_rank`` above 1 where the family holds one stage per rank.
+        ValueError: unknown name or option, or a number out of range.
+        ScheduleError: the family cannot be built for these counts; names its rule.
     """
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}; there are {', '.join(schedules())}")
-    return Schedule._from_handle(_core.schedule_build(name, num_ranks, num_microbatches, num_segments, stages_per_rank))
+    counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
+    flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
+    return Schedule._from_handle(_core.schedule_build(name, *counts, flat))
 
 
 def schedules() -> tuple[str, ...]:
     """Names that :func:`build_schedule` takes."""
-    return tuple(_core.schedule_families())
+    return tuple(family.name for family in families())

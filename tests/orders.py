@@ -1,9 +1,17 @@
-"""Random orders that keep every rule, on loop and V placement, whole and split backward, and without backward."""
+"""Small orders of every family; and random ones that keep every rule: loop and V, split backward or whole, or none."""
 
 import itertools
 import random
 
-from seq1f1b import Schedule, Unit
+from seq1f1b import Schedule, Unit, build_schedule
+from seq1f1b.schedule import families
+
+
+def small_schedule(name: str, P: int, M: int, k: int) -> Schedule | None:
+    """None where the family's rule forbids these counts."""
+    family = next(family for family in families() if family.name == name)
+    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": family.stages_per_rank}
+    return build_schedule(name, **counts) if family.broken_rule(**counts) is None else None
 
 
 def random_order(rng: random.Random) -> Schedule:

@@ -20,6 +20,22 @@ def test_simulate_prints_the_known_figures(capsys):
     assert capsys.readouterr().out.splitlines()[1].split() == ["seq1f1b", "26.250", "8.6%", "7", "1.75"]
 
 
+def test_simulate_takes_stages_and_options(capsys):
+    """P 4, M 8: peaks of 2 and 4 stages per rank, and of a group of two."""
+    assert main(["simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    assert main(["simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8", "--stages", "4"]) == 0
+    assert main(["simulate", "kfkb", "--ranks", "4", "--microbatches", "8", "--option", "group=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[3:] == ["11", "5.50"]
+    assert lines[3].split()[3:] == ["19", "4.75"]
+    assert lines[5].split()[3:] == ["8", "8.00"]
+    assert main(["simulate", "kfkb", "--option", "group"]) == 2
+    assert capsys.readouterr().err == "seq1f1b: --option group: an option is written NAME=NUMBER\n"
+    assert main(["simulate", "kfkb", "--option", "group=0"]) == 2
+    assert main(["simulate", "interleaved-1f1b", "--microbatches", "2"]) == 2
+    assert "needs M >= P: here P = 4 ranks" in capsys.readouterr().err
+
+
 def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
     assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0

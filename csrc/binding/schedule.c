@@ -129,28 +129,163 @@ static PyObject *unit_tuple(s1f_unit unit)
 
 /* -- schedules --------------------------------------------------------------------------------------------------- */
 
-static PyObject *schedule_families(PyObject *self, PyObject *unused)
+/* The names of the options whose bits are set. */
+static PyObject *option_names(uint32_t options)
 {
-    (void)self;
-    (void)unused;
     PyObject *names = PyList_New(0);
-    for (int32_t i = 0; names != NULL && s1f_schedule_family(i) != NULL; i++)
-        if (append_new(names, PyUnicode_FromString(s1f_schedule_family(i))) < 0)
+    for (int i = 0; names != NULL && s1f_option_names[i] != NULL; i++)
+        if (options >> i & 1 && append_new(names, PyUnicode_FromString(s1f_option_names[i])) < 0)
             Py_CLEAR(names);
     return names;
 }
 
-static PyObject *schedule_build(PyObject *self, PyObject *arguments)
+static PyObject *schedule_families(PyObject *self, PyObject *unused)
 {
     (void)self;
+    (void)unused;
+    PyObject *families = PyList_New(0);
+    const s1f_family_facts *facts;
+    for (int32_t i = 0; families != NULL && (facts = s1f_schedule_family(i)) != NULL; i++)
+        if (append_new(families, Py_BuildValue("(ssssiN)", facts->name, facts->description, facts->source,
+                                               facts->validity, facts->stages_per_rank, option_names(facts->options))) <
+            0)
+            Py_CLEAR(families);
+    return families;
+}
+
+/* The options of a Python dict; `costs` are the arrays that they point into. */
+typedef struct {
+    s1f_options options;
+    double *costs[3];
+} read_options;
+
+static void free_options(read_options *read)
+{
+    for (int pass = 0; pass < 3; pass++)
+        free(read->costs[pass]);
+}
+
+/* A whole number of at least `least` that fits; 0 with the exception set. */
+static int read_count(PyObject *value, const char *name, int64_t least, int64_t most, int64_t *count)
+{
+    *count = PyLong_AsLongLong(value);
+    if (*count == -1 && PyErr_Occurred())
+        return 0;
+    if (*count >= least && *count <= most)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%s is %lld, must be in %lld..%lld", name, (long long)*count, (long long)least,
+                 (long long)most);
+    return 0;
+}
+
+static int read_costs(PyObject *value, Py_ssize_t count, read_options *read)
+{
+    PyObject *passes = exact_tuple(value, 3, "costs");
+    for (Py_ssize_t pass = 0; passes != NULL && pass < 3; pass++) {
+        free(read->costs[pass]);
+        read->costs[pass] = read_doubles(PyTuple_GetItem(passes, pass), count, "costs of a pass");
+        if (read->costs[pass] == NULL)
+            Py_CLEAR(passes);
+    }
+    read->options.forward_costs = read->costs[0];
+    read->options.input_costs = read->costs[1];
+    read->options.weight_costs = read->costs[2];
+    Py_XDECREF(passes);
+    return passes != NULL;
+}
+
+static int read_option(const char *name, PyObject *value, Py_ssize_t num_costs, read_options *read)
+{
+    s1f_options *options = &read->options;
+    int64_t count = 0;
+    int is_read = 0;
+    if (strcmp(name, "costs") == 0)
+        return read_costs(value, num_costs, read);
+    if (strcmp(name, "cap") == 0)
+        return read_count(value, name, 1, INT64_MAX, &options->cap);
+    if (strcmp(name, "extra_warmup") == 0) {
+        is_read = read_count(value, name, 0, INT32_MAX, &count);
+        options->extra_warmup = (int32_t)count;
+    } else if (strcmp(name, "group") == 0) {
+        is_read = read_count(value, name, 1, INT32_MAX, &count);
+        options->group = (int32_t)count;
+    } else if (strcmp(name, "round") == 0) {
+        is_read = read_count(value, name, 1, INT32_MAX, &count);
+        options->round = (int32_t)count;
+    }
+    return is_read;
+}
+
+/* 0 with the exception set. An option that the family does not take is refused before its value is looked at. */
+static int read_option_dict(PyObject *dict, const char *family, Py_ssize_t num_costs, read_options *read)
+{
+    const s1f_family_facts *facts = s1f_schedule_family_named(family);
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (facts != NULL && PyDict_Next(dict, &position, &key, &value)) {
+        PyObject *bytes = PyUnicode_AsUTF8String(key);
+        const char *name = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
+        int bit = 0, is_read = 0;
+        while (name != NULL && s1f_option_names[bit] != NULL && strcmp(s1f_option_names[bit], name) != 0)
+            bit++;
+        if (name != NULL && (s1f_option_names[bit] == NULL || !(facts->options >> bit & 1)))
+            s1f_raise(s1f_schedule_refuse_option(facts, name));
+        else if (name != NULL)
+            is_read = read_option(name, value, num_costs, read);
+        Py_XDECREF(bytes);
+        if (!is_read)
+            return 0;
+    }
+    return 1;
+}
+
+typedef struct {
     const char *family;
     int num_ranks, num_microbatches, num_segments, stages_per_rank;
-    if (!PyArg_ParseTuple(arguments, "siiii", &family, &num_ranks, &num_microbatches, &num_segments, &stages_per_rank))
-        return NULL;
-    s1f_schedule *schedule = NULL;
-    s1f_status status =
-        s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, &schedule);
-    return wrap_schedule(status, schedule);
+    read_options read;
+} build_arguments;
+
+/* 0 with the exception set. free_options(&arguments->read) is due either way. */
+static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
+{
+    PyObject *dict;
+    if (!PyArg_ParseTuple(tuple, "siiiiO!", &arguments->family, &arguments->num_ranks, &arguments->num_microbatches,
+                          &arguments->num_segments, &arguments->stages_per_rank, &PyDict_Type, &dict))
+        return 0;
+    int64_t num_costs = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
+    if (arguments->num_segments < 1 || num_costs > S1F_MAX_FORWARD_UNITS / arguments->num_segments)
+        num_costs = 0; /* the core refuses these counts */
+    return read_option_dict(dict, arguments->family, (Py_ssize_t)num_costs * arguments->num_segments, &arguments->read);
+}
+
+static PyObject *schedule_build(PyObject *self, PyObject *tuple)
+{
+    (void)self;
+    build_arguments a = {.read = {{0}, {0}}};
+    PyObject *handle = NULL;
+    if (read_build_arguments(tuple, &a)) {
+        s1f_schedule *schedule = NULL;
+        s1f_status status = s1f_schedule_build(a.family, a.num_ranks, a.num_microbatches, a.num_segments,
+                                               a.stages_per_rank, &a.read.options, &schedule);
+        handle = wrap_schedule(status, schedule);
+    }
+    free_options(&a.read);
+    return handle;
+}
+
+static PyObject *schedule_broken_rule(PyObject *self, PyObject *tuple)
+{
+    (void)self;
+    build_arguments a = {.read = {{0}, {0}}};
+    PyObject *result = NULL;
+    if (read_build_arguments(tuple, &a)) {
+        const char *rule = NULL;
+        s1f_status status = s1f_schedule_broken_rule(a.family, a.num_ranks, a.num_microbatches, a.num_segments,
+                                                     a.stages_per_rank, &a.read.options, &rule);
+        result = status != S1F_OK ? s1f_raise(status) : Py_BuildValue("z", rule);
+    }
+    free_options(&a.read);
+    return result;
 }
 
 static PyObject *schedule_counts(PyObject *self, PyObject *capsule)
@@ -495,9 +630,12 @@ done:
 }
 
 PyMethodDef s1f_schedule_methods[] = {
-    {"schedule_families", schedule_families, METH_NOARGS, "Names that schedule_build takes."},
+    {"schedule_families", schedule_families, METH_NOARGS,
+     "(name, description, source, validity, least stages_per_rank, names of options) of every family."},
     {"schedule_build", schedule_build, METH_VARARGS,
-     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank): a schedule handle."},
+     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle."},
+    {"schedule_broken_rule", schedule_broken_rule, METH_VARARGS,
+     "schedule_broken_rule(as schedule_build): the rule of the family that they break, None if they can be built."},
     {"schedule_counts", schedule_counts, METH_O, "(num_ranks, num_stages, num_microbatches, num_segments)."},
     {"schedule_placement", schedule_placement, METH_O, "Rank of every stage."},
     {"schedule_units", schedule_units, METH_VARARGS,

@@ -1,38 +1,27 @@
 /* 1f1b.c - one forward, one backward, over whole micro-batches. [PipeDream-Flush, arXiv:2006.09503]
  *
  * With k segments a micro-batch still goes forward, and back, as a whole: its k units run one after the other. That is
- * 1F1B's memory (P micro-batches on rank 0) with shorter messages; seq1f1b is the order that gains from segments. */
+ * 1F1B's memory (P micro-batches on rank 0) with shorter messages; seq1f1b is the order that gains from segments.
+ * k = 1, F = 1, B = 2: makespan 3 M + 3 (P - 1), peak min(P, M). Any counts. */
 #include "families.h"
 
-static s1f_status append_microbatch(s1f_schedule *schedule, int32_t stage, int64_t microbatch,
-                                    s1f_status (*append)(s1f_schedule *schedule, int32_t stage, int64_t i))
+static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t k = s1f_schedule_num_segments(schedule);
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < k && status == S1F_OK; i++)
-        status = append(schedule, stage, microbatch * k + i);
-    return status;
+    return s1f_schedule_append_groups(schedule, rank, 1, request->options.extra_warmup);
 }
 
-static s1f_status order_of_rank(s1f_schedule *schedule, int32_t rank)
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    int64_t P = s1f_schedule_num_ranks(schedule), M = s1f_schedule_num_microbatches(schedule);
-    int64_t warmup = P - rank - 1 < M ? P - rank - 1 : M;
-    s1f_status status = S1F_OK;
-    for (int64_t m = 0; m < warmup && status == S1F_OK; m++)
-        status = append_microbatch(schedule, rank, m, s1f_schedule_append_forward);
-    for (int64_t m = 0; m < M && status == S1F_OK; m++) {
-        if (warmup + m < M)
-            status = append_microbatch(schedule, rank, warmup + m, s1f_schedule_append_forward);
-        if (status == S1F_OK)
-            status = append_microbatch(schedule, rank, m, s1f_schedule_append_backward);
-    }
-    return status;
+    return s1f_schedule_by_rank(request, order_of_rank, out);
 }
 
-s1f_status s1f_schedule_1f1b(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments, int32_t stages_per_rank,
-                             s1f_schedule **out)
-{
-    return s1f_schedule_one_stage_per_rank("1f1b", order_of_rank, num_ranks, num_microbatches, num_segments,
-                                           stages_per_rank, out);
-}
+const s1f_family s1f_family_1f1b = {
+    .facts = {.name = "1f1b",
+              .description = "one forward, one backward, over whole micro-batches",
+              .source = "PipeDream-Flush, arXiv:2006.09503",
+              .validity = "v = 1",
+              .stages_per_rank = 1,
+              .options = S1F_OPTION_EXTRA_WARMUP},
+    .broken_rule = s1f_rule_one_stage_per_rank,
+    .build = build,
+};

@@ -1,34 +1,178 @@
-/* families.c - the table of names, and what families with one stage per rank share. */
+/* families.c - the table of names, what may be asked of them, and what they share. */
 #include "families.h"
 
+#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-const s1f_family s1f_families[] = {
-    {"seq1f1b", s1f_schedule_seq1f1b},
-    {"1f1b", s1f_schedule_1f1b},
-    {"gpipe", s1f_schedule_gpipe},
-    {NULL, NULL},
+static const s1f_family *const families[] = {
+    &s1f_family_seq1f1b,
+    &s1f_family_1f1b,
+    &s1f_family_gpipe,
+    &s1f_family_terapipe,
+    &s1f_family_kfkb,
+    &s1f_family_breadth_first,
+    &s1f_family_interleaved_1f1b,
+    &s1f_family_seq1f1b_interleaved,
 };
+enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128 };
 
-s1f_status s1f_schedule_one_stage_per_rank(const char *family, s1f_order_of_rank *order_of_rank, int32_t num_ranks,
-                                           int32_t num_microbatches, int32_t num_segments, int32_t stages_per_rank,
-                                           s1f_schedule **out)
+const char *const s1f_option_names[] = {"group", "round", "extra_warmup", "cap", "costs", NULL};
+
+static const s1f_family *find(const char *name)
 {
-    if (stages_per_rank != 1)
-        return s1f_fail(S1F_ERR_SCHEDULE, "%s holds one stage per rank, stages_per_rank is %d", family,
-                        stages_per_rank);
-    int32_t *rank_of_stage = calloc((size_t)num_ranks, sizeof *rank_of_stage);
-    if (rank_of_stage == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", num_ranks);
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        rank_of_stage[rank] = rank;
+    for (int32_t i = 0; i < NUM_FAMILIES; i++)
+        if (strcmp(families[i]->facts.name, name) == 0)
+            return families[i];
+    return NULL;
+}
 
-    s1f_schedule *schedule = NULL;
-    s1f_status status =
-        s1f_schedule_create(num_ranks, num_ranks, num_microbatches, num_segments, rank_of_stage, &schedule);
+const s1f_family_facts *s1f_schedule_family(int32_t i)
+{
+    return i >= 0 && i < NUM_FAMILIES ? &families[i]->facts : NULL;
+}
+
+const s1f_family_facts *s1f_schedule_family_named(const char *name)
+{
+    const s1f_family *family = find(name);
+    return family != NULL ? &family->facts : NULL;
+}
+
+s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option)
+{
+    char known[OPTIONS_TEXT_BYTES] = "none";
+    size_t used = 0;
+    for (int i = 0; s1f_option_names[i] != NULL; i++)
+        if (family->options >> i & 1)
+            used +=
+                (size_t)snprintf(known + used, sizeof known - used, "%s%s", used == 0 ? "" : ", ", s1f_option_names[i]);
+    return s1f_fail(S1F_ERR_ARG, "%s takes no option '%.64s'; it takes %s", family->name, option, known);
+}
+
+static s1f_status require_at_least(const char *name, int64_t value, int64_t least)
+{
+    if (value < least)
+        return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be at least %lld", name, (long long)value, (long long)least);
+    return S1F_OK;
+}
+
+static s1f_status check_costs(const s1f_request *request)
+{
+    const double *const costs[] = {request->options.forward_costs, request->options.input_costs,
+                                   request->options.weight_costs};
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    for (int pass = 0; pass < 3; pass++) {
+        if (costs[pass] == NULL)
+            return s1f_fail(S1F_ERR_ARG, "costs must be given for all of F, I and W");
+        for (int64_t i = 0; i < count; i++)
+            if (!(costs[pass][i] >= 0) || !isfinite(costs[pass][i]))
+                return s1f_fail(S1F_ERR_ARG, "costs hold %g, must be finite and at least 0", costs[pass][i]);
+    }
+    return S1F_OK;
+}
+
+static s1f_status check_options(const s1f_family *family, const s1f_request *request)
+{
+    const s1f_options *options = &request->options;
+    int has_costs = options->forward_costs != NULL || options->input_costs != NULL || options->weight_costs != NULL;
+    const int given[] = {options->group != 0, options->round != 0, options->extra_warmup != 0, options->cap != 0,
+                         has_costs};
+    for (int i = 0; s1f_option_names[i] != NULL; i++)
+        if (given[i] && !(family->facts.options >> i & 1))
+            return s1f_schedule_refuse_option(&family->facts, s1f_option_names[i]);
+    s1f_status status;
+    if ((status = require_at_least("group", options->group, 0)) != S1F_OK ||
+        (status = require_at_least("round", options->round, 0)) != S1F_OK ||
+        (status = require_at_least("extra_warmup", options->extra_warmup, 0)) != S1F_OK ||
+        (status = require_at_least("cap", options->cap, 0)) != S1F_OK)
+        return status;
+    return has_costs ? check_costs(request) : S1F_OK;
+}
+
+/* Everything but the rules. */
+static s1f_status check_request(const char *name, const s1f_request *request, const s1f_family **family)
+{
+    s1f_status status;
+    if ((status = require_at_least("num_ranks", request->num_ranks, 1)) != S1F_OK ||
+        (status = require_at_least("num_microbatches", request->num_microbatches, 1)) != S1F_OK ||
+        (status = require_at_least("num_segments", request->num_segments, 1)) != S1F_OK ||
+        (status = require_at_least("stages_per_rank", request->stages_per_rank, 1)) != S1F_OK)
+        return status;
+    if ((*family = find(name)) == NULL)
+        return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", name);
+    int64_t most = S1F_MAX_FORWARD_UNITS, stages = (int64_t)request->num_ranks * request->stages_per_rank;
+    if (stages > most || (int64_t)request->num_microbatches * request->num_segments > most / stages)
+        return s1f_fail(S1F_ERR_ARG, "%lld stages x %d micro-batches x %d segments are more than %lld units",
+                        (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
+    return check_options(*family, request);
+}
+
+s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32_t num_microbatches,
+                                    int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
+                                    const char **rule)
+{
+    s1f_request request = {num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
+    const s1f_family *known;
+    if (options != NULL)
+        request.options = *options;
+    s1f_status status = check_request(family, &request, &known);
+    if (status == S1F_OK)
+        *rule = known->broken_rule != NULL ? known->broken_rule(&request) : NULL;
+    return status;
+}
+
+s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
+                              int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out)
+{
+    s1f_request request = {num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
+    const s1f_family *known;
+    if (options != NULL)
+        request.options = *options;
+    s1f_status status = check_request(family, &request, &known);
+    if (status != S1F_OK)
+        return status;
+    const char *rule = known->broken_rule != NULL ? known->broken_rule(&request) : NULL;
+    if (rule != NULL)
+        return s1f_fail(S1F_ERR_SCHEDULE,
+                        "%s needs %s: here P = %d ranks, M = %d micro-batches, k = %d segments, v = %d stages per rank",
+                        known->facts.name, rule, num_ranks, num_microbatches, num_segments, stages_per_rank);
+    return known->build(&request, out);
+}
+
+/* -- what families share ------------------------------------------------------------------------------------------- */
+
+int32_t s1f_placement_loop(int32_t num_ranks, int32_t stage)
+{
+    return stage % num_ranks;
+}
+
+int32_t s1f_placement_wave(int32_t num_ranks, int32_t stage)
+{
+    int32_t place = stage % num_ranks;
+    return stage / num_ranks % 2 == 0 ? place : num_ranks - 1 - place;
+}
+
+s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out)
+{
+    int32_t num_stages = request->num_ranks * request->stages_per_rank;
+    int32_t *rank_of_stage = calloc((size_t)num_stages, sizeof *rank_of_stage);
+    if (rank_of_stage == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", num_stages);
+    for (int32_t stage = 0; stage < num_stages; stage++)
+        rank_of_stage[stage] = placement(request->num_ranks, stage);
+    s1f_status status = s1f_schedule_create(request->num_ranks, num_stages, request->num_microbatches,
+                                            request->num_segments, rank_of_stage, out);
     free(rank_of_stage);
-    for (int32_t rank = 0; rank < num_ranks && status == S1F_OK; rank++)
-        status = order_of_rank(schedule, rank);
+    return status;
+}
+
+s1f_status s1f_schedule_by_rank(const s1f_request *request, s1f_order_of_rank *order_of_rank, s1f_schedule **out)
+{
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_place(request, s1f_placement_loop, &schedule);
+    for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
+        status = order_of_rank(request, schedule, rank);
     if (status != S1F_OK) {
         s1f_schedule_free(schedule);
         return status;
@@ -49,4 +193,69 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
     int32_t k = s1f_schedule_num_segments(schedule);
     s1f_unit unit = {S1F_PASS_BACKWARD, stage, (int32_t)(i / k), k - 1 - (int32_t)(i % k)};
     return s1f_schedule_append(schedule, unit);
+}
+
+static s1f_status append_group(s1f_schedule *schedule, int32_t rank, int64_t num_units, int64_t group,
+                               s1f_status (*append)(s1f_schedule *schedule, int32_t stage, int64_t i))
+{
+    s1f_status status = S1F_OK;
+    for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
+        status = append(schedule, rank, group * num_units + i);
+    return status;
+}
+
+s1f_status s1f_schedule_append_groups(s1f_schedule *schedule, int32_t rank, int32_t group, int32_t extra)
+{
+    int64_t num_groups = s1f_schedule_num_microbatches(schedule) / group;
+    int64_t num_units = (int64_t)group * s1f_schedule_num_segments(schedule);
+    int64_t wanted = (int64_t)(s1f_schedule_num_ranks(schedule) - rank - 1) * (1 + (int64_t)extra);
+    int64_t warmup = wanted < num_groups ? wanted : num_groups;
+    s1f_status status = S1F_OK;
+    for (int64_t g = 0; g < warmup && status == S1F_OK; g++)
+        status = append_group(schedule, rank, num_units, g, s1f_schedule_append_forward);
+    for (int64_t g = 0; g < num_groups && status == S1F_OK; g++) {
+        if (warmup + g < num_groups)
+            status = append_group(schedule, rank, num_units, warmup + g, s1f_schedule_append_forward);
+        if (status == S1F_OK)
+            status = append_group(schedule, rank, num_units, g, s1f_schedule_append_backward);
+    }
+    return status;
+}
+
+/* Where the i-th unit of a walk in rounds lies: the how-manieth stage of the rank, and the unit's number in plain order
+ * of the stage. The first M % num_rounds rounds hold one micro-batch more than the others. */
+static void find_in_rounds(const s1f_schedule *schedule, int32_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
+{
+    int64_t k = s1f_schedule_num_segments(schedule), M = s1f_schedule_num_microbatches(schedule);
+    int64_t v = s1f_schedule_num_stages(schedule) / s1f_schedule_num_ranks(schedule);
+    int64_t small = M / num_rounds * k, large = small + k, num_large = M % num_rounds, before = 0;
+    int64_t size = large;
+    if (i >= num_large * large * v) {
+        i -= num_large * large * v;
+        before = num_large * large;
+        size = small;
+    }
+    *turn = (int32_t)(i % (size * v) / size);
+    *number = before + i / (size * v) * size + i % size;
+}
+
+s1f_status s1f_schedule_append_round_forward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i)
+{
+    int32_t turn;
+    int64_t number;
+    find_in_rounds(schedule, num_rounds, i, &turn, &number);
+    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_num_ranks(schedule) + rank, number);
+}
+
+s1f_status s1f_schedule_append_round_backward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i)
+{
+    int32_t P = s1f_schedule_num_ranks(schedule), v = s1f_schedule_num_stages(schedule) / P, turn;
+    int64_t number;
+    find_in_rounds(schedule, num_rounds, i, &turn, &number);
+    return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);
+}
+
+const char *s1f_rule_one_stage_per_rank(const s1f_request *request)
+{
+    return request->stages_per_rank == 1 ? NULL : "v = 1";
 }

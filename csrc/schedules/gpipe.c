@@ -1,12 +1,12 @@
 /* gpipe.c - all forwards, then all backwards. [GPipe, arXiv:1811.06965]
  *
  * With k segments it is TeraPipe's order [arXiv:2102.07988]: forwards m.0 .. m.k-1, then backwards m.k-1 .. m.0,
- * micro-batches in order both times. */
+ * micro-batches in order both times. F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak M k. Any counts. */
 #include "families.h"
 
-static s1f_status order_of_rank(s1f_schedule *schedule, int32_t rank)
+static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t num_units = (int64_t)s1f_schedule_num_microbatches(schedule) * s1f_schedule_num_segments(schedule);
+    int64_t num_units = (int64_t)request->num_microbatches * request->num_segments;
     s1f_status status = S1F_OK;
     for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
         status = s1f_schedule_append_forward(schedule, rank, i);
@@ -15,9 +15,27 @@ static s1f_status order_of_rank(s1f_schedule *schedule, int32_t rank)
     return status;
 }
 
-s1f_status s1f_schedule_gpipe(int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t stages_per_rank, s1f_schedule **out)
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    return s1f_schedule_one_stage_per_rank("gpipe", order_of_rank, num_ranks, num_microbatches, num_segments,
-                                           stages_per_rank, out);
+    return s1f_schedule_by_rank(request, order_of_rank, out);
 }
+
+const s1f_family s1f_family_gpipe = {
+    .facts = {.name = "gpipe",
+              .description = "all forwards, then all backwards",
+              .source = "GPipe, arXiv:1811.06965",
+              .validity = "v = 1",
+              .stages_per_rank = 1},
+    .broken_rule = s1f_rule_one_stage_per_rank,
+    .build = build,
+};
+
+const s1f_family s1f_family_terapipe = {
+    .facts = {.name = "terapipe",
+              .description = "all forwards, then all backwards, over segments: gpipe by its other name",
+              .source = "TeraPipe, arXiv:2102.07988",
+              .validity = "v = 1",
+              .stages_per_rank = 1},
+    .broken_rule = s1f_rule_one_stage_per_rank,
+    .build = build,
+};

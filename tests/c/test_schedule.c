@@ -16,9 +16,23 @@ static s1f_program *given_program;
 static s1f_status build(void)
 {
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_build("seq1f1b", 3, 40, 2, 1, &schedule); /* 160 units a rank: arrays grow */
+    s1f_status status = s1f_schedule_build("seq1f1b", 3, 40, 2, 1, NULL, &schedule); /* 160 units a rank: arrays grow */
     CHECK((status == S1F_OK) == (schedule != NULL));
     s1f_schedule_free(schedule);
+    return status;
+}
+
+/* One order of every family. */
+static s1f_status build_all(void)
+{
+    s1f_status status = S1F_OK;
+    const s1f_family_facts *facts;
+    for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
+        s1f_schedule *schedule = NULL;
+        status = s1f_schedule_build(facts->name, 3, 6, 1, facts->stages_per_rank, NULL, &schedule);
+        CHECK((status == S1F_OK) == (schedule != NULL));
+        s1f_schedule_free(schedule);
+    }
     return status;
 }
 
@@ -119,6 +133,7 @@ static void test_failing_allocations(void)
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
+    fail_each_allocation(build_all, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
@@ -213,8 +228,37 @@ static void test_long_cycle(void)
     s1f_schedule_free(schedule);
 }
 
+static void test_options(void)
+{
+    static const double costs[2] = {1, 1};
+    static const s1f_options group = {.group = 3}, negative = {.group = -1}, some = {.forward_costs = costs};
+    const char *rule = "none yet";
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_build("kfkb", 2, 6, 1, 1, &group, &schedule), S1F_OK, "");
+    s1f_schedule_free(schedule);
+    schedule = NULL;
+    CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &group, &schedule), S1F_ERR_SCHEDULE,
+                 "kfkb needs group divides M: here P = 2 ranks, M = 4 micro-batches, k = 1 segments, v = 1 stages");
+    CHECK_STATUS(s1f_schedule_build("gpipe", 2, 4, 1, 1, &group, &schedule), S1F_ERR_ARG,
+                 "gpipe takes no option 'group'; it takes none");
+    CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &negative, &schedule), S1F_ERR_ARG, "group is -1");
+    CHECK_STATUS(s1f_schedule_build("kfkb", 2, 4, 1, 1, &some, &schedule), S1F_ERR_ARG, "takes no option 'costs'");
+    CHECK_STATUS(s1f_schedule_build("none", 2, 4, 1, 1, NULL, &schedule), S1F_ERR_ARG, "no schedule named 'none'");
+    CHECK_STATUS(s1f_schedule_build("gpipe", INT32_MAX, 1, 1, INT32_MAX, NULL, &schedule), S1F_ERR_ARG,
+                 "are more than");
+    CHECK(schedule == NULL);
+    CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 2, 4, 1, 1, NULL, &rule), S1F_OK, "");
+    CHECK(rule == NULL);
+    CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 2, 5, 1, 1, NULL, &rule), S1F_OK, "");
+    CHECK(rule != NULL && strcmp(rule, "group divides M") == 0);
+    CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 0, 5, 1, 1, NULL, &rule), S1F_ERR_ARG, "num_ranks is 0");
+    CHECK(s1f_schedule_family(-1) == NULL && s1f_schedule_family_named("none") == NULL);
+    CHECK(s1f_schedule_family_named("kfkb")->options == (S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP));
+}
+
 int main(void)
 {
+    test_options();
     test_create();
     test_append();
     test_unit_text();

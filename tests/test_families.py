@@ -1,0 +1,282 @@
+"""Does every family reach the makespan, span and peak that are claimed for it, and refuse the counts it cannot take?
+
+Times are those of equal costs: F = I = W = 1 (B = 2) per micro-batch and rank, so 1 / (v k) per unit, no transfers,
+and a place for every message: the formulas know no credits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import pytest
+
+from seq1f1b import Schedule, ScheduleError, build_schedule, schedules
+from seq1f1b.schedule import families
+
+FAMILIES = {family.name: family for family in families()}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Of one family, in P, M, k, v: where it can be built, makespan - 3 M, peak, and span - 3 M where claimed."""
+
+    valid: Callable[..., bool]
+    fill: Callable[..., float]
+    peak: Callable[..., int]
+    span: Callable[..., float] | None = None
+    segments: tuple[int, ...] = (1, 2, 3, 4, 8)
+    stages: tuple[int, ...] = (1,)
+    options: dict[str, Any] = field(default_factory=dict)
+    at_most: bool = False  # fill is a bound
+
+
+def anything(P, M, k, v):
+    return True
+
+
+def interleaved_peak(P, M, k, v):
+    R = k * ceil(M / (M // ceil(P / k)))
+    return min(v * M * k, (v - 1) * R + 2 * (P - 1) + k)
+
+
+CLAIMS = [
+    ("gpipe", Claim(anything, lambda P, M, k, v: 3 * (P - 1) / k, lambda P, M, k, v: M * k)),
+    ("terapipe", Claim(anything, lambda P, M, k, v: 3 * (P - 1) / k, lambda P, M, k, v: M * k)),
+    ("1f1b", Claim(anything, lambda P, M, k, v: 3 * (P - 1), lambda P, M, k, v: min(P, M), segments=(1,))),
+    ("seq1f1b", Claim(anything, lambda P, M, k, v: 3 * (P - 1) / k, lambda P, M, k, v: min(P - 1 + k, M * k))),
+    *(
+        (
+            "kfkb",
+            Claim(
+                lambda P, M, k, v, q=q: M % q == 0,
+                lambda P, M, k, v: 3 * (P - 1),
+                lambda P, M, k, v, q=q: min(q * P, M),
+                segments=(1,),
+                options={"group": q},
+            ),
+        )
+        for q in (1, 2, 3)
+    ),
+    (
+        "breadth-first",
+        Claim(
+            lambda P, M, k, v: M * k >= P,
+            lambda P, M, k, v: 3 * (P - 1) / (v * k),
+            lambda P, M, k, v: v * M * k,
+            stages=(1, 2, 3, 4),
+        ),
+    ),
+    (
+        "interleaved-1f1b",
+        Claim(
+            lambda P, M, k, v: M >= P and k == 1,
+            lambda P, M, k, v: 3 * (P - 1) / v,
+            interleaved_peak,
+            segments=(1, 2),
+            stages=(2, 3, 4),
+        ),
+    ),
+    (
+        "seq1f1b-interleaved",
+        Claim(
+            lambda P, M, k, v: M * k >= P,
+            lambda P, M, k, v: 3 * (P - 1) / (v * k),
+            interleaved_peak,
+            stages=(2, 3, 4),
+        ),
+    ),
+]
+
+
+def grid() -> Iterator[tuple[str, Claim, int, int, int, int]]:
+    for name, claim in CLAIMS:
+        for P in range(1, 9):
+            for M, k, v in itertools.product(range(1, 3 * P + 2), claim.segments, claim.stages):
+                yield name, claim, P, M, k, v
+
+
+def check(name: str, claim: Claim, P: int, M: int, k: int, v: int) -> None:
+    case = (name, P, M, k, v, claim.options)
+    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v, "options": claim.options}
+    rule = FAMILIES[name].broken_rule(**counts)
+    assert (rule is None) == claim.valid(P, M, k, v), (case, rule)
+    if rule is not None:
+        with pytest.raises(ScheduleError) as error:
+            build_schedule(name, **counts)
+        assert str(error.value) == (
+            f"{name} needs {rule}: here P = {P} ranks, M = {M} micro-batches, k = {k} segments, v = {v} stages per rank"
+        )
+        return
+    schedule = build_schedule(name, **counts)
+    found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_segments)
+    assert found == (P, P * v, M, k), case
+    part = 1 / (v * k)
+    result = schedule.simulate(part, 2 * part, part, prefetch=M * k)  # checks the order, too
+    assert max(result.peak) == claim.peak(P, M, k, v), case
+    fill = claim.fill(P, M, k, v)
+    if claim.at_most:
+        assert result.makespan <= 3 * M + fill + 1e-9, case
+    else:
+        assert result.makespan == pytest.approx(3 * M + fill), case
+    if claim.span is not None:
+        assert max(result.span) == pytest.approx(3 * M + claim.span(P, M, k, v)), case
+
+
+@pytest.mark.parametrize("offset", range(5))
+def test_slice_of_grid(offset: int) -> None:
+    """A fixed one in 35: steps through P, M, k and v of every family out of phase."""
+    cases = list(itertools.islice(grid(), 7 * offset, None, 35))
+    for case in cases:
+        check(*case)
+    assert {name for name, *_ in cases} == {name for name, _ in CLAIMS}
+
+
+@pytest.mark.full
+def test_whole_grid() -> None:
+    for case in grid():
+        check(*case)
+
+
+def test_every_family_has_a_claim() -> None:
+    assert {name for name, _ in CLAIMS} == set(schedules()) == set(FAMILIES)
+    for family in families():
+        assert family.description and family.source and family.validity
+        assert f"v = {family.stages_per_rank}" in family.validity or family.stages_per_rank < 3
+
+
+# -- orders as text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "text"),
+    [
+        (
+            "kfkb",
+            {"num_ranks": 2, "num_microbatches": 4},
+            "F0.0 F1.0 F2.0 F3.0 B0.0 B1.0 B2.0 B3.0\n"  #
+            "F0.0 F1.0 B0.0 B1.0 F2.0 F3.0 B2.0 B3.0\n",
+        ),
+        (
+            "breadth-first",
+            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
+            "[0]F0.0 [0]F1.0 [2]F0.0 [2]F1.0 [2]B0.0 [2]B1.0 [0]B0.0 [0]B1.0\n"
+            "[1]F0.0 [1]F1.0 [3]F0.0 [3]F1.0 [3]B0.0 [3]B1.0 [1]B0.0 [1]B1.0\n",
+        ),
+        (
+            "interleaved-1f1b",
+            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
+            "[0]F0.0 [0]F1.0 [2]F0.0 [2]F1.0 [2]B0.0 [2]B1.0 [0]B0.0 [0]B1.0\n"
+            "[1]F0.0 [1]F1.0 [3]F0.0 [3]B0.0 [3]F1.0 [3]B1.0 [1]B0.0 [1]B1.0\n",
+        ),
+        (  # a round is one micro-batch of two segments
+            "seq1f1b-interleaved",
+            {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2, "stages_per_rank": 2},
+            "[0]F0.0 [0]F0.1 [2]F0.0 [2]F0.1 [0]F1.0 [0]F1.1 [2]B0.1 [2]F1.0 [2]B0.0 [2]F1.1 [0]B0.1 [0]B0.0 [2]B1.1 "
+            "[2]B1.0 [0]B1.1 [0]B1.0\n"
+            "[1]F0.0 [1]F0.1 [3]F0.0 [3]F0.1 [3]B0.1 [1]F1.0 [3]B0.0 [1]F1.1 [1]B0.1 [3]F1.0 [1]B0.0 [3]F1.1 [3]B1.1 "
+            "[3]B1.0 [1]B1.1 [1]B1.0\n",
+        ),
+    ],
+)
+def test_small_orders(name: str, counts: dict[str, int], text: str) -> None:
+    assert build_schedule(name, **counts).to_text() == text
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_round_trips(name: str) -> None:
+    for k in (1, 3):
+        counts = {"num_ranks": 3, "num_microbatches": 6, "num_segments": k}
+        counts["stages_per_rank"] = FAMILIES[name].stages_per_rank
+        if FAMILIES[name].broken_rule(**counts) is not None:
+            assert k > 1
+            continue
+        schedule = build_schedule(name, **counts)
+        for again in (Schedule.from_text(schedule.to_text()), Schedule.from_csv(schedule.to_csv(), num_segments=k)):
+            assert again == schedule and again.rank_of_stage == schedule.rank_of_stage
+
+
+def test_relatives_agree() -> None:
+    """Families that are another one for some counts."""
+    for P, M in itertools.product(range(1, 5), range(1, 9)):
+        counts = {"num_ranks": P, "num_microbatches": M}
+        assert build_schedule("kfkb", **counts, options={"group": 1}) == build_schedule("1f1b", **counts)
+        assert build_schedule("terapipe", **counts, num_segments=3) == build_schedule("gpipe", **counts, num_segments=3)
+        if M >= P:
+            assert build_schedule("breadth-first", **counts) == build_schedule("gpipe", **counts)
+            assert build_schedule("interleaved-1f1b", **counts, stages_per_rank=2) == build_schedule(
+                "seq1f1b-interleaved", **counts, stages_per_rank=2
+            )
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_hide_slow_links() -> None:
+    """P 4, M 12, transfers of half a forward: the bubble falls from 20 to 12."""
+    makespans = [
+        build_schedule("kfkb", num_ranks=4, num_microbatches=12, options={"group": q})
+        .simulate(1, 2, transfer=0.5, prefetch=12)
+        .makespan
+        for q in (1, 2)
+    ]
+    assert makespans == [36 + 20, 36 + 12]
+
+
+def test_extra_warmup_trades_memory_for_time() -> None:
+    def simulate(extra: int) -> tuple[float, int]:
+        schedule = build_schedule("1f1b", num_ranks=4, num_microbatches=12, options={"extra_warmup": extra})
+        result = schedule.simulate(1, 2, transfer=0.25, prefetch=12)
+        return result.makespan, max(result.peak)
+
+    assert simulate(0) == (36 + 14.5, 4)
+    assert simulate(1) == (36 + 10.5, 7)
+
+
+def test_round_of_interleaving() -> None:
+    """Longer rounds, more memory, the same time."""
+    for least, rounds in ((4, 3), (5, 2), (13, 1)):
+        options = {"round": least}
+        schedule = build_schedule(
+            "interleaved-1f1b", num_ranks=4, num_microbatches=13, stages_per_rank=2, options=options
+        )
+        result = schedule.simulate(0.5, 1.0, prefetch=13)
+        assert result.makespan == 39 + 4.5
+        assert max(result.peak) == min(26, ceil(13 / rounds) + 6 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpipe", {"group": 2}, "gpipe takes no option 'group'; it takes none"),
+        ("kfkb", {"gruop": 2}, "kfkb takes no option 'gruop'; it takes group, extra_warmup"),
+        ("kfkb", {"group": 0}, "group is 0, must be in 1..2147483647"),
+        ("kfkb", {"extra_warmup": -1}, "extra_warmup is -1, must be in 0..2147483647"),
+        ("kfkb", {"group": 2**31}, "group is 2147483648, must be in 1..2147483647"),
+        ("seq1f1b", {"costs": (1, 1, 1)}, "seq1f1b takes no option 'costs'; it takes extra_warmup"),
+        ("seq1f1b", {"costs": (1, 1)}, "costs must hold the costs of F, I and W"),
+    ],
+)
+def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 4, "options": options}
+    for call in (lambda: build_schedule(name, **counts), lambda: FAMILIES[name].broken_rule(**counts)):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, None])
+def test_an_option_of_another_type(value: object) -> None:
+    with pytest.raises(TypeError):
+        build_schedule("kfkb", num_ranks=2, num_microbatches=4, options={"group": value})
+
+
+def test_the_broken_rule_of_an_option() -> None:
+    with pytest.raises(ScheduleError, match="kfkb needs group divides M: here P = 2 ranks, M = 5 micro-batches"):
+        build_schedule("kfkb", num_ranks=2, num_microbatches=5)
+    counts = {"num_ranks": 4, "num_microbatches": 8, "stages_per_rank": 2}
+    for least, rule in ((3, "round k >= P"), (9, "M >= round")):
+        assert FAMILIES["interleaved-1f1b"].broken_rule(**counts, options={"round": least}) == rule
