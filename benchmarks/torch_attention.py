@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from seq1f1b import carry_in, carry_out
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -81,3 +83,15 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 WHOLE = {"explicit mask": explicit_mask, "causal_lower_right": lower_right, "eager": eager}
+
+
+def of_segment(name: str, q: Tensor, k: Tensor, v: Tensor, *, layer: Tensor) -> Tensor:
+    """ "two calls" or one of ``WHOLE``, inside a pipeline step: keys and values so far come by ``carry_in``."""
+    with torch.autocast("cpu", enabled=False):
+        segment = torch.stack((k, v))
+        prefix = carry_in(layer, segment[:, :, :, :0])
+        whole = torch.cat((prefix, segment), dim=3)
+        carry_out(layer, whole)
+        if name == "two calls":
+            return two_calls(q, *prefix.unbind(), k, v)
+        return WHOLE[name](q, *whole.unbind())
