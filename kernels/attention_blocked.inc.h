@@ -273,11 +273,9 @@ static void forward_block(const attention_job *job, const exponent_rule *rule, i
             multiply_panel(s + r * PITCH + panel, PITCH, q + r * depth, depth, k_panels + panel * depth, depth,
                            seen(token + r + TILE_ROWS - 1, first_key, keys) - panel);
 
-    float factor = rule->factor;
-    if (rule->transforms || seen_keys == SOME_HIDDEN) {
+    float factor = rule->transforms ? 1 : rule->factor;
+    if (rule->transforms || seen_keys == SOME_HIDDEN)
         exponents_of_block(rule, seen_keys, rows, token, first_key, keys, s, NULL);
-        factor = 1;
-    }
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         int64_t until = seen(token + r + TILE_ROWS - 1, first_key, keys);
         for (int64_t row = r; row < r + TILE_ROWS; row++) {
@@ -427,7 +425,7 @@ ALWAYS_INLINE void gradient_vec(const float *s, const float *dp, const float *de
 }
 
 /* The PER_OPERAND rows from r on: S becomes P across rows and dP becomes dS across rows, and ds gets rows of dS; all 0
- * from the keys seen up to the next whole vector after `until`. seen0: keys that row r sees, of `keys`. */
+ * from the keys seen up to the next whole vector after `until`. */
 ALWAYS_INLINE void gradient_rows(const key_block *b, int capped, int64_t r, const int64_t *num_seen, int64_t until,
                                  float factor, const float *lse, const float *delta)
 {
@@ -466,12 +464,10 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
             multiply_panel(b->s + at, PITCH, q + r * depth, depth, b->k_panels + panel * depth, depth, columns);
             multiply_panel(b->dp + at, PITCH, dout + r * depth, depth, b->v_panels + panel * depth, depth, columns);
         }
-    float factor = rule->factor;
+    float factor = rule->transforms ? 1 : rule->factor;
     int capped = rule->cap != 0;
-    if (rule->transforms || seen_keys == SOME_HIDDEN) {
+    if (rule->transforms || seen_keys == SOME_HIDDEN)
         exponents_of_block(rule, seen_keys, rows, token, first_key, keys, b->s, capped ? b->derivative : NULL);
-        factor = 1;
-    }
     /* Up to a whole micro-tile of keys past those that the last row of a micro-tile sees, for dk and dv below. */
     for (int64_t r = 0; r < rows; r += PER_OPERAND) {
         int64_t num_seen[2] = {seen(token + r, first_key, keys), seen(token + r + 1, first_key, keys)};

@@ -1,14 +1,16 @@
 /* attention_options.inc.h - window, soft cap, slopes, documents. Included by attention_blocked.inc.h.
  *
- * Softmax works on exponents of two: x = scale log2(e) q.k. Where an option is on, a pass over S = q k^T turns it into
- * exponents first; where none is, softmax multiplies by the factor itself, and only causality hides keys. Blocks of which
- * an option hides every pair are skipped. */
+ * Softmax works on exponents of two, x = factor S with S = q k^T and factor = scale log2(e). Where soft cap or slopes are
+ * on, a pass over S turns it into exponents first, and the factor is 1. Where only window or documents are, the pass
+ * lowers what they hide and leaves the rest of S as it is, to the bit: whether a row takes the pass depends on the rows
+ * beside it, and these on the number of threads. Blocks of which an option hides every pair are skipped. */
 
 static const double LOG2_E = 1.44269504088896340736;
 static const double LN_2 = 0.69314718055994530942;
-/* Below every exponent, and finite, so that differences stay numbers; a hidden pair's power of two is 0 even in a row
- * that has seen nothing yet. */
-static const float LOWEST = -0x1p126f, HIDDEN = -0x1p127f;
+/* LOWEST: the highest exponent of a row that has seen nothing yet. Finite, so that differences stay numbers. HIDDEN: added
+ * to S or an exponent, it leaves a power of 0 beside anything that is seen; and a row of which a block hides all gets sums
+ * that the first key it sees multiplies by 0. It stays finite times the factor. */
+static const float LOWEST = -0x1p126f, HIDDEN = -0x1p100f;
 
 typedef struct {        /* of one query head */
     float factor;       /* of S */
@@ -35,7 +37,7 @@ static exponent_rule rule_of(const s1f_attention_args *args, int64_t batch, int6
     }
     if (args->slopes)
         rule.slope = (float)((double)args->slopes[batch * args->slopes_batch_stride + head] * LOG2_E);
-    rule.transforms = rule.cap != 0 || rule.slope != 0 || rule.factor < 0; /* softmax wants the largest S on top */
+    rule.transforms = rule.cap != 0 || rule.slope != 0 || rule.factor <= 0; /* softmax wants the largest S on top */
     return rule;
 }
 
@@ -80,7 +82,7 @@ static int64_t first_visible(const exponent_rule *rule, int64_t token)
     return rule->window > 0 ? s1f_max(0, token + 1 - rule->window) : 0;
 }
 
-/* hidden[i] becomes what to add to the exponent of key first_key + i: 0 or HIDDEN; 0 up to a whole vector. */
+/* hidden[i] becomes what to add for key first_key + i: 0 or HIDDEN; 0 up to a whole vector. */
 static void hide_keys(const exponent_rule *rule, int64_t token, int64_t first_key, int64_t keys, float *hidden)
 {
     int64_t outside = s1f_min(keys, s1f_max(0, first_visible(rule, token) - first_key)), i = 0;
@@ -95,8 +97,9 @@ static void hide_keys(const exponent_rule *rule, int64_t token, int64_t first_ke
         hidden[i] = 0;
 }
 
-/* One row of S, of which `num_seen` keys are seen: exponents in its place. derivative, if any: of the capped product by
- * the product, 1 without a cap. hidden: from hide_keys, or NULL. Whole vectors are written. */
+/* One row of S, of which `num_seen` keys are seen: exponents in its place, or S where the rule transforms nothing.
+ * derivative, if any: of the capped product by the product, 1 without a cap. hidden: from hide_keys, or NULL. Whole
+ * vectors are written. */
 static void exponents_row(const exponent_rule *rule, float *s, float *derivative, const float *hidden, int64_t token,
                           int64_t first_key, int64_t num_seen)
 {
@@ -111,7 +114,7 @@ static void exponents_row(const exponent_rule *rule, float *s, float *derivative
             if (derivative)
                 VEC_STORE(derivative + c, VEC_SUB(VEC_ALL(1), VEC_MUL(t, t)));
             x = VEC_MUL(t, VEC_ALL(rule->cap));
-        } else {
+        } else if (rule->transforms) {
             x = VEC_MUL(x, VEC_ALL(rule->factor));
         }
         if (rule->slope != 0)

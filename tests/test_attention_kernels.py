@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict] = {
     "none": {},
     "window below a block": {"window": 100},
     "window above a block": {"window": 250},
+    "window and a scale above 1": {"window": 100, "scale": 2.0},
     "softcap": {"softcap": 5.0},
     "slopes": {"alibi_slopes": SLOPES},
     "documents": {"doc_ids": documents(50, 143, 1, 300, 106)},
@@ -128,7 +129,7 @@ def assert_same(results: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["none", "all"])
+@pytest.mark.parametrize("name", ["none", "window above a block", "documents", "all"])
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (HEADS, KV_HEADS)])
 def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, name: str, dtype: torch.dtype) -> None:
     qkv, dout = inputs(dtype)
