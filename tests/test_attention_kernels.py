@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +75,20 @@ def whole(options: dict, qkv: list[Tensor], dout: Tensor) -> list[Tensor]:
 def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], Tensor]:
     sizes = {"batch": 1, "tokens": TOKENS, "head_dim": HEAD_DIM, "dtype": dtype}
     return random_qkv(HEADS, KV_HEADS, seed=seed, **sizes), random_qkv(HEADS, KV_HEADS, seed=seed + 100, **sizes)[0]
+
+
+@pytest.mark.parametrize("name", [*instruction_sets(), "reference", "of no machine"])
+def test_the_environment_forces_one(name: str) -> None:
+    """SEQ1F1B_ISA, read at first use; what no machine has is ignored."""
+    code = "from seq1f1b import _C; print(_C.attention_isa())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SEQ1F1B_ISA": name},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == name or (name == "of no machine" and run.stdout.strip() in instruction_sets())
 
 
 # -- errors -----------------------------------------------------------------------------------------------------
