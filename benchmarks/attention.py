@@ -8,11 +8,12 @@ every peer's does here. The segment is not the last one, so that ours adds as we
 torch's flash attention over the prefix and over the segment, merged: the best of torch that computes no masked block.
 
 In a repetition all take their turn, after the machine's peak. "of peak" is the median rate by the median peak of the
-same repetitions: of fp32 multiply-adds, in 16 bits the faster of those and vdpbf16ps. FLOPs are those of visible keys:
+same repetitions: of fp32 multiply-adds, in bfloat16 the faster of those and vdpbf16ps. FLOPs are those of visible keys:
 forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is
 discarded if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are
 the largest differences from fp64 by its largest element, in the first kv head; backward: the worst of dQ, dK and dV.
-The other peers leave after the repetition in which a row has used its time; those with masks stay away from one thread.
+The other peers leave after the repetition in which a row has used its time. Those with masks stay away from one thread
+and from more than 8192 keys, eager attention in float32 from one thread.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SHAPES = [(512, 0), (512, 3584), (1024, 7168), (2048, 0), (2048, 6144), (4096, 0
 QUICK_SHAPES = [(512, 0), (1024, 7168)]
 OTHER_HEADS_SHAPE = (2048, 6144)  # for 8 heads over 2 kv heads, and for one head
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 9
+MASK_KEYS = 8192  # peers with masks take part up to here
 ROUND_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
 FORWARD, BACKWARD = 0, 1
 PASSES = ("forward", "backward")
@@ -219,6 +221,8 @@ def make_arms(case: Case, data: Data) -> dict[str, Ours | Torchs]:
     if case.dtype != torch.float16:
         arms["two calls"] = Torchs(case, data, torch_attention.two_calls, (0, case.prefix, case.keys))
         for name, peer in torch_attention.WHOLE.items():
+            if name != "eager" and case.keys > MASK_KEYS:
+                continue
             arms[name] = Torchs(case, data, peer, (0, case.keys))
     return arms
 
@@ -255,16 +259,17 @@ class Row:
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
-def measure(case: Case, arms: dict[str, Ours | Torchs], threads: int, budget: float) -> Row:
-    """Repetitions until the time is used, three at least; ours and the two calls take part in all of them."""
+def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], threads: int, budget: float) -> Row:
+    """Repetitions until the time is used, three at least; ours and the two calls take part in all of them.
+
+    ``warm`` is how long each arm took when it was checked: short ones run several times in a repetition.
+    """
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     if threads == 1:
-        arms = {name: arm for name, arm in arms.items() if name in ("ours", "two calls", "eager")}
-    repeats = {}
-    for name, arm in arms.items():
-        seconds = sum(arm.times(clock))  # and warms up
-        repeats[name] = max(1, round(ROUND_SECONDS / len(arms) / seconds))
+        single = ("ours", "two calls") if case.dtype == torch.float32 else ("ours", "two calls", "eager")
+        arms = {name: arm for name, arm in arms.items() if name in single}
+    repeats = {name: max(1, round(ROUND_SECONDS / len(arms) / warm[name])) for name in arms}
     row, load, spent = Row(threads, {name: [] for name in arms}), ForeignLoad([os.getpid()]), 0.0
     while len(row.peaks) < MIN_REPETITIONS or (spent < budget and len(row.peaks) < MAX_REPETITIONS):
         load.start()
@@ -281,7 +286,7 @@ def measure(case: Case, arms: dict[str, Ours | Torchs], threads: int, budget: fl
             if row.discarded > MAX_REPETITIONS:
                 break
             continue
-        row.peaks.append(fma if case.dtype == torch.float32 else max(fma, bf16))
+        row.peaks.append(max(fma, bf16) if case.dtype == torch.bfloat16 else fma)
         for name, times in taken.items():
             row.times[name].append(times)
     return row
@@ -409,14 +414,18 @@ def main() -> None:
         torch.set_num_threads(max(options.threads))
         data = Data(case)
         arms = make_arms(case, data)
-        errors = {name: data.errors(arm.results()) for name, arm in arms.items()}
-        for name, both in errors.items():
-            if not max(both) < TOLERANCE[case.dtype]:
-                sys.exit(f"{name} is wrong: {case}, errors {both}")
+        errors, warm = {}, {}
+        for name, arm in arms.items():
+            start = time.perf_counter()
+            results = arm.results()
+            warm[name] = time.perf_counter() - start
+            errors[name] = data.errors(results)
+            if not max(errors[name]) < TOLERANCE[case.dtype]:
+                sys.exit(f"{name} is wrong: {case}, errors {errors[name]}")
         for threads in options.threads if case.dtype != torch.float16 else options.threads[:1]:
             if case.heads == 1 and threads == 1:
                 continue
-            row = measure(case, arms, threads, options.seconds)
+            row = measure(case, arms, warm, threads, options.seconds)
             for which in (FORWARD, BACKWARD):
                 verdicts += print_row(case, row, which, errors, bf16_is_faster)
     print(f"# {sum(verdicts)} of {len(verdicts)} bars passed, in {time.process_time():.0f} s of CPU time")
