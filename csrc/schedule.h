@@ -45,7 +45,8 @@ typedef struct {
     const double *forward_costs, *input_costs, *weight_costs;
 } s1f_options;
 
-/* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last. */
+/* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last.
+ * */
 enum {
     S1F_OPTION_GROUP = 1,
     S1F_OPTION_ROUND = 2,

@@ -338,6 +338,10 @@ def build_schedule(
             ``round``: interleaving, a round holds at least so many micro-batches.
             ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: with slow
             transfers it trades memory for time.
+            ``cap``: (stage, segment) units that a rank holds at most, where the backward is split; more than the
+            family's own lets W wait for a bubble.
+            ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
+            these leave bubbles; the order is never worse under them than the one for equal costs.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.

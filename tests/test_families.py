@@ -7,6 +7,7 @@ and a place for every message: the formulas know no credits.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import ceil
@@ -41,6 +42,12 @@ def anything(P, M, k, v):
 def interleaved_peak(P, M, k, v):
     R = k * ceil(M / (M // ceil(P / k)))
     return min(v * M * k, (v - 1) * R + 2 * (P - 1) + k)
+
+
+def split_claims(name: str, valid: Callable[..., bool], *formulas: Any, **more: Any) -> list[tuple[str, Claim]]:
+    """Of a family with split backward: over whole micro-batches, and its relative over segments."""
+    whole = Claim(lambda P, M, k, v: k == 1 and valid(P, M, k, v), *formulas, segments=(1, 2), **more)
+    return [(name, whole), (f"seq-{name}", Claim(valid, *formulas, **more))]
 
 
 CLAIMS = [
@@ -79,6 +86,43 @@ CLAIMS = [
             segments=(1, 2),
             stages=(2, 3, 4),
         ),
+    ),
+    *split_claims(
+        "zb-h1",
+        lambda P, M, k, v: M * k >= P - 1 + k,
+        lambda P, M, k, v: (P - 1) / k,
+        lambda P, M, k, v: P - 1 + k,
+    ),
+    *split_claims(
+        "zb-h2",
+        lambda P, M, k, v: M * k >= 2 * P - 2 + k,
+        lambda P, M, k, v: (P - 1) / k,
+        lambda P, M, k, v: 2 * P - 2 + k,
+        span=lambda P, M, k, v: 0,
+    ),
+    *split_claims(
+        "zbv",
+        lambda P, M, k, v: M * k >= 2 * P - 2 + k,
+        lambda P, M, k, v: (P - 1) / (2 * k),
+        lambda P, M, k, v: 2 * P + 2 * (k - 1),
+        span=lambda P, M, k, v: 0,
+        stages=(2,),
+    ),
+    *split_claims(
+        "v-half",
+        lambda P, M, k, v: M * k >= P // 2 + k,
+        lambda P, M, k, v: 3 * (P - 1) / (2 * k),
+        lambda P, M, k, v: 2 * ((P + 2) // 2) + 2 * (k - 1),
+        stages=(2,),
+        at_most=True,
+    ),
+    *split_claims(
+        "v-min",
+        lambda P, M, k, v: M * k >= (P + 1) // 3 + k,
+        lambda P, M, k, v: 2 * (P - 1) / k,
+        lambda P, M, k, v: 2 * ((P + 4) // 3) + 2 * (k - 1),
+        stages=(2,),
+        at_most=True,
     ),
     (
         "seq1f1b-interleaved",
@@ -141,6 +185,14 @@ def test_whole_grid() -> None:
         check(*case)
 
 
+def test_optimal_where_that_is_proved() -> None:
+    """P 4, M 8: no order in a V needs less time within 6 or 4 live units (exact solver)."""
+    for name, optimum, cap in (("v-half", 26.5, 6), ("v-min", 29.5, 4)):
+        schedule = build_schedule(name, num_ranks=4, num_microbatches=8, stages_per_rank=2)
+        schedule.check(max_live_units=cap)
+        assert schedule.simulate(0.5, 1.0, prefetch=8).makespan == optimum
+
+
 def test_every_family_has_a_claim() -> None:
     assert {name for name, _ in CLAIMS} == set(schedules()) == set(FAMILIES)
     for family in families():
@@ -179,6 +231,38 @@ def test_every_family_has_a_claim() -> None:
             "[2]B1.0 [0]B1.1 [0]B1.0\n"
             "[1]F0.0 [1]F0.1 [3]F0.0 [3]F0.1 [3]B0.1 [1]F1.0 [3]B0.0 [1]F1.1 [1]B0.1 [3]F1.0 [1]B0.0 [3]F1.1 [3]B1.1 "
             "[3]B1.0 [1]B1.1 [1]B1.0\n",
+        ),
+        (
+            "zb-h1",
+            {"num_ranks": 2, "num_microbatches": 3},
+            "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0\n"  #
+            "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0\n",
+        ),
+        (
+            "zb-h2",
+            {"num_ranks": 2, "num_microbatches": 3},
+            "F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0\n"  #
+            "F0.0 I0.0 F1.0 I1.0 F2.0 I2.0 W0.0 W1.0 W2.0\n",
+        ),
+        (
+            "zbv",
+            {"num_ranks": 2, "num_microbatches": 3, "stages_per_rank": 2},
+            "[0]F0.0 [0]F1.0 [0]F2.0 [3]F0.0 [3]I0.0 [3]W0.0 [3]F1.0 [3]I1.0 [3]W1.0 [0]I0.0 [0]W0.0 [3]F2.0 [3]I2.0 "
+            "[0]I1.0 [3]W2.0 [0]I2.0 [0]W1.0 [0]W2.0\n"
+            "[1]F0.0 [2]F0.0 [1]F1.0 [2]F1.0 [2]I0.0 [2]W0.0 [1]F2.0 [1]I0.0 [1]W0.0 [2]F2.0 [2]I1.0 [1]I1.0 [2]I2.0 "
+            "[1]I2.0 [2]W1.0 [1]W1.0 [2]W2.0 [1]W2.0\n",
+        ),
+        (
+            "v-min",
+            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
+            "[0]F0.0 [3]F0.0 [3]I0.0 [0]F1.0 [3]W0.0 [0]I0.0 [0]W0.0 [3]F1.0 [3]I1.0 [3]W1.0 [0]I1.0 [0]W1.0\n"
+            "[1]F0.0 [2]F0.0 [2]I0.0 [1]I0.0 [1]F1.0 [2]F1.0 [2]W0.0 [1]W0.0 [2]I1.0 [1]I1.0 [2]W1.0 [1]W1.0\n",
+        ),
+        (
+            "seq-zb-h1",
+            {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2},
+            "F0.0 F0.1 F1.0 I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 I1.0 W1.1 W1.0\n"
+            "F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 I1.0 W0.0 W1.1 W1.0\n",
         ),
     ],
 )
@@ -248,6 +332,51 @@ def test_round_of_interleaving() -> None:
         assert max(result.peak) == min(26, ceil(13 / rounds) + 6 + 1)
 
 
+SPLIT = [name for name, family in FAMILIES.items() if "costs" in family.options]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_costs_never_make_an_order_worse(name: str) -> None:
+    """Nor larger; and somewhere they gain, but in the tight memory of zb-h1."""
+    rng = random.Random(name)
+    v, k = FAMILIES[name].stages_per_rank, 3 if name.startswith("seq-") else 1
+    gained = 0
+    for P in (2, 4, 5):
+        counts = {"num_ranks": P, "num_microbatches": 2 * P, "num_segments": k, "stages_per_rank": v}
+        for base in ((10, 21, 3), (1, 2.1, 0.27), (1, 1.3, 0.8), (1, 0.9, 1.1)):
+            costs = [[[rng.uniform(0.9, 1.1) * c * (1 + s) for s in range(k)] for _ in range(P * v)] for c in base]
+            forward, inputs, weight = costs
+            backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
+            plain, timed = (
+                build_schedule(name, **counts, options=options).simulate(forward, backward, weight, prefetch=2 * P * k)
+                for options in ({}, {"costs": costs})
+            )
+            assert timed.makespan <= plain.makespan * (1 + 1e-8)
+            assert max(timed.peak) <= max(plain.peak)
+            gained += timed.makespan < plain.makespan * 0.999
+    assert gained > 0 or name == "zb-h1"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_one_number_per_pass_is_the_cost_of_every_unit(name: str) -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 4, "stages_per_rank": FAMILIES[name].stages_per_rank}
+    rows = [[[cost]] * 2 * counts["stages_per_rank"] for cost in (10, 21, 3)]
+    assert build_schedule(name, **counts, options={"costs": (10, 21, 3)}) == build_schedule(
+        name, **counts, options={"costs": rows}
+    )
+    assert build_schedule(name, **counts, options={"costs": (2, 2, 2)}) == build_schedule(name, **counts)
+
+
+def test_a_larger_cap_buys_time() -> None:
+    """P 4, M 8, F 10, I 21, W 3: W put off further fill more of the bubble."""
+    for cap in (4, 5, 6, 7):
+        options = {"cap": cap, "costs": (10, 21, 3)}
+        result = build_schedule("zb-h1", num_ranks=4, num_microbatches=8, options=options).simulate(
+            10, 24, 3, prefetch=8
+        )
+        assert (result.makespan, max(result.peak)) == (368 - 3 * cap, cap)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -258,6 +387,10 @@ def test_round_of_interleaving() -> None:
         ("kfkb", {"group": 2**31}, "group is 2147483648, must be in 1..2147483647"),
         ("seq1f1b", {"costs": (1, 1, 1)}, "seq1f1b takes no option 'costs'; it takes extra_warmup"),
         ("seq1f1b", {"costs": (1, 1)}, "costs must hold the costs of F, I and W"),
+        ("zb-h1", {"costs": (1, 1, -1)}, "costs hold -1, must be finite and at least 0"),
+        ("zb-h1", {"costs": (1, float("nan"), 1)}, "costs hold nan, must be finite and at least 0"),
+        ("zb-h1", {"costs": (1, [[1, 1]], 1)}, "costs of I must be a number or hold 2 stages of 1 segments each"),
+        ("zb-h1", {"cap": 0}, "cap is 0, must be in 1..9223372036854775807"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
@@ -278,5 +411,6 @@ def test_the_broken_rule_of_an_option() -> None:
     with pytest.raises(ScheduleError, match="kfkb needs group divides M: here P = 2 ranks, M = 5 micro-batches"):
         build_schedule("kfkb", num_ranks=2, num_microbatches=5)
     counts = {"num_ranks": 4, "num_microbatches": 8, "stages_per_rank": 2}
+    assert FAMILIES["zb-h1"].broken_rule(num_ranks=4, num_microbatches=8, options={"cap": 3}) == "cap >= P - 1 + k"
     for least, rule in ((3, "round k >= P"), (9, "M >= round")):
         assert FAMILIES["interleaved-1f1b"].broken_rule(**counts, options={"round": least}) == rule

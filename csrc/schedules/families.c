@@ -15,6 +15,16 @@ static const s1f_family *const families[] = {
     &s1f_family_breadth_first,
     &s1f_family_interleaved_1f1b,
     &s1f_family_seq1f1b_interleaved,
+    &s1f_family_zb_h1,
+    &s1f_family_zb_h2,
+    &s1f_family_zbv,
+    &s1f_family_v_half,
+    &s1f_family_v_min,
+    &s1f_family_seq_zb_h1,
+    &s1f_family_seq_zb_h2,
+    &s1f_family_seq_zbv,
+    &s1f_family_seq_v_half,
+    &s1f_family_seq_v_min,
 };
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128 };
 

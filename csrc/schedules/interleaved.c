@@ -2,9 +2,9 @@
  * [Megatron-LM, arXiv:2104.04473; over segments Seq1F1B-I, arXiv:2406.03488]
  *
  * A round is a whole number of micro-batches with at least P segments, else it comes back before the rank is free;
- * rounds are as even as possible, larger ones first. With the published warm-up, which takes a round to be P long, ranks
- * wait for each other for ever where k does not divide P. F = 1, B = 2 per rank and micro-batch, R1 = segments of the
- * first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2. */
+ * rounds are as even as possible, larger ones first. With the published warm-up, which takes a round to be P long,
+ * ranks wait for each other for ever where k does not divide P. F = 1, B = 2 per rank and micro-batch, R1 = segments of
+ * the first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2. */
 #include "families.h"
 
 /* Fewest micro-batches of a round. */

@@ -36,6 +36,24 @@ static s1f_status build_all(void)
     return status;
 }
 
+/* Split backward with costs: three walks, of which one stays. */
+static s1f_status build_timed(void)
+{
+    static const double forward[12] = {10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13};
+    static const double input[12] = {21, 23, 25, 27, 21, 23, 25, 27, 21, 23, 25, 27};
+    static const double weight[12] = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+    s1f_options options = {.cap = 20, .forward_costs = forward, .input_costs = input, .weight_costs = weight};
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_build("seq-zbv", 3, 6, 2, 2, &options, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    if (status == S1F_OK) {
+        status = s1f_schedule_check(schedule, 20);
+        CHECK(status == S1F_OK || status == S1F_ERR_MEMORY);
+    }
+    s1f_schedule_free(schedule);
+    return status;
+}
+
 static s1f_status forward_only(void)
 {
     s1f_schedule *schedule = NULL;
@@ -134,6 +152,7 @@ static void test_failing_allocations(void)
     };
     fail_each_allocation(build, 10);
     fail_each_allocation(build_all, 40);
+    fail_each_allocation(build_timed, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
@@ -232,8 +251,12 @@ static void test_options(void)
 {
     static const double costs[2] = {1, 1};
     static const s1f_options group = {.group = 3}, negative = {.group = -1}, some = {.forward_costs = costs};
+    const s1f_options small = {.cap = 2}, partial = {.input_costs = costs};
     const char *rule = "none yet";
     s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_build("zb-h1", 2, 6, 1, 1, &partial, &schedule), S1F_ERR_ARG, "for all of F, I and W");
+    CHECK_STATUS(s1f_schedule_build("zb-h1", 3, 6, 1, 1, &small, &schedule), S1F_ERR_SCHEDULE,
+                 "needs cap >= P - 1 + k");
     CHECK_STATUS(s1f_schedule_build("kfkb", 2, 6, 1, 1, &group, &schedule), S1F_OK, "");
     s1f_schedule_free(schedule);
     schedule = NULL;

@@ -1,0 +1,56 @@
+/* zb_h2.c - zero bubble between two steps: twice the warm-up of 1F1B, for twice its memory. [arXiv:2401.10241]
+ *
+ * Segments are ours. F = I = W = 1 per micro-batch: makespan 3 M + (P - 1) / k as zb-h1, but the span of each rank is
+ * 3 M: without a barrier between steps there is no bubble. Peak 2 P - 2 + k. M k >= 2 P - 2 + k. */
+#include "split.h"
+
+static int64_t peak(const s1f_request *request)
+{
+    return 2 * ((int64_t)request->num_ranks - 1) + request->num_segments;
+}
+
+static const char *broken_rule(const s1f_request *request)
+{
+    if ((int64_t)request->num_microbatches * request->num_segments < peak(request))
+        return request->num_segments == 1 ? "M >= 2 P - 1" : "M k >= 2 P - 2 + k";
+    if (request->options.cap != 0 && request->options.cap < peak(request))
+        return "cap >= 2 P - 2 + k";
+    return s1f_rule_one_stage_per_rank(request);
+}
+
+static const char *broken_rule_whole(const s1f_request *request)
+{
+    return request->num_segments == 1 ? broken_rule(request) : "k = 1 (seq-zb-h2 takes segments)";
+}
+
+static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
+{
+    return s1f_plan_one_stage(request, plan, rank, 2);
+}
+
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
+{
+    return s1f_schedule_split(request, s1f_placement_loop, plan_of_rank, peak(request), out);
+}
+
+const s1f_family s1f_family_zb_h2 = {
+    .facts = {.name = "zb-h2",
+              .description = "no bubble between steps, for twice 1f1b's memory",
+              .source = "Zero Bubble, arXiv:2401.10241",
+              .validity = "M >= 2 P - 1, k = 1, v = 1",
+              .stages_per_rank = 1,
+              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule_whole,
+    .build = build,
+};
+
+const s1f_family s1f_family_seq_zb_h2 = {
+    .facts = {.name = "seq-zb-h2",
+              .description = "no bubble between steps, for less than twice seq1f1b's memory",
+              .source = "Zero Bubble, arXiv:2401.10241, over segments",
+              .validity = "M k >= 2 P - 2 + k, v = 1",
+              .stages_per_rank = 1,
+              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+};

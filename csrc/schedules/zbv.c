@@ -1,0 +1,95 @@
+/* zbv.c - zero bubble in 1F1B's memory: two stages per rank in a V. [Zero Bubble, arXiv:2401.10241, section 6]
+ *
+ * Rank r runs 2 (P - r) - 1 F of its first stage, r + k - 1 pairs of F, P - r pairs F I of its second, then in turn F I
+ * of the first and F I of the second. Segments are ours: they add the k - 1 pairs. F = I = W = 1 per micro-batch and
+ * rank: makespan 3 M + (P - 1) / (2 k), span 3 M, peak 2 P + 2 (k - 1). M k >= 2 P - 2 + k. */
+#include "split.h"
+
+static int64_t peak(const s1f_request *request)
+{
+    return 2 * ((int64_t)request->num_ranks + request->num_segments - 1);
+}
+
+static const char *broken_rule(const s1f_request *request)
+{
+    if (request->stages_per_rank != 2)
+        return "v = 2";
+    if ((int64_t)request->num_microbatches * request->num_segments <
+        2 * ((int64_t)request->num_ranks - 1) + request->num_segments)
+        return request->num_segments == 1 ? "M >= 2 P - 1" : "M k >= 2 P - 2 + k";
+    if (request->options.cap != 0 && request->options.cap < peak(request))
+        return "cap >= 2 P + 2 (k - 1)";
+    return NULL;
+}
+
+static const char *broken_rule_whole(const s1f_request *request)
+{
+    return request->num_segments == 1 ? broken_rule(request) : "k = 1 (seq-zbv takes segments)";
+}
+
+enum { F_FIRST, F_SECOND, I_FIRST, I_SECOND, NUM_KINDS };
+
+typedef struct {
+    s1f_schedule *plan;
+    int32_t stages[NUM_KINDS];
+    int64_t num_units, done[NUM_KINDS];
+} writer;
+
+/* Appends the next unit of each given kind, `times` over; kinds that are used up are left out. */
+static s1f_status repeat(writer *w, int64_t times, const int *kinds, int num_kinds)
+{
+    s1f_status status = S1F_OK;
+    for (int64_t i = 0; i < times * num_kinds && status == S1F_OK; i++) {
+        int kind = kinds[i % num_kinds];
+        if (w->done[kind] == w->num_units)
+            continue;
+        status = kind == F_FIRST || kind == F_SECOND
+                     ? s1f_schedule_append_forward(w->plan, w->stages[kind], w->done[kind])
+                     : s1f_plan_input(w->plan, w->stages[kind], w->done[kind]);
+        w->done[kind]++;
+    }
+    return status;
+}
+
+static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
+{
+    static const int down[] = {F_FIRST}, both[] = {F_SECOND, F_FIRST}, turn[] = {F_SECOND, I_SECOND};
+    static const int steady[] = {F_FIRST, I_FIRST, F_SECOND, I_SECOND};
+    int64_t P = request->num_ranks, k = request->num_segments;
+    int32_t second = 2 * request->num_ranks - 1 - rank;
+    writer w = {.plan = plan,
+                .stages = {rank, second, rank, second},
+                .num_units = (int64_t)request->num_microbatches * request->num_segments};
+    s1f_status status;
+    if ((status = repeat(&w, 2 * (P - rank) - 1, down, 1)) != S1F_OK ||
+        (status = repeat(&w, rank + k - 1, both, 2)) != S1F_OK || (status = repeat(&w, P - rank, turn, 2)) != S1F_OK)
+        return status;
+    return repeat(&w, w.num_units, steady, NUM_KINDS);
+}
+
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
+{
+    return s1f_schedule_split(request, s1f_placement_wave, plan_of_rank, peak(request), out);
+}
+
+const s1f_family s1f_family_zbv = {
+    .facts = {.name = "zbv",
+              .description = "no bubble between steps, in 1f1b's memory: two stages per rank in a V",
+              .source = "Zero Bubble, arXiv:2401.10241",
+              .validity = "M >= 2 P - 1, k = 1, v = 2",
+              .stages_per_rank = 2,
+              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule_whole,
+    .build = build,
+};
+
+const s1f_family s1f_family_seq_zbv = {
+    .facts = {.name = "seq-zbv",
+              .description = "no bubble between steps, in seq1f1b's memory: two stages per rank in a V",
+              .source = "Zero Bubble, arXiv:2401.10241, over segments",
+              .validity = "M k >= 2 P - 2 + k, v = 2",
+              .stages_per_rank = 2,
+              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+};
