@@ -1,10 +1,14 @@
-/* interleaved.c - 1F1B with several stages per rank, whose micro-batches go round the ranks v times.
+/* interleaved.c - 1F1B with several stages per rank: micro-batches go round the ranks v times.
  * [Megatron-LM, arXiv:2104.04473; over segments Seq1F1B-I, arXiv:2406.03488]
  *
  * A round is a whole number of micro-batches with at least P segments, else it comes back before the rank is free;
  * rounds are as even as possible, larger ones first. With the published warm-up, which takes a round to be P long,
  * ranks wait for each other for ever where k does not divide P. F = 1, B = 2 per rank and micro-batch, R1 = segments of
- * the first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2. */
+ * the first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2.
+ *
+ * SlimPipe's order [arXiv:2504.14519] is this one with k >= P, where a round is one micro-batch, and with v = 1, too.
+ * What else makes SlimPipe is no matter of order: slices of equal length, whose attention ranks then even out between
+ * them. */
 #include "families.h"
 
 /* Fewest micro-batches of a round. */
@@ -29,6 +33,12 @@ static const char *broken_rule(const s1f_request *request)
 static const char *broken_rule_whole(const s1f_request *request)
 {
     return request->num_segments == 1 ? broken_rule(request) : "k = 1 (seq1f1b-interleaved takes segments)";
+}
+
+/* A round of one micro-batch, on one stage per rank, too. */
+static const char *broken_rule_slices(const s1f_request *request)
+{
+    return request->num_segments >= request->num_ranks ? NULL : "k >= P";
 }
 
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
@@ -75,5 +85,16 @@ const s1f_family s1f_family_seq1f1b_interleaved = {
               .stages_per_rank = 2,
               .options = S1F_OPTION_ROUND},
     .broken_rule = broken_rule,
+    .build = build,
+};
+
+const s1f_family s1f_family_slimpipe = {
+    .facts = {.name = "slimpipe",
+              .description =
+                  "many slices of a micro-batch in flight, warm-up by rounds; order only, no context exchange",
+              .source = "SlimPipe, arXiv:2504.14519",
+              .validity = "k >= P",
+              .stages_per_rank = 1},
+    .broken_rule = broken_rule_slices,
     .build = build,
 };
