@@ -35,9 +35,11 @@ enum {
     ROWS = 48 * PER_OPERAND, /* of S at a time, 48 operands deep for dk and dv: rates are flat from 24 to 96 */
     ALIGNED = 16,            /* floats in a cache line */
     CHUNK_ROWS = 1024,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    BACKWARD_TASKS = 8,      /* that the ranges of keys are cut for, where they are long enough */
+    BACKWARD_TASKS = 16,     /* that the ranges of keys are cut for, where they are long enough */
     MIN_RANGE = 512,         /* keys of a backward task, unless there are fewer */
-    PITCH = KEYS + ALIGNED,  /* of S: its rows lie on different sets of the L1 cache */
+    PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
+    WHOLE_PASS_ROWS = 2048, /* unless all are but these */
+    PITCH = KEYS + ALIGNED, /* of S: its rows lie on different sets of the L1 cache */
 };
 
 _Static_assert(KEYS % PANEL == 0, "a block of keys is whole panels");
@@ -398,10 +400,10 @@ static void prepare_task(const attention_job *job, int64_t task, float *scratch)
 }
 
 typedef struct {
-    float *s, *dp;                       /* (ROWS, PITCH) */
-    float *derivative;                   /* (ROWS, PITCH), of the soft cap */
-    float *ds;                           /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
-    operand *k_panels, *v_panels, *room; /* packed */
+    float *s, *dp;                                /* (ROWS, PITCH) */
+    float *derivative;                            /* (ROWS, PITCH), of the soft cap */
+    float *ds;                                    /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
+    operand *k_panels, *v_panels, *k_room, *room; /* packed */
     const operand *k_across;
     float *dk, *dv; /* (KEYS, dim) */
 } key_block;
@@ -491,14 +493,57 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
                      depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
 }
 
-static void add_key_gradients(const s1f_attention_args *args, float *to, const float *from, float factor)
+static void add_key_gradients(int stores, int64_t count, float *to, const float *from, float factor)
 {
-    if (args->store_kv_grads)
-        for (int64_t c = 0; c < args->head_dim; c++)
+    if (stores)
+        for (int64_t c = 0; c < count; c++)
             to[c] = factor * from[c];
     else
-        for (int64_t c = 0; c < args->head_dim; c++)
+        for (int64_t c = 0; c < count; c++)
             to[c] += factor * from[c];
+}
+
+typedef struct {
+    int64_t batch, kv_head;
+    int64_t first_key, last_key;
+    float *dq; /* (group, rows, dim) */
+} key_range;
+
+/* A range of keys against rows [begin, end) of the query heads of its kv head. */
+static void backward_pass(const attention_job *job, const key_range *range, int64_t begin, int64_t end, key_block *b)
+{
+    const s1f_attention_args *args = job->args;
+    int64_t dim = job->dim, group = group_of(args), rows = job->rows;
+    int64_t head = range->batch * args->heads + range->kv_head * group; /* the first of the group, of (B, Hq) */
+    int64_t last_key = s1f_min(range->last_key, args->q_start + s1f_min(end, args->segment_len));
+    int stores = args->store_kv_grads && end == rows; /* the last rows come first, and see every key */
+    exponent_rule any = rule_of(args, range->batch, range->kv_head * group); /* its heads hide the same keys */
+    for (int64_t key = range->first_key; key < last_key; key += KEYS) {
+        int64_t keys = s1f_min(KEYS, last_key - key);
+        int64_t first = s1f_max(begin, s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS); /* that sees a key */
+        int is_hidden = block_visibility(&any, args->q_start + first, end - first, key, keys) == ALL_HIDDEN;
+        if (is_hidden && !stores)
+            continue;
+        memset(b->dk, 0, (size_t)(2 * KEYS * dim) * sizeof *b->dk);
+        if (!is_hidden) {
+            source_rows k = key_rows(args, args->k, range->batch, range->kv_head, key, keys);
+            source_rows v = key_rows(args, args->v, range->batch, range->kv_head, key, keys);
+            pack_panels(&k, dim, b->room, b->k_panels);
+            pack_panels(&v, dim, b->room, b->v_panels);
+            b->k_across = pack_across(&k, round_up(keys, PER_OPERAND), dim, b->k_room);
+        }
+        for (int64_t g = 0; g < group && !is_hidden; g++) {
+            exponent_rule rule = rule_of(args, range->batch, range->kv_head * group + g);
+            for (int64_t row = first; row < end; row += ROWS)
+                backward_block(job, &rule, (head + g) * rows + row, s1f_min(ROWS, end - row), args->q_start + row, key,
+                               keys, b, range->dq + (g * rows + row) * dim);
+        }
+        for (int64_t i = 0; i < keys; i++) {
+            int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i);
+            add_key_gradients(stores, args->head_dim, (float *)args->dk + to, b->dk + i * dim, (float)args->scale);
+            add_key_gradients(stores, args->head_dim, (float *)args->dv + to, b->dv + i * dim, 1);
+        }
+    }
 }
 
 /* A range of keys of one kv head, against every row of its query heads. */
@@ -506,47 +551,28 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
 {
     const s1f_attention_args *args = job->args;
     int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, group = group_of(args), rows = job->rows;
-    int64_t batch = task % kv_heads / args->kv_heads, kv_head = task % kv_heads % args->kv_heads;
-    int64_t part = task / kv_heads, first_key = part * job->part_keys;
-    int64_t last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len);
     int64_t tile = ROWS * PITCH, block = KEYS * job->depth;
-    int64_t head = batch * args->heads + kv_head * group; /* the first of the group, of (B, Hq) */
     key_block b = {.s = scratch, .dp = scratch + tile, .derivative = scratch + 2 * tile};
     b.ds = OPERAND_PAIRS ? scratch + 3 * tile : b.dp;
     b.k_panels = scratch + 4 * tile;
     b.v_panels = b.k_panels + block;
-    operand *k_room = b.v_panels + block;
-    b.dk = k_room + block;
+    b.k_room = b.v_panels + block;
+    b.dk = b.k_room + block;
     b.dv = b.dk + KEYS * dim;
     b.room = b.dv + KEYS * dim;
 
-    float *dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
-    memset(dq, 0, (size_t)(group * rows * dim) * sizeof *dq);
+    int64_t part = task / kv_heads, first_key = part * job->part_keys;
+    key_range range = {.batch = task % kv_heads / args->kv_heads,
+                       .kv_head = task % kv_heads % args->kv_heads,
+                       .first_key = first_key,
+                       .last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len)};
+    int64_t head = range.batch * args->heads + range.kv_head * group;
+    range.dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
+    memset(range.dq, 0, (size_t)(group * rows * dim) * sizeof *range.dq);
 
-    exponent_rule any = rule_of(args, batch, kv_head * group); /* the heads of a group hide the same keys */
-    for (int64_t key = first_key; key < last_key; key += KEYS) {
-        int64_t keys = s1f_min(KEYS, last_key - key);
-        int64_t first_seeing = s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
-        source_rows k = key_rows(args, args->k, batch, kv_head, key, keys);
-        source_rows v = key_rows(args, args->v, batch, kv_head, key, keys);
-        memset(b.dk, 0, (size_t)(2 * KEYS * dim) * sizeof *b.dk);
-        if (block_visibility(&any, args->q_start + first_seeing, rows - first_seeing, key, keys) != ALL_HIDDEN) {
-            pack_panels(&k, dim, b.room, b.k_panels);
-            pack_panels(&v, dim, b.room, b.v_panels);
-            b.k_across = pack_across(&k, round_up(keys, PER_OPERAND), dim, k_room);
-            for (int64_t g = 0; g < group; g++) {
-                exponent_rule rule = rule_of(args, batch, kv_head * group + g);
-                for (int64_t row = first_seeing; row < rows; row += ROWS)
-                    backward_block(job, &rule, (head + g) * rows + row, s1f_min(ROWS, rows - row), args->q_start + row,
-                                   key, keys, &b, dq + (g * rows + row) * dim);
-            }
-        }
-        for (int64_t i = 0; i < keys; i++) {
-            int64_t to = s1f_at(args->dkv_strides, batch, kv_head, key + i);
-            add_key_gradients(args, (float *)args->dk + to, b.dk + i * dim, (float)args->scale);
-            add_key_gradients(args, (float *)args->dv + to, b.dv + i * dim, 1);
-        }
-    }
+    int64_t pass_rows = group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / ROWS, 1) * ROWS;
+    for (int64_t begin = (rows - 1) / pass_rows * pass_rows; begin >= 0; begin -= pass_rows)
+        backward_pass(job, &range, begin, s1f_min(begin + pass_rows, rows), &b);
 }
 
 /* dq of one query head: the sum over the ranges of keys, in order. */

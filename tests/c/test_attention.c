@@ -997,6 +997,11 @@ static void test_shapes(int isa)
     test_chosen((shape){S1F_BFLOAT16, .batch = 1, .heads = 1, .kv_heads = 1, .length = 1300, .head_dim = 8,
                         .window = 700, .num_docs = 3},
                 1);
+    /* Four heads over one kv head, whose rows are too many for one pass over the keys. */
+    for (int d = 1; d < 4; d++)
+        test_chosen((shape){dtypes[d], .batch = 1, .heads = 4, .kv_heads = 1, .first = 70, .length = 780,
+                            .head_dim = 16, .window = d == 2 ? 250 : 0, .num_docs = d == 3 ? 4 : 0},
+                    1);
     for (int d = 1; d < 4; d++)
         test_far_strides(dtypes[d]);
 }
