@@ -8,9 +8,10 @@
 #include <unistd.h>
 
 enum {
-    SLAB_ALIGNMENT = 64,    /* bytes: one AVX-512 vector, one cache line */
-    RELEASE_BYTES = 8 << 20 /* of a slab that gives rows back: the attention over so many rows, quadratic in them, takes
-                             * over a hundred times as long as the page faults of touching them again */
+    SLAB_ALIGNMENT = 64, /* bytes: one AVX-512 vector, one cache line */
+    /* Tokens of a sequence whose slabs give rows back. Attention costs a row as many keys as there are tokens, touching
+     * its memory again some page faults: 2 to 5 % of that here, and up to half of it at 2048 tokens. */
+    RELEASE_TOKENS = 8192
 };
 
 typedef struct {
@@ -167,8 +168,6 @@ static s1f_status slab_reserve(slab *s, int64_t bytes, int64_t *total)
  * behind `end` in a strip is dead too. The next touch finds zeros. */
 static void slab_release_rows(const slab *s, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end)
 {
-    if (s->bytes < RELEASE_BYTES)
-        return;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), data = (uintptr_t)s->data;
     for (int64_t i = 0; i < strips; i++) {
         uintptr_t strip = data + (uintptr_t)(i * strip_bytes);
@@ -448,6 +447,8 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
 /* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
 static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
+    if (cache->sequence_length < RELEASE_TOKENS)
+        return;
     for (int32_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
         if (entry->stage != unit->unit.stage || entry->step != cache->step)

@@ -4,8 +4,8 @@
  * one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of the
  * micro-batch, offset of the segment), never appended, so recomputation, evaluation or a retry writes the same rows
  * again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
- * needs a bigger one. Memory appears as rows are touched, and a large slab gives the rows of a segment back once its
- * backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots.
+ * needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the rows of a segment back
+ * once its backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots.
  *
  * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
  * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment are
