@@ -35,7 +35,7 @@ enum {
     ROWS = 48 * PER_OPERAND, /* of S at a time, 48 operands deep for dk and dv: rates are flat from 24 to 96 */
     ALIGNED = 16,            /* floats in a cache line */
     CHUNK_ROWS = 1024,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    BACKWARD_TASKS = 16,     /* that the ranges of keys are cut for, where they are long enough */
+    BACKWARD_TASKS = 8,      /* that the ranges of keys are cut for, where they are long enough */
     MIN_RANGE = 512,         /* keys of a backward task, unless there are fewer */
     PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
     WHOLE_PASS_ROWS = 2048, /* unless all are but these */
