@@ -187,7 +187,18 @@ static s1f_status check_backward(const table *t, s1f_unit unit)
     return status;
 }
 
-/* Rules 2 to 8, as far as one rank's order decides them. */
+static s1f_status check_pair(const table *t, s1f_unit forward, s1f_unit backward)
+{
+    if (forward.microbatch != backward.microbatch)
+        return S1F_OK;
+    char text[UNIT_TEXT_BYTES], backward_text[UNIT_TEXT_BYTES];
+    describe(t, forward, text);
+    describe(t, backward, backward_text);
+    return s1f_fail(S1F_ERR_SCHEDULE, "a pair is of two micro-batches: on rank %d %s and %s cannot start together",
+                    rank_of(t, forward), text, backward_text);
+}
+
+/* Rules 2 to 9, as far as one rank's order decides them. */
 static s1f_status check_program_order(const table *t)
 {
     s1f_status status = S1F_OK;
@@ -202,6 +213,8 @@ static s1f_status check_program_order(const table *t)
                                        "a weight gradient comes after its input gradient");
             else
                 status = check_backward(t, units[i]);
+            if (status == S1F_OK && s1f_schedule_is_pair(t->schedule, rank, i))
+                status = check_pair(t, units[i], units[i + 1]);
         }
     }
     return status;
@@ -219,21 +232,27 @@ static int message_source(const table *t, s1f_unit unit, s1f_unit *source)
     return 1;
 }
 
-/* The unit before which a rank stands, and the one of another rank that it waits for. */
-static void standing_before(const table *t, const int64_t *done, int32_t rank, s1f_unit *unit, s1f_unit *awaited)
+/* Whether a rank cannot go on: the unit before which it stands, the next or the other one of a pair, and the unit of
+ * another rank for which it waits. */
+static int is_stuck(const table *t, const int64_t *done, int32_t rank, s1f_unit *unit, s1f_unit *awaited)
 {
-    int64_t num_units;
-    *unit = s1f_schedule_units(t->schedule, rank, &num_units)[done[rank]];
-    *awaited = *unit;
-    message_source(t, *unit, awaited);
+    int64_t num_units, next = done[rank];
+    const s1f_unit *units = s1f_schedule_units(t->schedule, rank, &num_units);
+    for (int64_t i = next; i <= next + s1f_schedule_is_pair(t->schedule, rank, next); i++) {
+        *unit = units[i];
+        if (message_source(t, *unit, awaited) && rank_of(t, *awaited) != rank &&
+            number(t, *awaited) > done[rank_of(t, *awaited)])
+            return 1;
+    }
+    return 0;
 }
 
 /* Whoever follows who waits for whom, from any rank that got stuck, ends in a cycle: names it. */
 static s1f_status fail_cycle(const table *t, const int64_t *done, int32_t rank)
 {
-    s1f_unit unit, awaited;
+    s1f_unit unit = {0}, awaited = {0};
     for (int32_t step = 0; step < t->num_ranks; step++) {
-        standing_before(t, done, rank, &unit, &awaited);
+        is_stuck(t, done, rank, &unit, &awaited);
         rank = rank_of(t, awaited);
     }
     char cycle[CYCLE_TEXT_BYTES];
@@ -241,7 +260,7 @@ static s1f_status fail_cycle(const table *t, const int64_t *done, int32_t rank)
     int32_t first = rank;
     do {
         char text[UNIT_TEXT_BYTES], awaited_text[UNIT_TEXT_BYTES];
-        standing_before(t, done, rank, &unit, &awaited);
+        is_stuck(t, done, rank, &unit, &awaited);
         describe(t, unit, text);
         describe(t, awaited, awaited_text);
         used += (size_t)snprintf(cycle + used, sizeof cycle - used,
@@ -256,7 +275,7 @@ static s1f_status fail_cycle(const table *t, const int64_t *done, int32_t rank)
     return s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: %s", cycle);
 }
 
-/* Rule 9: runs all ranks against each other, each as far as it gets; what is left over is a cycle. */
+/* Rule 10: runs all ranks against each other, each as far as it gets; what is left over is a cycle. */
 static s1f_status check_no_cycle(const table *t)
 {
     size_t num_ranks = (size_t)t->num_ranks;
@@ -276,20 +295,16 @@ static s1f_status check_no_cycle(const table *t)
     }
     while (num_runnable > 0) {
         int32_t rank = runnable[--num_runnable];
-        int64_t num_units;
-        const s1f_unit *units = s1f_schedule_units(t->schedule, rank, &num_units);
-        int64_t before = done[rank];
+        int64_t num_units, before = done[rank];
+        s1f_schedule_units(t->schedule, rank, &num_units);
         while (done[rank] < num_units) {
-            s1f_unit source;
-            if (message_source(t, units[done[rank]], &source)) {
-                int32_t source_rank = rank_of(t, source);
-                if (source_rank != rank && number(t, source) > done[source_rank]) {
-                    next_waiter[rank] = waiter[source_rank];
-                    waiter[source_rank] = rank;
-                    break;
-                }
+            s1f_unit unit, awaited;
+            if (is_stuck(t, done, rank, &unit, &awaited)) {
+                next_waiter[rank] = waiter[rank_of(t, awaited)];
+                waiter[rank_of(t, awaited)] = rank;
+                break;
             }
-            done[rank]++;
+            done[rank] += 1 + s1f_schedule_is_pair(t->schedule, rank, done[rank]);
         }
         if (done[rank] > before) { /* look again at those who wait for this rank */
             int32_t waiting = waiter[rank];
@@ -313,7 +328,7 @@ finish:
     return status;
 }
 
-/* Rule 10. */
+/* Rule 11. */
 static s1f_status check_live_units(const table *t, int64_t max_live_units)
 {
     for (int32_t rank = 0; rank < t->num_ranks; rank++) {

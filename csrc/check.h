@@ -8,11 +8,12 @@
  *  6. A segment goes back after the one behind it.                        B(m.s) after B(m.s+1), same stage
  *  7. A stage goes back after the stage behind it.                        B of stage i after B of stage i+1
  *  8. A weight gradient comes after its input gradient.                   W(m.s) after I(m.s), same stage
- *  9. Program order and transfers have no cycle.                          else the ranks wait for each other for ever
- * 10. A rank holds at most the stated number of live units.               live: from F to the end of B (W where split)
+ *  9. A pair is of two micro-batches.                                     F and B that start together
+ * 10. Program order and transfers have no cycle.                          else the ranks wait for each other for ever
+ * 11. A rank holds at most the stated number of live units.               live: from F to the end of B (W where split)
  *
- * I stands for B in rules 4 to 7. An order without any backward unit (eval) is held to rules 1, 2, 3, 9 and 10; a unit
- * is then live while it runs. Rules 3 and 7 between ranks are rule 9: nobody runs a unit before its message has come. */
+ * I stands for B in rules 4 to 7. An order without any backward unit (eval) is held to rules 1, 2, 3, 10 and 11; a unit
+ * is then live while it runs. Rules 3 and 7 between ranks are rule 10: nobody runs a unit before its message has come. */
 #ifndef S1F_CHECK_H
 #define S1F_CHECK_H
 

@@ -177,11 +177,14 @@ static int advance(const lowering *l, progress *ranks, int32_t rank)
     const s1f_unit *units = s1f_schedule_units(l->schedule, rank, &num_units);
     for (; own->done < num_units; own->done++, own->has_run = 0) {
         s1f_unit unit = units[own->done];
-        int64_t sequence = 0;
-        int32_t in = incoming(l, unit, &sequence), out = outgoing(l, unit);
-        if (!own->has_run && in >= 0 && l->sent[in] <= sequence) {
-            own->peer = edges[in].source_rank;
-            return 0;
+        int32_t out = outgoing(l, unit), is_pair = s1f_schedule_is_pair(l->schedule, rank, own->done);
+        for (int32_t i = 0; i <= is_pair && !own->has_run; i++) {
+            int64_t sequence = 0;
+            int32_t in = incoming(l, units[own->done + i], &sequence);
+            if (in >= 0 && l->sent[in] <= sequence) {
+                own->peer = edges[in].source_rank;
+                return 0;
+            }
         }
         own->has_run = 1;
         if (out >= 0) {
@@ -389,6 +392,7 @@ static s1f_status write_program(const lowering *l, int64_t *posted, int32_t rank
         if (in >= 0)
             write(&w, S1F_OP_WAIT, in, unit, sequence);
         write_run(&w, unit);
+        w.program->instructions[w.program->count - 1].is_pair = s1f_schedule_is_pair(l->schedule, rank, i);
         if (out >= 0)
             write(&w, S1F_OP_SEND, out, unit, l->sequence[gives_input_gradient(unit)][cell(l, unit)]);
         if (is_last_reader(l, unit)) {

@@ -36,8 +36,8 @@ typedef struct {
     int32_t kv_slot;   /* RUN: slot of the micro-batch's KV cache at this stage, from F(m.0) to B(m.0) (I where the
                           backward is split, F(m.k-1) where there is none); -1 for W and what does not run */
     int32_t grad_slot; /* RUN of B or I: slot of its dK/dV, from B(m.k-1) to B(m.0); -1 otherwise */
-    int32_t reserved;
-    int64_t sequence; /* POST, WAIT, SEND: number of the message on its edge; -1 otherwise */
+    int32_t is_pair;   /* RUN: it and the next RUN are a pair, whose inputs both have to be there */
+    int64_t sequence;  /* POST, WAIT, SEND: number of the message on its edge; -1 otherwise */
 } s1f_instruction;
 
 typedef struct {

@@ -6,6 +6,7 @@
 
 typedef struct {
     s1f_unit *units;
+    unsigned char *is_pair; /* [i]: i and i + 1 are one; NULL: none are */
     int64_t count, capacity;
 } order;
 
@@ -87,7 +88,7 @@ void s1f_schedule_free(s1f_schedule *schedule)
         return;
     if (schedule->orders != NULL)
         for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
-            free(schedule->orders[rank].units);
+            free(schedule->orders[rank].units), free(schedule->orders[rank].is_pair);
     free(schedule->orders);
     free(schedule->rank_of_stage);
     free(schedule);
@@ -114,9 +115,29 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
         if (units == NULL)
             return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
         own->units = units;
+        if (own->is_pair != NULL) {
+            unsigned char *is_pair = realloc(own->is_pair, (size_t)capacity);
+            if (is_pair == NULL)
+                return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
+            memset(is_pair + own->capacity, 0, (size_t)(capacity - own->capacity));
+            own->is_pair = is_pair;
+        }
         own->capacity = capacity;
     }
     own->units[own->count++] = unit;
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_pair_last(s1f_schedule *schedule, int32_t rank)
+{
+    order *own = &schedule->orders[rank];
+    int64_t first = own->count - 2;
+    if (first < 0 || own->units[first].pass != S1F_PASS_FORWARD || own->units[first + 1].pass != S1F_PASS_BACKWARD)
+        return s1f_fail(S1F_ERR_ARG, "a pair is a forward and then a backward; the order of rank %d ends otherwise",
+                        rank);
+    if (own->is_pair == NULL && (own->is_pair = calloc((size_t)own->capacity, 1)) == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)own->capacity);
+    own->is_pair[first] = 1;
     return S1F_OK;
 }
 
@@ -149,6 +170,12 @@ const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, i
 {
     *num_units = schedule->orders[rank].count;
     return schedule->orders[rank].units;
+}
+
+int s1f_schedule_is_pair(const s1f_schedule *schedule, int32_t rank, int64_t i)
+{
+    const order *own = &schedule->orders[rank];
+    return own->is_pair != NULL && i >= 0 && i < own->count && own->is_pair[i];
 }
 
 int s1f_schedule_has_backward(const s1f_schedule *schedule)

@@ -33,6 +33,9 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
                                const int32_t *rank_of_stage, s1f_schedule **out);
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
+/* Makes a pair of the last two units of a rank: they start together, once the inputs of both are there, and end together,
+ * each hiding waits of the other (torch: OVERLAP_F_B). S1F_ERR_ARG unless they are an F and then a B. */
+s1f_status s1f_schedule_pair_last(s1f_schedule *schedule, int32_t rank);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
 
 /* What a family may be told beyond its counts. 0 or NULL: not given, the family's own choice. */
@@ -88,6 +91,8 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
+/* 1 where units i and i + 1 of a rank are a pair. */
+int s1f_schedule_is_pair(const s1f_schedule *schedule, int32_t rank, int64_t i);
 /* 1 unless every unit goes forward. */
 int s1f_schedule_has_backward(const s1f_schedule *schedule);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */

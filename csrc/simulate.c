@@ -14,6 +14,7 @@ typedef struct {
     double now;
     int64_t done;      /* instructions */
     int64_t num_units; /* that have run */
+    int32_t in_pair;   /* the next RUN ran with the one before it */
     int32_t is_queued;
 } rank_state;
 
@@ -52,20 +53,57 @@ static void wait_until(simulator *s, int32_t rank, double time)
     }
 }
 
-static s1f_status run_unit(simulator *s, int32_t rank, s1f_unit unit)
+static s1f_status duration(const simulator *s, int32_t rank, int64_t i, s1f_unit unit, double *seconds)
+{
+    int64_t cost = (int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment;
+    *seconds =
+        s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank][i] : s->costs->pass_seconds[unit.pass][cost];
+    return require_cost("the duration of a unit", *seconds);
+}
+
+/* The next `count` units of a rank, 1 or a pair, take so many seconds together. */
+static void run_units(simulator *s, int32_t rank, int count, double seconds)
 {
     rank_state *state = &s->ranks[rank];
-    int64_t i = state->num_units++;
-    int64_t cost = (int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment;
-    double seconds =
-        s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank][i] : s->costs->pass_seconds[unit.pass][cost];
-    s1f_status status = require_cost("the duration of a unit", seconds);
+    for (int i = 0; i < count; i++, state->num_units++) {
+        s->simulation->start[rank][state->num_units] = state->now;
+        s->simulation->end[rank][state->num_units] = state->now + seconds;
+    }
+    state->now += seconds;
+    s->simulation->busy[rank] += seconds;
+}
+
+static s1f_status run_unit(simulator *s, int32_t rank, s1f_unit unit)
+{
+    double seconds;
+    s1f_status status = duration(s, rank, s->ranks[rank].num_units, unit, &seconds);
+    if (status == S1F_OK)
+        run_units(s, rank, 1, seconds);
+    return status;
+}
+
+/* From the RUN of a pair's F. *runs: whether the input of its B is there, too. */
+static s1f_status run_pair(simulator *s, int32_t rank, const s1f_instruction *first, int *runs)
+{
+    const s1f_instruction *second = first + 1;
+    double forward, backward;
+    *runs = 0;
+    for (; second->opcode != S1F_OP_RUN; second++) {
+        if (second->opcode != S1F_OP_WAIT)
+            continue;
+        const link *l = &s->links[second->edge];
+        if (l->num_arrived <= second->sequence)
+            return S1F_OK;
+        wait_until(s, rank, l->arrived[second->sequence]);
+    }
+    int64_t i = s->ranks[rank].num_units;
+    s1f_status status = duration(s, rank, i, first->unit, &forward);
+    if (status == S1F_OK)
+        status = duration(s, rank, i + 1, second->unit, &backward);
     if (status != S1F_OK)
         return status;
-    s->simulation->start[rank][i] = state->now;
-    state->now += seconds;
-    s->simulation->end[rank][i] = state->now;
-    s->simulation->busy[rank] += seconds;
+    run_units(s, rank, 2, forward + backward - s->costs->overlap * fmin(forward, backward));
+    s->ranks[rank].in_pair = *runs = 1;
     return S1F_OK;
 }
 
@@ -100,7 +138,17 @@ static s1f_status advance(simulator *s, int32_t rank)
                 return S1F_OK;
             wait_until(s, rank, l->arrived[instruction->sequence]);
             break;
-        case S1F_OP_RUN: status = run_unit(s, rank, instruction->unit); break;
+        case S1F_OP_RUN:
+            if (state->in_pair) {
+                state->in_pair = 0;
+            } else if (instruction->is_pair) {
+                int runs;
+                if ((status = run_pair(s, rank, instruction, &runs)) == S1F_OK && !runs)
+                    return S1F_OK;
+            } else {
+                status = run_unit(s, rank, instruction->unit);
+            }
+            break;
         case S1F_OP_SEND:
             if (l->num_posted <= instruction->sequence)
                 return S1F_OK;
@@ -189,6 +237,8 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         (status = require_cost("the time per byte", costs->seconds_per_byte)) != S1F_OK ||
         (status = require_cost("the time of a send", costs->send)) != S1F_OK)
         return status;
+    if (!(costs->overlap >= 0 && costs->overlap <= 1))
+        return s1f_fail(S1F_ERR_ARG, "overlap is %g, must be in 0..1", costs->overlap);
     for (int32_t segment = 0; costs->message_bytes != NULL && segment < s1f_program_num_segments(program); segment++)
         if (costs->message_bytes[segment] < 0)
             return s1f_fail(S1F_ERR_ARG, "message_bytes of segment %d is %lld, must be at least 0", segment,

@@ -2,7 +2,8 @@
  *
  * The same rules as the executor: a rank walks its program in order; WAIT ends when the message has come, SEND begins
  * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other at
- * its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. */
+ * its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. A pair starts once the inputs
+ * of both are there, and both results leave at its end; the executor runs F and then B. */
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
@@ -17,6 +18,7 @@ typedef struct {
     double seconds_per_byte;      /* of a link: 1 / bandwidth; 0: infinite */
     const int64_t *message_bytes; /* [segment]: activation and gradient alike; NULL: 0 */
     double send;                  /* seconds that a sender itself spends on each SEND */
+    double overlap;               /* share, 0 to 1, of the shorter unit of a pair that the other one hides */
 } s1f_costs;
 
 typedef struct {

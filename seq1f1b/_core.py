@@ -47,6 +47,7 @@ schedule_broken_rule = _C.schedule_broken_rule
 schedule_counts = _C.schedule_counts
 schedule_placement = _C.schedule_placement
 schedule_units = _C.schedule_units
+schedule_pairs = _C.schedule_pairs
 schedule_check = _C.schedule_check
 schedule_forward_only = _C.schedule_forward_only
 schedule_to_text = _C.schedule_to_text

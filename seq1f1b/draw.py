@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
     lines = []
     for rank, track in enumerate(timeline):
         line = ""
-        for unit, start, stop in track:
+        for unit, start, stop in _side_by_side(track):
             left, right = round((start - begin) * scale), round((stop - begin) * scale)
             line = line[:left].ljust(left) + label(unit)[: right - left].ljust(right - left, _FILL[unit.kind])
         lines.append(f"rank {rank}".ljust(margin) + line)
@@ -66,6 +66,17 @@ def _extent(timeline: Timeline) -> tuple[float, float]:
     begin = min(start for track in timeline for _, start, _ in track)
     end = max(stop for track in timeline for _, _, stop in track)
     return begin, end
+
+
+def _side_by_side(track: Sequence[tuple[Unit, float, float]]) -> list[tuple[Unit, float, float]]:
+    """The units of a pair, which take the same time, get a half of it each."""
+    shown = list(track)
+    for i in range(len(shown) - 1):
+        (unit, start, stop), (other, other_start, _) = shown[i : i + 2]
+        if start == other_start < stop:
+            middle = (start + stop) / 2
+            shown[i : i + 2] = (unit, start, middle), (other, middle, stop)
+    return shown
 
 
 def _first_stages(timeline: Timeline) -> list[int]:
@@ -144,7 +155,7 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
     room = 0.005 * ax.get_xlim()[1]  # that one character takes
     for rank, (track, first_stage) in enumerate(zip(timeline, _first_stages(timeline), strict=True)):
         for hatch in (None, "////"):
-            shown = [entry for entry in track if (entry[0].stage != first_stage) is (hatch is not None)]
+            shown = [entry for entry in _side_by_side(track) if (entry[0].stage != first_stage) is (hatch is not None)]
             bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
             colors = [_color(unit) for unit, _, _ in shown]
             ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)

@@ -55,6 +55,8 @@ class Schedule:
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _core.schedule_counts(handle)
         self.rank_of_stage = tuple(_core.schedule_placement(handle))
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
+        self.pairs = tuple(tuple(_core.schedule_pairs(handle, rank)) for rank in range(self.num_ranks))
+        """Per rank the positions i at which units i, an F, and i + 1, a B of another micro-batch, are a pair."""
 
     @classmethod
     def _from_handle(cls, handle: Any) -> Schedule:
@@ -72,7 +74,7 @@ class Schedule:
         return self._ranks
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.ranks == other.ranks
+        return isinstance(other, Schedule) and self.ranks == other.ranks and self.pairs == other.pairs
 
     def __hash__(self) -> int:
         return hash(self.ranks)
@@ -111,6 +113,7 @@ class Schedule:
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
         prefetch: int = 1,
+        overlap: float = 0.0,
         durations: Sequence[Sequence[float]] | None = None,
         segment_sizes: Sequence[int] | None = None,
         unit_bytes: int | Sequence[Sequence[int]] | None = None,
@@ -127,6 +130,7 @@ class Schedule:
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
             send: seconds that a sender itself spends on a message.
             prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
+            overlap: share of the shorter unit of a pair that the other one hides, 0 to 1.
             durations: seconds of every unit, per rank in run order, in place of ``forward``, ``backward``, ``weight``:
                 replays what was measured.
             segment_sizes: tokens of each segment, for ``peak_tokens``.
@@ -154,6 +158,7 @@ class Schedule:
             0.0 if bandwidth is None else 1.0 / bandwidth,
             sizes,
             send,
+            overlap,
         )
         timeline = tuple(tuple(zip(*track, strict=True)) for track in zip(self.ranks, start, end, strict=True))
         num_cells = self.num_stages * self.num_segments
@@ -179,7 +184,8 @@ class Schedule:
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
 
-        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
+        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other. Units that are a
+        pair stand in brackets, ``(F5.0;B1.0)``.
         """
         return _core.schedule_to_text(self.handle)
 
@@ -197,7 +203,10 @@ class Schedule:
         return cls._from_handle(_core.schedule_from_text(text))
 
     def to_csv(self) -> str:
-        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment."""
+        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
+
+        A pair is ``(0F3;7B1)OVERLAP_F_B``.
+        """
         return _core.schedule_to_csv(self.handle)
 
     @classmethod

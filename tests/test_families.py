@@ -148,6 +148,16 @@ CLAIMS = [
         at_most=True,
     ),
     (
+        "dualpipev",
+        Claim(
+            lambda P, M, k, v: M >= 2 * P and k == 1,
+            lambda P, M, k, v: P - 1,  # (P - 1) (F&B + B - 3 W), a pair as long as both
+            lambda P, M, k, v: 2 * P + (P > 1),
+            segments=(1, 2),
+            stages=(2,),
+        ),
+    ),
+    (
         "seq1f1b-interleaved",
         Claim(
             lambda P, M, k, v: M * k >= P,

@@ -97,7 +97,9 @@ def test_overlap() -> None:
             schedule.simulate(overlap=overlap)
 
 
-def start_times(schedule: Schedule, forward: float, backward: float, weight: float, overlap: float) -> dict[Unit, float]:
+def start_times(
+    schedule: Schedule, forward: float, backward: float, weight: float, overlap: float
+) -> dict[Unit, float]:
     """Ends of all units, from the rules alone: no transfers, a place for every message."""
     ends: dict[Unit, float] = {}
     free = [0.0] * schedule.num_ranks

@@ -148,5 +148,9 @@ def test_torch_accepts_and_can_run_the_flat_order(name: str) -> None:
         placement = torch_schedules._validate_schedule(actions, P, S, M * k)
         assert tuple(placement[stage] for stage in range(S)) == schedule.rank_of_stage
         with_transfers = torch_schedules._add_send_recv(actions, rank_of, S)
+        with_transfers = {  # its dry run knows no pairs
+            rank: [part for action in order for part in action.sub_actions or [action]]
+            for rank, order in with_transfers.items()
+        }
         steps = torch_schedules._simulate_comms_compute(with_transfers, rank_of, S)
         assert all(len([a for a in steps[rank] if a is not None]) == len(with_transfers[rank]) for rank in range(P))

@@ -22,6 +22,7 @@ static const s1f_family *const families[] = {
     &s1f_family_zbv,
     &s1f_family_v_half,
     &s1f_family_v_min,
+    &s1f_family_dualpipev,
     &s1f_family_seq_zb_h1,
     &s1f_family_seq_zb_h2,
     &s1f_family_seq_zbv,

@@ -20,7 +20,8 @@ typedef struct {
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
     s1f_family_breadth_first, s1f_family_interleaved_1f1b, s1f_family_seq1f1b_interleaved, s1f_family_slimpipe,
     s1f_family_hanayo, s1f_family_zb_h1, s1f_family_zb_h2, s1f_family_zbv, s1f_family_v_half, s1f_family_v_min,
-    s1f_family_seq_zb_h1, s1f_family_seq_zb_h2, s1f_family_seq_zbv, s1f_family_seq_v_half, s1f_family_seq_v_min;
+    s1f_family_dualpipev, s1f_family_seq_zb_h1, s1f_family_seq_zb_h2, s1f_family_seq_zbv, s1f_family_seq_v_half,
+    s1f_family_seq_v_min;
 
 /* -- what families share ------------------------------------------------------------------------------------------- */
 
