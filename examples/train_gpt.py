@@ -72,6 +72,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument(
         "--dtype",
+        type=lambda name: {"fp32": "float32", "bf16": "bfloat16"}.get(name, name),
         choices=("float32", "bfloat16"),
         default="float32",
         help="of products and attention; bfloat16 is torch.autocast, weights and optimizer stay float32 (%(default)s)",
