@@ -38,6 +38,11 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
 s1f_status s1f_schedule_pair_last(s1f_schedule *schedule, int32_t rank);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
 
+typedef enum {
+    S1F_PLACEMENT_LOOP = 1, /* stages go round the ranks */
+    S1F_PLACEMENT_V = 2     /* to and fro */
+} s1f_placement_kind;
+
 /* What a family may be told beyond its counts. 0 or NULL: not given, the family's own choice. */
 typedef struct {
     int32_t group;        /* micro-batches that go forward, and back, together */
@@ -46,6 +51,10 @@ typedef struct {
     int64_t cap;          /* (stage, segment) units that a rank holds at most */
     /* Seconds of F, I and W, each [stage][segment]; all three or none. Borrowed. */
     const double *forward_costs, *input_costs, *weight_costs;
+    double transfer;           /* seconds of a message between two ranks */
+    int32_t placement;         /* s1f_placement_kind */
+    const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward. Borrowed, as is */
+    const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
 } s1f_options;
 
 /* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last.
@@ -55,7 +64,11 @@ enum {
     S1F_OPTION_ROUND = 2,
     S1F_OPTION_EXTRA_WARMUP = 4,
     S1F_OPTION_CAP = 8,
-    S1F_OPTION_COSTS = 16
+    S1F_OPTION_COSTS = 16,
+    S1F_OPTION_TRANSFER = 32,
+    S1F_OPTION_PLACEMENT = 64,
+    S1F_OPTION_UNIT_BYTES = 128,
+    S1F_OPTION_CAP_BYTES = 256
 };
 extern const char *const s1f_option_names[];
 
@@ -71,9 +84,9 @@ typedef struct {
 const s1f_family_facts *s1f_schedule_family(int32_t i);
 const s1f_family_facts *s1f_schedule_family_named(const char *name);
 
-/* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is static.
- * options NULL: none given. S1F_ERR_ARG for an unknown name, a count or an option out of range, an option that the
- * family does not take. */
+/* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is
+ * borrowed: valid until the next call on this thread. options NULL: none given. S1F_ERR_ARG for an unknown name, a
+ * count or an option out of range, an option that the family does not take. */
 s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32_t num_microbatches,
                                     int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
                                     const char **rule);

@@ -314,10 +314,10 @@ def families() -> tuple[Family, ...]:
 def _flat_options(
     options: Mapping[str, Any] | None, num_ranks: int, num_segments: int, stages_per_rank: int
 ) -> dict[str, Any]:
-    """The options with costs as flat lists, [stage * num_segments + segment], as the core reads them."""
+    """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
     flat = dict(options or {})
+    num_stages = num_ranks * stages_per_rank
     if "costs" in flat:
-        num_stages = num_ranks * stages_per_rank
         names = ("F", "I", "W")
         if not isinstance(flat["costs"], Sequence) or len(flat["costs"]) != len(names):
             raise ValueError("costs must hold the costs of F, I and W")
@@ -325,6 +325,10 @@ def _flat_options(
             _per_unit(costs, f"costs of {name}", num_stages, num_segments)
             for name, costs in zip(names, flat["costs"], strict=True)
         ]
+    if "unit_bytes" in flat:
+        flat["unit_bytes"] = _per_unit(flat["unit_bytes"], "unit_bytes", num_stages, num_segments)
+    if "cap_bytes" in flat and not hasattr(flat["cap_bytes"], "__len__"):
+        flat["cap_bytes"] = [flat["cap_bytes"]] * num_ranks
     return flat
 
 
@@ -349,8 +353,13 @@ def build_schedule(
             transfers it trades memory for time.
             ``cap``: (stage, segment) units that a rank holds at most, where the backward is split; more than the
             family's own lets W wait for a bubble.
+            ``unit_bytes``, ``cap_bytes``: the same in bytes: of a unit, from F to the end of W, a number or
+            ``[stage][segment]``, and of a rank, a number or one per rank.
+            ``transfer``: seconds of a message between two ranks.
+            ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
-            these leave bubbles; the order is never worse under them than the one for equal costs.
+            these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
+            whole order from them, and is never worse than a named family within the same cap.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.

@@ -227,7 +227,8 @@ def test_optimal_where_that_is_proved() -> None:
 
 
 def test_every_family_has_a_claim() -> None:
-    assert {name for name, _ in CLAIMS} == set(schedules()) == set(FAMILIES)
+    # auto claims no formula: test_auto.py holds it to the named orders, test_exact.py to the shortest
+    assert {name for name, _ in CLAIMS} | {"auto"} == set(schedules()) == set(FAMILIES)
     for family in families():
         assert family.description and family.source and family.validity
         assert f"v = {family.stages_per_rank}" in family.validity or family.stages_per_rank < 3
@@ -370,7 +371,7 @@ def test_round_of_interleaving() -> None:
 SPLIT = [name for name, family in FAMILIES.items() if "costs" in family.options]
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", [name for name in SPLIT if name != "auto"])  # auto: in any memory but its cap's
 def test_costs_never_make_an_order_worse(name: str) -> None:
     """Nor larger; and somewhere they gain, but in the tight memory of zb-h1."""
     rng = random.Random(name)

@@ -153,16 +153,20 @@ static PyObject *schedule_families(PyObject *self, PyObject *unused)
     return families;
 }
 
-/* The options of a Python dict; `costs` are the arrays that they point into. */
+/* The options of a Python dict; `costs` and the bytes are the arrays that they point into. */
 typedef struct {
     s1f_options options;
+    Py_ssize_t num_costs, num_ranks; /* values of each cost, of cap_bytes */
     double *costs[3];
+    int64_t *unit_bytes, *cap_bytes;
 } read_options;
 
 static void free_options(read_options *read)
 {
     for (int pass = 0; pass < 3; pass++)
         free(read->costs[pass]);
+    free(read->unit_bytes);
+    free(read->cap_bytes);
 }
 
 /* A whole number of at least `least` that fits; 0 with the exception set. */
@@ -178,12 +182,12 @@ static int read_count(PyObject *value, const char *name, int64_t least, int64_t 
     return 0;
 }
 
-static int read_costs(PyObject *value, Py_ssize_t count, read_options *read)
+static int read_costs(PyObject *value, read_options *read)
 {
     PyObject *passes = exact_tuple(value, 3, "costs");
     for (Py_ssize_t pass = 0; passes != NULL && pass < 3; pass++) {
         free(read->costs[pass]);
-        read->costs[pass] = read_doubles(PyTuple_GetItem(passes, pass), count, "costs of a pass");
+        read->costs[pass] = read_doubles(PyTuple_GetItem(passes, pass), read->num_costs, "costs of a pass");
         if (read->costs[pass] == NULL)
             Py_CLEAR(passes);
     }
@@ -194,13 +198,43 @@ static int read_costs(PyObject *value, Py_ssize_t count, read_options *read)
     return passes != NULL;
 }
 
-static int read_option(const char *name, PyObject *value, Py_ssize_t num_costs, read_options *read)
+static int read_bytes(PyObject *value, Py_ssize_t count, const char *name, int64_t **bytes, const int64_t **option)
+{
+    free(*bytes);
+    *option = *bytes = read_int64s(value, count, name);
+    return *bytes != NULL;
+}
+
+static int read_placement(PyObject *value, int32_t *placement)
+{
+    PyObject *text = PyUnicode_AsUTF8String(value);
+    if (text == NULL)
+        return 0;
+    const char *name = PyBytes_AsString(text);
+    *placement = strcmp(name, "loop") == 0 ? S1F_PLACEMENT_LOOP : strcmp(name, "v") == 0 ? S1F_PLACEMENT_V : 0;
+    Py_DECREF(text);
+    if (*placement == 0)
+        PyErr_Format(PyExc_ValueError, "placement is %R, must be 'loop' or 'v'", value);
+    return *placement != 0;
+}
+
+static int read_option(const char *name, PyObject *value, read_options *read)
 {
     s1f_options *options = &read->options;
     int64_t count = 0;
     int is_read = 0;
     if (strcmp(name, "costs") == 0)
-        return read_costs(value, num_costs, read);
+        return read_costs(value, read);
+    if (strcmp(name, "placement") == 0)
+        return read_placement(value, &options->placement);
+    if (strcmp(name, "unit_bytes") == 0)
+        return read_bytes(value, read->num_costs, name, &read->unit_bytes, &options->unit_bytes);
+    if (strcmp(name, "cap_bytes") == 0)
+        return read_bytes(value, read->num_ranks, name, &read->cap_bytes, &options->cap_bytes);
+    if (strcmp(name, "transfer") == 0) {
+        options->transfer = PyFloat_AsDouble(value);
+        return !(options->transfer == -1.0 && PyErr_Occurred());
+    }
     if (strcmp(name, "cap") == 0)
         return read_count(value, name, 1, INT64_MAX, &options->cap);
     if (strcmp(name, "extra_warmup") == 0) {
@@ -217,7 +251,7 @@ static int read_option(const char *name, PyObject *value, Py_ssize_t num_costs, 
 }
 
 /* 0 with the exception set. An option that the family does not take is refused before its value is looked at. */
-static int read_option_dict(PyObject *dict, const char *family, Py_ssize_t num_costs, read_options *read)
+static int read_option_dict(PyObject *dict, const char *family, read_options *read)
 {
     const s1f_family_facts *facts = s1f_schedule_family_named(family);
     PyObject *key, *value;
@@ -231,7 +265,7 @@ static int read_option_dict(PyObject *dict, const char *family, Py_ssize_t num_c
         if (name != NULL && (s1f_option_names[bit] == NULL || !(facts->options >> bit & 1)))
             s1f_raise(s1f_schedule_refuse_option(facts, name));
         else if (name != NULL)
-            is_read = read_option(name, value, num_costs, read);
+            is_read = read_option(name, value, read);
         Py_XDECREF(bytes);
         if (!is_read)
             return 0;
@@ -255,18 +289,23 @@ static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
     int64_t num_costs = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
     if (arguments->num_segments < 1 || num_costs > S1F_MAX_FORWARD_UNITS / arguments->num_segments)
         num_costs = 0; /* the core refuses these counts */
-    return read_option_dict(dict, arguments->family, (Py_ssize_t)num_costs * arguments->num_segments, &arguments->read);
+    arguments->read.num_costs = (Py_ssize_t)num_costs * arguments->num_segments;
+    arguments->read.num_ranks = arguments->num_ranks;
+    return read_option_dict(dict, arguments->family, &arguments->read);
 }
 
 static PyObject *schedule_build(PyObject *self, PyObject *tuple)
 {
     (void)self;
-    build_arguments a = {.read = {{0}, {0}}};
+    build_arguments a = {0};
     PyObject *handle = NULL;
     if (read_build_arguments(tuple, &a)) {
         s1f_schedule *schedule = NULL;
-        s1f_status status = s1f_schedule_build(a.family, a.num_ranks, a.num_microbatches, a.num_segments,
-                                               a.stages_per_rank, &a.read.options, &schedule);
+        s1f_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = s1f_schedule_build(a.family, a.num_ranks, a.num_microbatches, a.num_segments, a.stages_per_rank,
+                                    &a.read.options, &schedule);
+        Py_END_ALLOW_THREADS
         handle = wrap_schedule(status, schedule);
     }
     free_options(&a.read);
@@ -276,7 +315,7 @@ static PyObject *schedule_build(PyObject *self, PyObject *tuple)
 static PyObject *schedule_broken_rule(PyObject *self, PyObject *tuple)
 {
     (void)self;
-    build_arguments a = {.read = {{0}, {0}}};
+    build_arguments a = {0};
     PyObject *result = NULL;
     if (read_build_arguments(tuple, &a)) {
         const char *rule = NULL;

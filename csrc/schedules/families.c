@@ -28,10 +28,12 @@ static const s1f_family *const families[] = {
     &s1f_family_seq_zbv,
     &s1f_family_seq_v_half,
     &s1f_family_seq_v_min,
+    &s1f_family_auto,
 };
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128 };
 
-const char *const s1f_option_names[] = {"group", "round", "extra_warmup", "cap", "costs", NULL};
+const char *const s1f_option_names[] = {"group",    "round",     "extra_warmup", "cap",       "costs",
+                                        "transfer", "placement", "unit_bytes",   "cap_bytes", NULL};
 
 static const s1f_family *find(const char *name)
 {
@@ -85,12 +87,42 @@ static s1f_status check_costs(const s1f_request *request)
     return S1F_OK;
 }
 
+/* The bytes of all units together fit in int64_t. */
+static s1f_status check_bytes(const s1f_request *request)
+{
+    const s1f_options *options = &request->options;
+    if ((options->unit_bytes == NULL) != (options->cap_bytes == NULL))
+        return s1f_fail(S1F_ERR_ARG, "unit_bytes and cap_bytes go together: give both");
+    if (options->unit_bytes == NULL)
+        return S1F_OK;
+    if (options->cap != 0)
+        return s1f_fail(S1F_ERR_ARG, "cap, in units, and cap_bytes are two forms of one cap: give one");
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    int64_t most = INT64_MAX / (count * request->num_microbatches);
+    for (int64_t i = 0; i < count; i++)
+        if (options->unit_bytes[i] < 0 || options->unit_bytes[i] > most)
+            return s1f_fail(S1F_ERR_ARG, "unit_bytes hold %lld, must be in 0..%lld", (long long)options->unit_bytes[i],
+                            (long long)most);
+    for (int32_t rank = 0; rank < request->num_ranks; rank++)
+        if (options->cap_bytes[rank] < 0)
+            return s1f_fail(S1F_ERR_ARG, "cap_bytes hold %lld, must be at least 0",
+                            (long long)options->cap_bytes[rank]);
+    return S1F_OK;
+}
+
 static s1f_status check_options(const s1f_family *family, const s1f_request *request)
 {
     const s1f_options *options = &request->options;
     int has_costs = options->forward_costs != NULL || options->input_costs != NULL || options->weight_costs != NULL;
-    const int given[] = {options->group != 0, options->round != 0, options->extra_warmup != 0, options->cap != 0,
-                         has_costs};
+    const int given[] = {options->group != 0,
+                         options->round != 0,
+                         options->extra_warmup != 0,
+                         options->cap != 0,
+                         has_costs,
+                         options->transfer != 0,
+                         options->placement != 0,
+                         options->unit_bytes != NULL,
+                         options->cap_bytes != NULL};
     for (int i = 0; s1f_option_names[i] != NULL; i++)
         if (given[i] && !(family->facts.options >> i & 1))
             return s1f_schedule_refuse_option(&family->facts, s1f_option_names[i]);
@@ -99,6 +131,12 @@ static s1f_status check_options(const s1f_family *family, const s1f_request *req
         (status = require_at_least("round", options->round, 0)) != S1F_OK ||
         (status = require_at_least("extra_warmup", options->extra_warmup, 0)) != S1F_OK ||
         (status = require_at_least("cap", options->cap, 0)) != S1F_OK)
+        return status;
+    if (!(options->transfer >= 0) || !isfinite(options->transfer))
+        return s1f_fail(S1F_ERR_ARG, "transfer is %g, must be finite and at least 0", options->transfer);
+    if (options->placement < 0 || options->placement > S1F_PLACEMENT_V)
+        return s1f_fail(S1F_ERR_ARG, "placement is %d, must be that of a loop, 1, or of a V, 2", options->placement);
+    if ((status = check_bytes(request)) != S1F_OK)
         return status;
     return has_costs ? check_costs(request) : S1F_OK;
 }

@@ -12,7 +12,8 @@ typedef struct {
 
 typedef struct {
     s1f_family_facts facts;
-    const char *(*broken_rule)(const s1f_request *request); /* as text, NULL: none; a NULL function: any counts */
+    /* As text, static or valid until the next call of this thread; NULL: none; a NULL function: any counts. */
+    const char *(*broken_rule)(const s1f_request *request);
     /* Builds the order of every rank; no rule is broken. *out is owned by the caller and untouched on error. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
 } s1f_family;
@@ -21,7 +22,7 @@ extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s
     s1f_family_breadth_first, s1f_family_interleaved_1f1b, s1f_family_seq1f1b_interleaved, s1f_family_slimpipe,
     s1f_family_hanayo, s1f_family_zb_h1, s1f_family_zb_h2, s1f_family_zbv, s1f_family_v_half, s1f_family_v_min,
     s1f_family_dualpipev, s1f_family_seq_zb_h1, s1f_family_seq_zb_h2, s1f_family_seq_zbv, s1f_family_seq_v_half,
-    s1f_family_seq_v_min;
+    s1f_family_seq_v_min, s1f_family_auto;
 
 /* -- what families share ------------------------------------------------------------------------------------------- */
 

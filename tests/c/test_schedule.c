@@ -64,6 +64,22 @@ static s1f_status build_timed(void)
     return status;
 }
 
+/* Bytes, transfers and both placements; a search of a few hundred steps. */
+static s1f_status build_auto(void)
+{
+    static const int64_t unit_bytes[8] = {5, 3, 5, 3, 5, 3, 5, 3}, cap_bytes[2] = {20, 18};
+    s1f_options options = {.transfer = 0.5, .unit_bytes = unit_bytes, .cap_bytes = cap_bytes};
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_build("auto", 2, 2, 2, 2, &options, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    if (status == S1F_OK) {
+        status = s1f_schedule_check(schedule, 0);
+        CHECK(status == S1F_OK || status == S1F_ERR_MEMORY);
+    }
+    s1f_schedule_free(schedule);
+    return status;
+}
+
 static s1f_status forward_only(void)
 {
     s1f_schedule *schedule = NULL;
@@ -163,6 +179,7 @@ static void test_failing_allocations(void)
     fail_each_allocation(build, 10);
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
+    fail_each_allocation(build_auto, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");

@@ -1,0 +1,598 @@
+/* auto.c - the shortest order that we find for any costs, transfers and caps.
+ *
+ * Starts are every named family that holds for these counts and this cap, so that auto never takes longer than one of
+ * them, and list scheduling under several rules; the shortest of them are then improved (search.h). List scheduling
+ * walks in time: a rank that is free takes the unit its rule puts first among those that are there or, with patience,
+ * will soon be; a W where that leaves time, or memory is short. No rule fills a rank with forwards that leave no room
+ * for the rest of the oldest micro-batch, so ranks never wait for each other for ever [Dijkstra's banker: micro-batches
+ * end in their order]. Ours; any counts, backward always split. */
+#include "families.h"
+#include "search.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { NUM_PREFERENCES = 5, NUM_LIMITS = 4, NUM_RULES = 4 * NUM_PREFERENCES * NUM_LIMITS };
+enum { RULE_TEXT_BYTES = 64 };
+enum { MOST_LISTED = 20000000 }; /* units placed by all rules together: seconds at the most */
+
+typedef enum { BACKWARD_FIRST, ALTERNATING, LONGEST_TAIL, OLDEST_FIRST, FORWARD_FIRST } preference;
+
+typedef struct {
+    preference prefers;
+    int limit;       /* of memory, below the cap: 0 none; else ever fewer micro-batches */
+    int is_patient;  /* waits for the unit that it puts first where that comes within the time it takes */
+    int may_delay_w; /* W run only in gaps, else whenever no other unit could start at once */
+} rule;
+
+/* Arrays that the problem points into, where the caller gave none. */
+typedef struct {
+    s1f_problem problem;
+    int32_t *rank_of_stage;
+    double *ones;
+    int64_t *unit_bytes, *cap_bytes;
+} owned_problem;
+
+typedef struct {
+    s1f_unit unit;
+    double begin; /* seconds; INFINITY: waits for other ranks */
+} choice;
+
+typedef struct {
+    const s1f_problem *problem;
+    const double *tails; /* [F, I, W][stage][segment] */
+    s1f_search *search;
+    rule rule;
+    int32_t *stages;       /* [rank][v] ascending */
+    int64_t *stage_bytes;  /* [stage] of one micro-batch */
+    int64_t *batch_bytes;  /* [rank] of one micro-batch */
+    int64_t *limits;       /* [rank] bytes under this rule */
+    double *forward_end;   /* [stage][micro-batch][segment] seconds */
+    double *input_end;     /* the same for I */
+    int64_t *num_forwards; /* [stage] that have started, in plain order */
+    int64_t *num_inputs;   /* [stage] */
+    int64_t *num_weights;  /* [stage] */
+    int64_t *held;         /* [rank] bytes */
+    double *rank_free;     /* [rank] seconds */
+    int32_t *last_pass;    /* [rank] F or I */
+    choice *choices;       /* [rank] */
+} lister;
+
+static int64_t units_per_stage(const s1f_problem *p)
+{
+    return (int64_t)p->num_microbatches * p->num_segments;
+}
+
+/* The i-th unit of a stage in plain order: I and W take segments backwards. */
+static s1f_unit unit_at(const s1f_problem *p, s1f_pass pass, int32_t stage, int64_t i)
+{
+    int32_t k = p->num_segments, s = (int32_t)(i % k);
+    return (s1f_unit){(int32_t)pass, stage, (int32_t)(i / k), pass == S1F_PASS_FORWARD ? s : k - 1 - s};
+}
+
+static double *end_of(const lister *l, double *ends, s1f_unit unit)
+{
+    const s1f_problem *p = l->problem;
+    return &ends[((int64_t)unit.stage * p->num_microbatches + unit.microbatch) * p->num_segments + unit.segment];
+}
+
+static int64_t cell_of(const lister *l, s1f_unit unit)
+{
+    return (int64_t)unit.stage * l->problem->num_segments + unit.segment;
+}
+
+static int table_of(s1f_unit unit)
+{
+    return unit.pass == S1F_PASS_FORWARD ? 0 : unit.pass == S1F_PASS_BACKWARD_INPUT ? 1 : 2;
+}
+
+static double seconds_of(const lister *l, s1f_unit unit)
+{
+    return l->problem->seconds[table_of(unit)][cell_of(l, unit)];
+}
+
+static double arrival(const lister *l, double *ends, s1f_unit unit, int32_t stage)
+{
+    const s1f_problem *p = l->problem;
+    double lag = p->rank_of_stage[stage] == p->rank_of_stage[unit.stage] ? 0 : p->transfer;
+    unit.stage = stage;
+    return *end_of(l, ends, unit) + lag;
+}
+
+/* -- memory -------------------------------------------------------------------------------------------------------- */
+
+/* Bytes of the forwards of a stage that have started, of micro-batches from `from` on; none of them has gone back. */
+static int64_t bytes_started(const lister *l, int32_t stage, int64_t from)
+{
+    int64_t k = l->problem->num_segments, count = l->num_forwards[stage] - from * k;
+    if (count <= 0)
+        return 0;
+    int64_t bytes = count / k * l->stage_bytes[stage];
+    for (int64_t s = 0; s < count % k; s++)
+        bytes += l->problem->unit_bytes[stage * k + s];
+    return bytes;
+}
+
+/* Whether an F fits on its rank now, with room left for the rest of the rank's oldest micro-batch. */
+static int fits(const lister *l, int32_t rank, s1f_unit forward)
+{
+    const s1f_problem *p = l->problem;
+    int64_t limit = l->limits[rank], bytes = p->unit_bytes[cell_of(l, forward)], oldest = p->num_microbatches;
+    if (limit == INT64_MAX)
+        return 1;
+    if (l->held[rank] > limit - bytes)
+        return 0;
+    int32_t v = p->num_stages / p->num_ranks;
+    for (int32_t i = 0; i < v; i++) {
+        int64_t next = l->num_forwards[l->stages[rank * v + i]] / p->num_segments;
+        oldest = next < oldest ? next : oldest;
+    }
+    if (forward.microbatch == oldest)
+        return 1;
+    int64_t later = 0;
+    for (int32_t i = 0; i < v; i++)
+        later += bytes_started(l, l->stages[rank * v + i], oldest + 1);
+    return later + bytes <= limit - l->batch_bytes[rank];
+}
+
+/* -- the next unit of a rank --------------------------------------------------------------------------------------- */
+
+/* The next F of a stage and when its input is there; 0 where that is not known, or none is left. */
+static int next_forward(const lister *l, int32_t stage, choice *next)
+{
+    int64_t i = l->num_forwards[stage];
+    if (i == units_per_stage(l->problem) || (stage > 0 && l->num_forwards[stage - 1] <= i))
+        return 0;
+    next->unit = unit_at(l->problem, S1F_PASS_FORWARD, stage, i);
+    next->begin = stage == 0 ? 0 : arrival(l, l->forward_end, next->unit, stage - 1);
+    return 1;
+}
+
+static int next_input(const lister *l, int32_t stage, choice *next)
+{
+    int64_t i = l->num_inputs[stage], k = l->problem->num_segments;
+    int is_last = stage == l->problem->num_stages - 1;
+    if (i == units_per_stage(l->problem) || l->num_forwards[stage] < (i / k + 1) * k ||
+        (!is_last && l->num_inputs[stage + 1] <= i))
+        return 0;
+    next->unit = unit_at(l->problem, S1F_PASS_BACKWARD_INPUT, stage, i);
+    next->begin = is_last ? 0 : arrival(l, l->input_end, next->unit, stage + 1);
+    return 1;
+}
+
+/* The rank's oldest W; 0: none. */
+static int next_weight(const lister *l, int32_t rank, s1f_unit *weight)
+{
+    int32_t v = l->problem->num_stages / l->problem->num_ranks;
+    double oldest = INFINITY;
+    for (int32_t i = 0; i < v; i++) {
+        int32_t stage = l->stages[rank * v + i];
+        if (l->num_weights[stage] == l->num_inputs[stage])
+            continue;
+        s1f_unit unit = unit_at(l->problem, S1F_PASS_BACKWARD_WEIGHT, stage, l->num_weights[stage]);
+        double end = *end_of(l, l->input_end, unit);
+        if (end < oldest) {
+            oldest = end;
+            *weight = unit;
+        }
+    }
+    return !isinf(oldest);
+}
+
+/* What a rule puts first has the least rank; the deeper stage among equals. */
+static double standing(const lister *l, int32_t rank, s1f_unit unit)
+{
+    const s1f_problem *p = l->problem;
+    int is_forward = unit.pass == S1F_PASS_FORWARD;
+    double depth = is_forward ? unit.stage : 2.0 * p->num_stages - unit.stage;
+    switch (l->rule.prefers) {
+    case BACKWARD_FIRST: return is_forward * 2.0 * p->num_stages - unit.stage;
+    case FORWARD_FIRST: return !is_forward * 2.0 * p->num_stages - unit.stage;
+    case ALTERNATING: return (unit.pass == l->last_pass[rank]) * 2.0 * p->num_stages - unit.stage;
+    case OLDEST_FIRST: return 2.0 * p->num_stages * unit.microbatch - depth;
+    case LONGEST_TAIL: break;
+    }
+    return -l->tails[(int64_t)table_of(unit) * p->num_stages * p->num_segments + cell_of(l, unit)];
+}
+
+/* Among the next F and I of the rank's stages. *is_full: an F would have gone first, but for memory. */
+static choice choose_on_path(const lister *l, int32_t rank, int *is_full)
+{
+    int32_t v = l->problem->num_stages / l->problem->num_ranks;
+    choice found, best = {.begin = INFINITY};
+    double now = l->rank_free[rank], earliest = INFINITY, best_standing = INFINITY, full_standing = INFINITY;
+    for (int round = 0; round < 2; round++) /* first: when could any start? */
+        for (int32_t i = 0; i < 2 * v; i++) {
+            int32_t stage = l->stages[rank * v + i / 2];
+            if (!(i % 2 == 0 ? next_forward(l, stage, &found) : next_input(l, stage, &found)))
+                continue;
+            found.begin = fmax(found.begin, now);
+            int is_refused = found.unit.pass == S1F_PASS_FORWARD && !fits(l, rank, found.unit);
+            double place = standing(l, rank, found.unit);
+            if (is_refused) {
+                if (found.begin <= now)
+                    full_standing = fmin(full_standing, place);
+                continue;
+            }
+            if (round == 0) {
+                earliest = fmin(earliest, found.begin);
+                continue;
+            }
+            double patience = l->rule.is_patient ? seconds_of(l, found.unit) : 0;
+            if (found.begin <= earliest + patience && place < best_standing) {
+                best_standing = place;
+                best = found;
+            }
+        }
+    *is_full = full_standing < best_standing;
+    return best;
+}
+
+static choice choose(const lister *l, int32_t rank)
+{
+    int is_full;
+    double now = l->rank_free[rank];
+    choice best = choose_on_path(l, rank, &is_full);
+    s1f_unit weight = {0};
+    if (!next_weight(l, rank, &weight) || (best.begin <= now && !is_full))
+        return best;
+    if (is_full || l->rule.may_delay_w || now + seconds_of(l, weight) <= best.begin * (1 + 1e-12))
+        best = (choice){weight, now};
+    return best;
+}
+
+/* -- a walk -------------------------------------------------------------------------------------------------------- */
+
+static void start_unit(lister *l, int32_t rank, choice chosen)
+{
+    s1f_unit unit = chosen.unit;
+    int64_t bytes = l->problem->unit_bytes[cell_of(l, unit)];
+    double end = chosen.begin + seconds_of(l, unit);
+    l->rank_free[rank] = end;
+    if (unit.pass == S1F_PASS_FORWARD) {
+        *end_of(l, l->forward_end, unit) = end;
+        l->num_forwards[unit.stage]++;
+        l->held[rank] += bytes;
+    } else if (unit.pass == S1F_PASS_BACKWARD_INPUT) {
+        *end_of(l, l->input_end, unit) = end;
+        l->num_inputs[unit.stage]++;
+    } else {
+        l->num_weights[unit.stage]++;
+        l->held[rank] -= bytes;
+    }
+    if (unit.pass != S1F_PASS_BACKWARD_WEIGHT)
+        l->last_pass[rank] = unit.pass;
+    s1f_search_append(l->search, unit);
+}
+
+/* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it (3). */
+static int64_t limit_of(const lister *l, int32_t rank)
+{
+    const s1f_problem *p = l->problem;
+    static const double share[NUM_LIMITS] = {0, 2, 1, 0.5};
+    double extra = share[l->rule.limit] * (p->num_ranks - 1) / p->num_segments;
+    double limit = (double)l->batch_bytes[rank] * (1 + extra);
+    int is_below = l->rule.limit > 0 && limit < (double)p->cap_bytes[rank];
+    return is_below ? (int64_t)ceil(limit) : p->cap_bytes[rank];
+}
+
+/* Writes one start under l->rule and offers it. */
+static void walk(lister *l)
+{
+    const s1f_problem *p = l->problem;
+    for (int32_t stage = 0; stage < p->num_stages; stage++)
+        l->num_forwards[stage] = l->num_inputs[stage] = l->num_weights[stage] = 0;
+    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+        l->limits[rank] = limit_of(l, rank);
+        l->held[rank] = 0;
+        l->rank_free[rank] = 0;
+        l->last_pass[rank] = S1F_PASS_BACKWARD_INPUT;
+    }
+    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+        l->choices[rank] = choose(l, rank);
+    s1f_search_begin(l->search);
+    for (;;) {
+        int32_t rank = 0;
+        for (int32_t other = 1; other < p->num_ranks; other++)
+            if (l->choices[other].begin < l->choices[rank].begin)
+                rank = other;
+        if (isinf(l->choices[rank].begin))
+            break; /* all have ended */
+        s1f_unit unit = l->choices[rank].unit;
+        start_unit(l, rank, l->choices[rank]);
+        l->choices[rank] = choose(l, rank);
+        for (int32_t stage = unit.stage - 1; stage <= unit.stage + 1; stage += 2)
+            if (stage >= 0 && stage < p->num_stages && p->rank_of_stage[stage] != rank)
+                l->choices[p->rank_of_stage[stage]] = choose(l, p->rank_of_stage[stage]);
+    }
+    s1f_search_offer(l->search);
+}
+
+static void free_lister(lister *l)
+{
+    free(l->choices);
+    free(l->last_pass);
+    free(l->rank_free);
+    free(l->held);
+    free(l->num_weights);
+    free(l->num_inputs);
+    free(l->num_forwards);
+    free(l->input_end);
+    free(l->forward_end);
+    free(l->limits);
+    free(l->batch_bytes);
+    free(l->stage_bytes);
+    free(l->stages);
+}
+
+static s1f_status create_lister(lister *l)
+{
+    const s1f_problem *p = l->problem;
+    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, cells = S * (size_t)units_per_stage(p);
+    if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
+        (l->stage_bytes = calloc(S, sizeof *l->stage_bytes)) == NULL ||
+        (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
+        (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
+        (l->forward_end = malloc(cells * sizeof *l->forward_end)) == NULL ||
+        (l->input_end = malloc(cells * sizeof *l->input_end)) == NULL ||
+        (l->num_forwards = malloc(S * sizeof *l->num_forwards)) == NULL ||
+        (l->num_inputs = malloc(S * sizeof *l->num_inputs)) == NULL ||
+        (l->num_weights = malloc(S * sizeof *l->num_weights)) == NULL ||
+        (l->held = malloc(P * sizeof *l->held)) == NULL || (l->rank_free = malloc(P * sizeof *l->rank_free)) == NULL ||
+        (l->last_pass = malloc(P * sizeof *l->last_pass)) == NULL ||
+        (l->choices = malloc(P * sizeof *l->choices)) == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
+    int32_t num_placed = 0;
+    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+        for (int32_t stage = 0; stage < p->num_stages; stage++)
+            if (p->rank_of_stage[stage] == rank)
+                l->stages[num_placed++] = stage;
+    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+        for (int32_t s = 0; s < p->num_segments; s++)
+            l->stage_bytes[stage] += p->unit_bytes[(int64_t)stage * p->num_segments + s];
+        l->batch_bytes[p->rank_of_stage[stage]] += l->stage_bytes[stage];
+    }
+    return S1F_OK;
+}
+
+static s1f_status offer_lists(const s1f_problem *problem, s1f_search *search)
+{
+    lister l = {.problem = problem, .search = search};
+    int64_t cells = (int64_t)problem->num_stages * problem->num_segments, num_listed = 0;
+    int64_t num_units = S1F_SPLIT_PASSES * cells * problem->num_microbatches;
+    double *tails = malloc((size_t)(S1F_SPLIT_PASSES * cells) * sizeof *tails);
+    s1f_status status = tails != NULL ? create_lister(&l)
+                                      : s1f_fail(S1F_ERR_MEMORY, "no memory to list %lld units", (long long)num_units);
+    if (status == S1F_OK)
+        s1f_problem_tails(problem, tails);
+    l.tails = tails;
+    for (int i = 0; i < NUM_RULES && num_listed <= MOST_LISTED && status == S1F_OK; i++) {
+        l.rule = (rule){.prefers = (preference)(i % NUM_PREFERENCES),
+                        .is_patient = i / NUM_PREFERENCES % 2,
+                        .may_delay_w = i / NUM_PREFERENCES / 2 % 2,
+                        .limit = i / NUM_PREFERENCES / 4};
+        walk(&l);
+        num_listed += num_units;
+    }
+    free_lister(&l);
+    free(tails);
+    return status;
+}
+
+/* -- named families as starts -------------------------------------------------------------------------------------- */
+
+static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_schedule *schedule)
+{
+    for (int32_t stage = 0; stage < p->num_stages; stage++)
+        if (s1f_schedule_rank_of_stage(schedule, stage) != p->rank_of_stage[stage])
+            return;
+    s1f_search_begin(search);
+    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++)
+            s1f_search_append(search, units[i]);
+    }
+    s1f_search_offer(search);
+}
+
+/* One family with one set of options, if it can be built with them. */
+static s1f_status offer_named(const s1f_request *request, const s1f_problem *problem, s1f_search *search,
+                              const char *name, const s1f_options *options)
+{
+    const char *broken = NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_broken_rule(name, request->num_ranks, request->num_microbatches,
+                                                 request->num_segments, request->stages_per_rank, options, &broken);
+    if (status != S1F_OK || broken != NULL)
+        return status;
+    status = s1f_schedule_build(name, request->num_ranks, request->num_microbatches, request->num_segments,
+                                request->stages_per_rank, options, &schedule);
+    if (status == S1F_OK)
+        offer_schedule(problem, search, schedule);
+    s1f_schedule_free(schedule);
+    return status == S1F_ERR_SCHEDULE ? S1F_OK : status; /* ranks that wait for each other: no start */
+}
+
+/* Every family under its own choices, and under each set of ours that it takes: costs, the cap, more warm-up. */
+static s1f_status offer_families(const s1f_request *request, const s1f_problem *problem, s1f_search *search)
+{
+    static const uint32_t ours[] = {S1F_OPTION_COSTS, S1F_OPTION_CAP, S1F_OPTION_EXTRA_WARMUP};
+    const s1f_options *given = &request->options;
+    int64_t all = (int64_t)request->stages_per_rank * units_per_stage(problem);
+    const s1f_family_facts *facts;
+    s1f_status status = S1F_OK;
+    for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
+        int is_auto = facts == &s1f_family_auto.facts;
+        for (uint32_t set = 0; set < 8 && !is_auto && status == S1F_OK; set++) {
+            s1f_options options = {0};
+            uint32_t asked = 0;
+            for (int bit = 0; bit < 3; bit++)
+                asked |= set >> bit & 1 ? ours[bit] : 0;
+            if ((asked & facts->options) != asked || (asked & S1F_OPTION_COSTS && given->forward_costs == NULL))
+                continue;
+            if (asked & S1F_OPTION_COSTS) {
+                options.forward_costs = given->forward_costs;
+                options.input_costs = given->input_costs;
+                options.weight_costs = given->weight_costs;
+            }
+            if (asked & S1F_OPTION_CAP)
+                options.cap = given->cap != 0 ? given->cap : all;
+            options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
+            status = offer_named(request, problem, search, facts->name, &options);
+        }
+    }
+    return status;
+}
+
+/* -- the family ---------------------------------------------------------------------------------------------------- */
+
+static void free_problem(owned_problem *own)
+{
+    free(own->cap_bytes);
+    free(own->unit_bytes);
+    free(own->ones);
+    free(own->rank_of_stage);
+}
+
+/* A cap in units is one in bytes where each unit takes one. */
+static s1f_status create_problem(const s1f_request *request, s1f_placement *placement, owned_problem *own)
+{
+    const s1f_options *options = &request->options;
+    int32_t P = request->num_ranks, S = P * request->stages_per_rank;
+    int64_t cells = (int64_t)S * request->num_segments;
+    own->rank_of_stage = malloc((size_t)S * sizeof *own->rank_of_stage);
+    own->ones = malloc((size_t)cells * sizeof *own->ones);
+    own->unit_bytes = malloc((size_t)cells * sizeof *own->unit_bytes);
+    own->cap_bytes = malloc((size_t)P * sizeof *own->cap_bytes);
+    if (own->rank_of_stage == NULL || own->ones == NULL || own->unit_bytes == NULL || own->cap_bytes == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", S);
+    for (int32_t stage = 0; stage < S; stage++)
+        own->rank_of_stage[stage] = placement(P, stage);
+    for (int64_t i = 0; i < cells; i++) {
+        own->ones[i] = 1;
+        own->unit_bytes[i] = options->unit_bytes != NULL ? options->unit_bytes[i] : 1;
+    }
+    for (int32_t rank = 0; rank < P; rank++)
+        own->cap_bytes[rank] = options->cap_bytes != NULL ? options->cap_bytes[rank]
+                               : options->cap != 0        ? options->cap
+                                                          : INT64_MAX;
+    int has_costs = options->forward_costs != NULL;
+    own->problem = (s1f_problem){.num_ranks = P,
+                                 .num_stages = S,
+                                 .num_microbatches = request->num_microbatches,
+                                 .num_segments = request->num_segments,
+                                 .rank_of_stage = own->rank_of_stage,
+                                 .seconds = {has_costs ? options->forward_costs : own->ones,
+                                             has_costs ? options->input_costs : own->ones,
+                                             has_costs ? options->weight_costs : own->ones},
+                                 .transfer = options->transfer,
+                                 .unit_bytes = own->unit_bytes,
+                                 .cap_bytes = own->cap_bytes};
+    return S1F_OK;
+}
+
+static s1f_status build_placed(const s1f_request *request, s1f_placement *placement, double *makespan,
+                               s1f_schedule **out)
+{
+    owned_problem own = {{0}, NULL, NULL, NULL, NULL};
+    s1f_search *search = NULL;
+    s1f_schedule *schedule = NULL;
+    s1f_status status = create_problem(request, placement, &own);
+    if (status != S1F_OK || (status = s1f_search_create(&own.problem, &search)) != S1F_OK ||
+        (status = offer_families(request, &own.problem, search)) != S1F_OK ||
+        (status = offer_lists(&own.problem, search)) != S1F_OK)
+        goto done;
+    s1f_search_run(search);
+    *makespan = s1f_search_makespan(search);
+    if (isinf(*makespan))
+        status = s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
+    else if ((status = s1f_schedule_place(request, placement, &schedule)) == S1F_OK)
+        status = s1f_search_take(search, schedule);
+    if (status == S1F_OK) {
+        *out = schedule;
+        schedule = NULL;
+    }
+
+done:
+    s1f_schedule_free(schedule);
+    s1f_search_free(search);
+    free_problem(&own);
+    return status;
+}
+
+/* The first rank whose cap in bytes is below one micro-batch, and how much that is; 0: none. */
+static int find_short_rank(const s1f_request *request, s1f_placement *placement, int32_t *rank, int64_t *least)
+{
+    const s1f_options *options = &request->options;
+    int32_t P = request->num_ranks, k = request->num_segments;
+    for (*rank = 0; options->cap_bytes != NULL && *rank < P; ++*rank) {
+        *least = 0;
+        for (int32_t stage = 0; stage < P * request->stages_per_rank; stage++)
+            for (int32_t s = 0; s < k && placement(P, stage) == *rank; s++)
+                *least += options->unit_bytes[(int64_t)stage * k + s];
+        if (options->cap_bytes[*rank] < *least)
+            return 1;
+    }
+    return 0;
+}
+
+/* Whether the request allows a placement and its cap has room in it. With v = 1 both are one, the loop. */
+static int may_place(const s1f_request *request, int32_t placement)
+{
+    int32_t wanted = request->stages_per_rank == 1 ? S1F_PLACEMENT_LOOP : request->options.placement, rank;
+    int64_t least;
+    return (wanted == 0 || wanted == placement) &&
+           !find_short_rank(request, placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &rank,
+                            &least);
+}
+
+/* Where the placement is left open, the shorter of both; the V among equals, whose turns need no transfer. */
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
+{
+    double in_v = INFINITY, in_loop = INFINITY;
+    s1f_schedule *v = NULL, *loop = NULL;
+    s1f_status status = S1F_OK;
+    if (may_place(request, S1F_PLACEMENT_V))
+        status = build_placed(request, s1f_placement_wave, &in_v, &v);
+    if (status == S1F_OK && may_place(request, S1F_PLACEMENT_LOOP))
+        status = build_placed(request, s1f_placement_loop, &in_loop, &loop);
+    if (status == S1F_OK) {
+        *out = in_v <= in_loop ? v : loop;
+        *(in_v <= in_loop ? &v : &loop) = NULL;
+    }
+    s1f_schedule_free(loop);
+    s1f_schedule_free(v);
+    return status;
+}
+
+static const char *broken_rule(const s1f_request *request)
+{
+    static _Thread_local char text[RULE_TEXT_BYTES];
+    int32_t rank;
+    int64_t least;
+    int64_t cells = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    if (cells * request->num_microbatches > INT32_MAX / S1F_SPLIT_PASSES)
+        return "3 P v M k < 2^31";
+    if (request->options.cap != 0 && request->options.cap < cells / request->num_ranks)
+        return "cap >= v k";
+    if (may_place(request, S1F_PLACEMENT_V) || may_place(request, S1F_PLACEMENT_LOOP))
+        return NULL;
+    int is_loop = request->stages_per_rank == 1 || request->options.placement == S1F_PLACEMENT_LOOP;
+    find_short_rank(request, is_loop ? s1f_placement_loop : s1f_placement_wave, &rank, &least);
+    snprintf(text, sizeof text, "cap_bytes >= %lld on rank %d", (long long)least, rank);
+    return text;
+}
+
+const s1f_family s1f_family_auto = {
+    .facts = {.name = "auto",
+              .description = "the shortest order found for the given costs, transfers and memory",
+              .source = "list scheduling and a search from the families here",
+              .validity = "3 P v M k < 2^31",
+              .stages_per_rank = 1,
+              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT |
+                         S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES},
+    .broken_rule = broken_rule,
+    .build = build,
+};

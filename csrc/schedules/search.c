@@ -1,0 +1,543 @@
+/* search.c - times orders of one problem and moves units of their critical paths. */
+#include "search.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    NUM_STARTS = 4,       /* orders that are improved, the shortest first */
+    MOST_STEPS = 20000,   /* of each; small problems settle within */
+    MOST_TIMED = 8000000, /* units timed for each: some tenths of a second */
+    HISTORY = 250         /* steps back whose makespan a new one may reach again */
+};
+static const double SLACK = 1e-9;        /* of the makespan: sums in another order */
+static const double HISTORY_RISE = 1.01; /* how much longer than its start a search may begin to go */
+
+typedef struct {
+    double makespan;
+    int32_t *order;
+} start;
+
+typedef struct {
+    double *start, *end; /* [id] seconds */
+} times;
+
+struct s1f_search {
+    const s1f_problem *problem;
+    int32_t num_units;
+    double bound;   /* no order takes less */
+    double *work;   /* [rank] seconds of its units */
+    int32_t *first; /* [rank + 1]: where the units of a rank begin in an order */
+
+    s1f_unit *units; /* [id] */
+    int32_t *rank;   /* [id] */
+    int32_t *source; /* [id] of the unit of a neighbouring stage that it waits for, -1: none */
+    int32_t *target; /* [id] of the one that waits for it */
+    double *lag;     /* [id] from its source to it */
+    double *seconds, *tail;
+    int64_t *bytes; /* [id] W: negative, freed at its end */
+
+    int32_t *order; /* ids, rank by rank */
+    int32_t *place; /* [id]: its index in the order */
+    int64_t *live;  /* [index]: bytes of the rank before that unit */
+    int32_t *count; /* [rank] units of a start that is being written */
+    int is_broken;  /* it names a unit that does not exist, or one too many */
+    times now, trial;
+
+    int32_t *at, *awaited, *stack; /* [rank] while times are taken */
+    double *rank_free, *rank_left;
+
+    uint64_t random;
+    double history[HISTORY];
+    int32_t num_starts;
+    start starts[NUM_STARTS + 1]; /* shortest first; the last one is for writing */
+};
+
+/* -- the problem --------------------------------------------------------------------------------------------------- */
+
+static double lag_between(const s1f_problem *p, int32_t stage, int32_t other)
+{
+    return p->rank_of_stage[stage] == p->rank_of_stage[other] ? 0 : p->transfer;
+}
+
+void s1f_problem_tails(const s1f_problem *p, double *tails)
+{
+    int32_t S = p->num_stages, k = p->num_segments;
+    int64_t cells = (int64_t)S * k;
+    double *forward = tails, *input = tails + cells, *weight = tails + 2 * cells;
+    for (int32_t stage = 0; stage < S; stage++)
+        for (int32_t s = 0; s < k; s++) {
+            int64_t cell = (int64_t)stage * k + s;
+            weight[cell] = 0;
+            input[cell] = p->seconds[2][cell];
+            if (s > 0)
+                input[cell] = fmax(input[cell], p->seconds[1][cell - 1] + input[cell - 1]);
+            if (stage > 0)
+                input[cell] =
+                    fmax(input[cell], lag_between(p, stage, stage - 1) + p->seconds[1][cell - k] + input[cell - k]);
+        }
+    for (int32_t stage = S - 1; stage >= 0; stage--)
+        for (int32_t s = k - 1; s >= 0; s--) {
+            int64_t cell = (int64_t)stage * k + s;
+            forward[cell] =
+                s == k - 1 ? p->seconds[1][cell] + input[cell] : p->seconds[0][cell + 1] + forward[cell + 1];
+            if (stage + 1 < S)
+                forward[cell] =
+                    fmax(forward[cell], lag_between(p, stage, stage + 1) + p->seconds[0][cell + k] + forward[cell + k]);
+        }
+}
+
+static int32_t split_pass(int32_t pass)
+{
+    return pass == S1F_PASS_FORWARD ? 0 : pass == S1F_PASS_BACKWARD_INPUT ? 1 : 2;
+}
+
+static int32_t id_of(const s1f_search *x, s1f_unit unit)
+{
+    const s1f_problem *p = x->problem;
+    return ((split_pass(unit.pass) * p->num_stages + unit.stage) * p->num_microbatches + unit.microbatch) *
+               p->num_segments +
+           unit.segment;
+}
+
+static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
+{
+    const s1f_problem *p = x->problem;
+    int32_t id = id_of(x, unit), pass = split_pass(unit.pass);
+    int64_t cell = (int64_t)unit.stage * p->num_segments + unit.segment;
+    int64_t cells = (int64_t)p->num_stages * p->num_segments;
+    int32_t before = unit.pass == S1F_PASS_FORWARD ? unit.stage - 1 : unit.stage + 1;
+    s1f_unit source = {unit.pass, before, unit.microbatch, unit.segment};
+    x->units[id] = unit;
+    x->rank[id] = p->rank_of_stage[unit.stage];
+    x->seconds[id] = p->seconds[pass][cell];
+    x->tail[id] = tails[pass * cells + cell];
+    x->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
+    x->work[x->rank[id]] += x->seconds[id];
+    if (unit.pass == S1F_PASS_BACKWARD_WEIGHT || before < 0 || before == p->num_stages)
+        return;
+    x->source[id] = id_of(x, source);
+    x->target[x->source[id]] = id;
+    x->lag[id] = lag_between(p, unit.stage, before);
+}
+
+/* No rank starts before the first unit reaches it, then all its work follows; and one micro-batch goes all the way. */
+static double lower_bound(const s1f_search *x, const double *tails)
+{
+    const s1f_problem *p = x->problem;
+    double head = 0, bound = p->seconds[0][0] + tails[0];
+    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+        int32_t rank = p->rank_of_stage[stage], is_first = 1;
+        for (int32_t earlier = 0; earlier < stage; earlier++)
+            is_first &= p->rank_of_stage[earlier] != rank;
+        if (is_first)
+            bound = fmax(bound, head + x->work[rank]);
+        head += p->seconds[0][(int64_t)stage * p->num_segments];
+        head += stage + 1 < p->num_stages ? lag_between(p, stage, stage + 1) : 0;
+    }
+    return bound;
+}
+
+static void fill(s1f_search *x, const double *tails)
+{
+    static const int32_t passes[] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD_INPUT, S1F_PASS_BACKWARD_WEIGHT};
+    const s1f_problem *p = x->problem;
+    for (int32_t id = 0; id < x->num_units; id++)
+        x->source[id] = x->target[id] = -1;
+    for (int32_t pass = 0; pass < S1F_SPLIT_PASSES; pass++)
+        for (int32_t stage = 0; stage < p->num_stages; stage++)
+            for (int32_t m = 0; m < p->num_microbatches; m++)
+                for (int32_t s = 0; s < p->num_segments; s++)
+                    fill_unit(x, (s1f_unit){passes[pass], stage, m, s}, tails);
+    for (int32_t id = 0; id < x->num_units; id++)
+        x->first[x->rank[id] + 1]++;
+    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+        x->first[rank + 1] += x->first[rank];
+    x->bound = lower_bound(x, tails);
+}
+
+s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
+{
+    size_t P = (size_t)p->num_ranks, cells = (size_t)p->num_stages * (size_t)p->num_segments;
+    size_t N = S1F_SPLIT_PASSES * cells * (size_t)p->num_microbatches;
+    s1f_search *x = calloc(1, sizeof *x);
+    double *tails = malloc(S1F_SPLIT_PASSES * cells * sizeof *tails);
+    int is_short = x == NULL || tails == NULL;
+    if (!is_short) {
+        x->problem = p;
+        x->num_units = (int32_t)N;
+        is_short =
+            (x->work = calloc(P, sizeof *x->work)) == NULL || (x->first = calloc(P + 1, sizeof *x->first)) == NULL ||
+            (x->units = malloc(N * sizeof *x->units)) == NULL || (x->rank = malloc(N * sizeof *x->rank)) == NULL ||
+            (x->source = malloc(N * sizeof *x->source)) == NULL ||
+            (x->target = malloc(N * sizeof *x->target)) == NULL || (x->lag = calloc(N, sizeof *x->lag)) == NULL ||
+            (x->seconds = malloc(N * sizeof *x->seconds)) == NULL || (x->tail = malloc(N * sizeof *x->tail)) == NULL ||
+            (x->bytes = malloc(N * sizeof *x->bytes)) == NULL || (x->order = malloc(N * sizeof *x->order)) == NULL ||
+            (x->place = malloc(N * sizeof *x->place)) == NULL || (x->live = malloc(N * sizeof *x->live)) == NULL ||
+            (x->count = calloc(P, sizeof *x->count)) == NULL || (x->now.start = malloc(N * sizeof(double))) == NULL ||
+            (x->now.end = malloc(N * sizeof(double))) == NULL ||
+            (x->trial.start = malloc(N * sizeof(double))) == NULL ||
+            (x->trial.end = malloc(N * sizeof(double))) == NULL || (x->at = malloc(P * sizeof *x->at)) == NULL ||
+            (x->awaited = malloc(P * sizeof *x->awaited)) == NULL ||
+            (x->stack = malloc(P * sizeof *x->stack)) == NULL ||
+            (x->rank_free = malloc(P * sizeof *x->rank_free)) == NULL ||
+            (x->rank_left = malloc(P * sizeof *x->rank_left)) == NULL;
+        for (int i = 0; i <= NUM_STARTS && !is_short; i++)
+            is_short = (x->starts[i].order = malloc(N * sizeof *x->order)) == NULL;
+    }
+    if (!is_short) {
+        s1f_problem_tails(p, tails);
+        fill(x, tails);
+        *out = x;
+    } else {
+        s1f_search_free(x);
+    }
+    free(tails);
+    return is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N) : S1F_OK;
+}
+
+void s1f_search_free(s1f_search *x)
+{
+    if (x == NULL)
+        return;
+    for (int i = 0; i <= NUM_STARTS; i++)
+        free(x->starts[i].order);
+    free(x->rank_left);
+    free(x->rank_free);
+    free(x->stack);
+    free(x->awaited);
+    free(x->at);
+    free(x->trial.end);
+    free(x->trial.start);
+    free(x->now.end);
+    free(x->now.start);
+    free(x->count);
+    free(x->live);
+    free(x->place);
+    free(x->order);
+    free(x->bytes);
+    free(x->tail);
+    free(x->seconds);
+    free(x->lag);
+    free(x->target);
+    free(x->source);
+    free(x->rank);
+    free(x->units);
+    free(x->first);
+    free(x->work);
+    free(x);
+}
+
+/* -- the time of an order ------------------------------------------------------------------------------------------ */
+
+/* Fills x->trial for x->order. INFINITY where ranks wait for each other, or it is sure to take more than `limit`. */
+static double time_order(s1f_search *x, double limit)
+{
+    int32_t P = x->problem->num_ranks, num_stacked = 0, num_ended = 0;
+    double last = 0;
+    for (int32_t rank = P - 1; rank >= 0; rank--) {
+        x->at[rank] = x->first[rank];
+        x->awaited[rank] = -1;
+        x->rank_free[rank] = 0;
+        x->rank_left[rank] = x->work[rank];
+        x->stack[num_stacked++] = rank;
+    }
+    while (num_stacked > 0) {
+        int32_t rank = x->stack[--num_stacked], i = x->at[rank], behind = x->first[rank + 1];
+        double now = x->rank_free[rank], left = x->rank_left[rank];
+        for (; i < behind; i++) {
+            int32_t id = x->order[i], source = x->source[id], target = x->target[id];
+            x->at[rank] = i;
+            if (source >= 0) {
+                if (x->place[source] >= x->at[x->rank[source]]) {
+                    x->awaited[rank] = source;
+                    break;
+                }
+                now = fmax(now, x->trial.end[source] + x->lag[id]);
+            }
+            x->trial.start[id] = now;
+            now += x->seconds[id];
+            left -= x->seconds[id];
+            if (now + fmax(left, x->tail[id]) > limit)
+                return INFINITY;
+            x->trial.end[id] = now;
+            if (target >= 0 && x->awaited[x->rank[target]] == id) {
+                x->awaited[x->rank[target]] = -1;
+                x->stack[num_stacked++] = x->rank[target];
+            }
+        }
+        x->at[rank] = i;
+        x->rank_free[rank] = now;
+        x->rank_left[rank] = left;
+        if (i == behind) {
+            num_ended++;
+            last = fmax(last, now);
+        }
+    }
+    return num_ended == P ? last : INFINITY;
+}
+
+/* Bytes before each unit of the rank from index `from` up to `to`, whose own bytes follow; 0 where the cap is broken. */
+static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
+{
+    int64_t cap = x->problem->cap_bytes[rank], live = from == x->first[rank] ? 0 : x->live[from];
+    for (int32_t i = from; i <= to; i++) {
+        int64_t bytes = x->bytes[x->order[i]];
+        x->live[i] = live;
+        live += bytes;
+        if (bytes > 0 && live > cap)
+            return 0;
+    }
+    return 1;
+}
+
+/* 1 where the rules, or that equal micro-batches take turns, put a before b whatever their ranks do. */
+static int precedes(s1f_unit a, s1f_unit b)
+{
+    if (a.microbatch > b.microbatch)
+        return 0;
+    if (a.pass == S1F_PASS_FORWARD)
+        return b.pass != S1F_PASS_FORWARD || (a.stage <= b.stage && a.segment <= b.segment);
+    if (a.pass == S1F_PASS_BACKWARD_INPUT)
+        return b.pass != S1F_PASS_FORWARD && a.stage >= b.stage && a.segment >= b.segment;
+    return b.pass == a.pass && a.stage == b.stage && a.segment == b.segment;
+}
+
+/* -- starts -------------------------------------------------------------------------------------------------------- */
+
+void s1f_search_begin(s1f_search *x)
+{
+    memset(x->count, 0, (size_t)x->problem->num_ranks * sizeof *x->count);
+    x->is_broken = 0;
+}
+
+void s1f_search_append(s1f_search *x, s1f_unit unit)
+{
+    if (unit.pass == S1F_PASS_BACKWARD) {
+        unit.pass = S1F_PASS_BACKWARD_INPUT;
+        s1f_search_append(x, unit);
+        unit.pass = S1F_PASS_BACKWARD_WEIGHT;
+    }
+    int32_t rank = x->problem->rank_of_stage[unit.stage], i = x->first[rank] + x->count[rank];
+    x->is_broken |= i >= x->first[rank + 1];
+    if (x->is_broken)
+        return;
+    x->count[rank]++;
+    x->order[i] = id_of(x, unit);
+    x->place[x->order[i]] = i;
+}
+
+/* Whether a unit comes after the one of its stage and micro-batch that must be next before it. */
+static int keeps_rules(const s1f_search *x, int32_t id)
+{
+    s1f_unit before = x->units[id];
+    if (before.pass == S1F_PASS_BACKWARD_WEIGHT)
+        before.pass = S1F_PASS_BACKWARD_INPUT;
+    else if (before.pass == S1F_PASS_BACKWARD_INPUT && before.segment + 1 < x->problem->num_segments)
+        before.segment++;
+    else if (before.pass == S1F_PASS_BACKWARD_INPUT)
+        before.pass = S1F_PASS_FORWARD;
+    else if (before.segment-- == 0)
+        return 1;
+    return x->place[id_of(x, before)] < x->place[id];
+}
+
+/* Each unit once, in an order within each rank that keeps the rules of one stage, and within the cap. */
+static int is_order(s1f_search *x)
+{
+    const s1f_problem *p = x->problem;
+    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+        if (x->is_broken || x->first[rank] + x->count[rank] != x->first[rank + 1])
+            return 0;
+        for (int32_t i = x->first[rank]; i < x->first[rank + 1]; i++)
+            if (x->place[x->order[i]] != i || !keeps_rules(x, x->order[i])) /* else a unit twice, another missing */
+                return 0;
+        if (!count_live(x, rank, x->first[rank], x->first[rank + 1] - 1))
+            return 0;
+    }
+    return 1;
+}
+
+void s1f_search_offer(s1f_search *x)
+{
+    if (!is_order(x))
+        return;
+    double makespan = time_order(x, INFINITY);
+    if (isinf(makespan))
+        return;
+    for (int32_t other = 0; other < x->num_starts; other++)
+        if (fabs(x->starts[other].makespan - makespan) <= SLACK * makespan)
+            return; /* most likely the same order in another guise */
+    start entry = {makespan, x->starts[NUM_STARTS].order};
+    memcpy(entry.order, x->order, (size_t)x->num_units * sizeof *x->order);
+    int32_t i = x->num_starts;
+    if (i < NUM_STARTS)
+        x->starts[NUM_STARTS] = x->starts[x->num_starts++];
+    for (; i > 0 && x->starts[i - 1].makespan > makespan; i--)
+        x->starts[i] = x->starts[i - 1];
+    x->starts[i] = entry;
+}
+
+/* -- search -------------------------------------------------------------------------------------------------------- */
+
+/* 0 .. below - 1. [xorshift64*, Vigna 2016] */
+static int32_t draw(s1f_search *x, int32_t below)
+{
+    x->random ^= x->random >> 12;
+    x->random ^= x->random << 25;
+    x->random ^= x->random >> 27;
+    return (int32_t)((x->random * 2685821657736338717u >> 33) % (uint64_t)below);
+}
+
+static int follows_at_once(const s1f_search *x, int32_t i)
+{
+    return x->now.end[x->order[i - 1]] == x->now.start[x->order[i]];
+}
+
+/* The index of a unit on a random critical path that waits for the one before it on its rank, each with the same
+ * chance; -1: no unit does, and nothing can be gained. */
+static int32_t find_critical(s1f_search *x, double makespan)
+{
+    int32_t rank = draw(x, x->problem->num_ranks), chosen = -1, num_seen = 0;
+    while (x->now.end[x->order[x->first[rank + 1] - 1]] < makespan)
+        rank = rank + 1 < x->problem->num_ranks ? rank + 1 : 0;
+    int32_t id = x->order[x->first[rank + 1] - 1];
+    for (;;) {
+        int32_t i = x->place[id], source = x->source[id];
+        int on_rank = i > x->first[x->rank[id]] && follows_at_once(x, i);
+        int from_source = source >= 0 && x->now.end[source] + x->lag[id] == x->now.start[id];
+        if (on_rank && !(from_source && draw(x, 2))) {
+            if (draw(x, ++num_seen) == 0)
+                chosen = i;
+            id = x->order[i - 1];
+        } else if (from_source) {
+            id = source;
+        } else {
+            return chosen;
+        }
+    }
+}
+
+/* Moves the unit at index `from` to index `to`, those between by one. */
+static void move(s1f_search *x, int32_t from, int32_t to)
+{
+    int32_t id = x->order[from], step = from < to ? 1 : -1;
+    for (int32_t i = from; i != to; i += step) {
+        x->order[i] = x->order[i + step];
+        x->place[x->order[i]] = i;
+    }
+    x->order[to] = id;
+    x->place[id] = to;
+}
+
+/* How far from index `from` towards `to` a unit may go without passing one that it must follow or precede. */
+static int32_t reach(const s1f_search *x, int32_t from, int32_t to)
+{
+    s1f_unit unit = x->units[x->order[from]];
+    int32_t step = from < to ? 1 : -1, i = from;
+    for (; i != to; i += step) {
+        s1f_unit other = x->units[x->order[i + step]];
+        if (step > 0 ? precedes(unit, other) : precedes(other, unit))
+            break;
+    }
+    return i;
+}
+
+/* A move of one of two units that follow each other on a critical path: past the other, to the end of their busy block,
+ * or anywhere between. *from == *to where a rule stands against it. */
+static void draw_move(s1f_search *x, int32_t i, int32_t *from, int32_t *to)
+{
+    int32_t rank = x->rank[x->order[i]], last = i, way = draw(x, 6);
+    if (way < 3) {
+        *from = i;
+        for (last = i - 1; last > x->first[rank] && follows_at_once(x, last);)
+            last--;
+        *to = way == 0 ? i - 1 : way == 1 ? last : last + draw(x, i - last);
+    } else {
+        *from = i - 1;
+        while (last + 1 < x->first[rank + 1] && follows_at_once(x, last + 1))
+            last++;
+        *to = way == 3 ? i : way == 4 ? last : i + draw(x, last - i + 1);
+    }
+    *to = reach(x, *from, *to);
+}
+
+/* Tries one move from x->order, whose times are x->now; the makespan after it, `current` where it was taken back. */
+static double step(s1f_search *x, double current, double limit)
+{
+    int32_t i = find_critical(x, current), from, to;
+    if (i < 0)
+        return current;
+    draw_move(x, i, &from, &to);
+    if (from == to)
+        return current;
+    int32_t rank = x->rank[x->order[from]], low = from < to ? from : to, high = from < to ? to : from;
+    move(x, from, to);
+    double makespan = count_live(x, rank, low, high) ? time_order(x, limit) : INFINITY;
+    if (isinf(makespan)) {
+        move(x, to, from);
+        count_live(x, rank, low, high);
+        return current;
+    }
+    times before = x->now;
+    x->now = x->trial;
+    x->trial = before;
+    return makespan;
+}
+
+/* Late acceptance: a step stays where it is no longer than the order before it or the one HISTORY steps back. */
+static void improve(s1f_search *x, start *best)
+{
+    const s1f_problem *p = x->problem;
+    double current = best->makespan, slack = SLACK * current;
+    int64_t most = MOST_TIMED / x->num_units;
+    memcpy(x->order, best->order, (size_t)x->num_units * sizeof *x->order);
+    for (int32_t i = 0; i < x->num_units; i++)
+        x->place[x->order[i]] = i;
+    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+        count_live(x, rank, x->first[rank], x->first[rank + 1] - 1);
+    time_order(x, INFINITY);
+    times before = x->now;
+    x->now = x->trial;
+    x->trial = before;
+    for (int i = 0; i < HISTORY; i++)
+        x->history[i] = current * HISTORY_RISE;
+    for (int64_t i = 0; i < most && i < MOST_STEPS && best->makespan > x->bound + slack; i++) {
+        double *late = &x->history[i % HISTORY];
+        current = step(x, current, fmax(current, *late) + slack);
+        *late = fmin(*late, current);
+        if (current < best->makespan - slack) {
+            memcpy(best->order, x->order, (size_t)x->num_units * sizeof *x->order);
+            best->makespan = current;
+        }
+    }
+}
+
+void s1f_search_run(s1f_search *x)
+{
+    x->random = 88172645463325252u; /* anything but 0 */
+    for (int32_t i = 0; i < x->num_starts && s1f_search_makespan(x) > x->bound * (1 + SLACK); i++)
+        improve(x, &x->starts[i]);
+}
+
+static const start *shortest(const s1f_search *x)
+{
+    const start *best = &x->starts[0];
+    for (int32_t i = 1; i < x->num_starts; i++)
+        best = x->starts[i].makespan < best->makespan ? &x->starts[i] : best;
+    return best;
+}
+
+double s1f_search_makespan(const s1f_search *x)
+{
+    return x->num_starts > 0 ? shortest(x)->makespan : INFINITY;
+}
+
+s1f_status s1f_search_take(const s1f_search *x, s1f_schedule *schedule)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t i = 0; i < x->num_units && status == S1F_OK; i++)
+        status = s1f_schedule_append(schedule, x->units[shortest(x)->order[i]]);
+    return status;
+}

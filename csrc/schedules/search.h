@@ -1,0 +1,49 @@
+/* search.h - how long an order takes, and a bounded search for a shorter one.
+ *
+ * Backward is split here; a B counts as I, then W. A unit waits for at most two others: the one before it on its rank
+ * and one of a neighbouring stage. All other rules of check.h, and the cap, are a matter of order within a rank. So an
+ * order is one list of units per rank, its time one pass over them, and a step of the search moves one unit within a
+ * list: a unit of a critical path, as only that can shorten it [van Laarhoven, Aarts, Lenstra 1992], to before or after
+ * others of its busy block [Dell'Amico, Trubian 1993]; late acceptance decides whether the step stays [Burke, Bykov
+ * 2017]. Random numbers are ours and start alike: the same problem gives the same order everywhere. */
+#ifndef S1F_SEARCH_H
+#define S1F_SEARCH_H
+
+#include "../schedule.h"
+
+enum { S1F_SPLIT_PASSES = 3 }; /* F, I, W; tables by pass have them in this order */
+
+/* All borrowed. */
+typedef struct {
+    int32_t num_ranks, num_stages, num_microbatches, num_segments;
+    const int32_t *rank_of_stage;
+    const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][segment] */
+    double transfer;                         /* seconds between two ranks */
+    const int64_t *unit_bytes;               /* [stage][segment]: held from the start of F to the end of W */
+    const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
+} s1f_problem;
+
+/* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][segment]. */
+void s1f_problem_tails(const s1f_problem *problem, double *tails);
+
+typedef struct s1f_search s1f_search; /* opaque */
+
+/* Fewest units that a search can hold: 3 per (stage, micro-batch, segment), at most INT32_MAX. S1F_ERR_MEMORY.
+ * *out is owned by the caller and untouched on error. The problem is borrowed until the search is freed. */
+s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out);
+void s1f_search_free(s1f_search *search); /* NULL is fine */
+
+/* A start, written unit by unit, each to the end of its rank's list: begin, append, offer. Offer forgets it unless it
+ * is complete, keeps the cap and the order of passes, and is one of the shortest. */
+void s1f_search_begin(s1f_search *search);
+void s1f_search_append(s1f_search *search, s1f_unit unit);
+void s1f_search_offer(s1f_search *search);
+
+/* Improves the starts within a fixed number of steps and units timed; ends early at a lower bound. */
+void s1f_search_run(s1f_search *search);
+/* Seconds of the shortest order so far; INFINITY: none. */
+double s1f_search_makespan(const s1f_search *search);
+/* Appends the shortest order, of which there is one, to an empty schedule with the problem's counts and placement. */
+s1f_status s1f_search_take(const s1f_search *search, s1f_schedule *schedule);
+
+#endif

@@ -1,0 +1,198 @@
+"""Does ``auto`` keep the rules and its cap, and is it never longer than a named family?
+
+Times are ``Schedule.simulate``'s, with a place for every message. How far it is from the shortest order there is:
+``test_exact.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from exact_cases import costs_of_7b
+
+from seq1f1b import Schedule, ScheduleError, build_schedule
+from seq1f1b.schedule import families
+
+AUTO = next(family for family in families() if family.name == "auto")
+
+
+def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
+    forward, inputs, weight = options.get("costs", (1, 1, 1))
+    if isinstance(forward, list):
+        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
+    else:
+        backward = inputs + weight
+    places = schedule.num_microbatches * schedule.num_segments
+    return schedule.simulate(forward, backward, weight, options.get("transfer", 0), prefetch=places).makespan
+
+
+def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
+    """Of every other family, with the options that it takes: all of them, or none."""
+    for family in families():
+        if family.name == "auto":
+            continue
+        taken = {name: options[name] for name in family.options if name in options}
+        for given in ({}, taken) if taken else ({},):
+            if family.broken_rule(**counts, options=given) is None:
+                yield family.name, build_schedule(family.name, **counts, options=given)
+
+
+def best_named(counts: dict[str, int], options: dict[str, Any]) -> tuple[float, str]:
+    found = [
+        (makespan(schedule, options), name)
+        for name, schedule in named_orders(counts, options)
+        if max(schedule.simulate().peak) <= options.get("cap", 10**9)
+    ]
+    return min(found, default=(float("inf"), "none"))
+
+
+def random_problem(rng: random.Random) -> tuple[dict[str, int], dict[str, Any]]:
+    P, M, k, v = rng.randint(1, 5), rng.randint(1, 8), rng.randint(1, 3), rng.randint(1, 3)
+    base = rng.choice([(1, 1, 1), (10, 21, 3), (1, 0.9, 0), (2, 3, 4)])
+    costs = [[[rng.uniform(0.5, 1.5) * c for _ in range(k)] for _ in range(P * v)] for c in base]
+    options: dict[str, Any] = {"costs": costs, "transfer": rng.choice([0, 0.25, 2]) * base[0]}
+    if rng.random() < 0.7:
+        options["cap"] = v * k + rng.randint(0, v * k * (M - 1))
+    if rng.random() < 0.7:
+        options["placement"] = rng.choice(["loop", "v"])
+    return {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}, options
+
+
+def test_random_problems() -> None:
+    """Rules, cap, placement; and no named order under the same cap is shorter."""
+    rng = random.Random(5)
+    named = 0
+    for _ in range(60):
+        counts, options = random_problem(rng)
+        schedule = build_schedule("auto", **counts, options=options)
+        schedule.check(max_live_units=options.get("cap"))
+        P, S = counts["num_ranks"], counts["num_ranks"] * counts["stages_per_rank"]
+        loop, wave = ([s % P for s in range(S)], [min(s % (2 * P), 2 * P - 1 - s % (2 * P)) for s in range(S)])
+        expected = {"loop": [loop], "v": [wave]}.get(options.get("placement", ""), [loop, wave])
+        assert list(schedule.rank_of_stage) in expected
+        taken = makespan(schedule, options)
+        for name, other in named_orders(counts, options):
+            if list(other.rank_of_stage) in expected and max(other.simulate().peak) <= options.get("cap", 10**9):
+                assert taken <= makespan(other, options) * (1 + 1e-9), (counts, options, name)
+                named += 1
+    assert named > 100
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("name", ["10, 21, 3", "32k", "128k"])
+def test_never_longer_than_the_best_named_order_in_its_memory(name: str, k: int) -> None:
+    """P 4, M 8, one or two stages per rank, under the memory of each family in turn."""
+    P, M = 4, 8
+    for v in (1, 2):
+        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+        rows, _ = (
+            ([[10.0] * k, [21.0] * k, [3.0] * k], None)
+            if name == "10, 21, 3"
+            else costs_of_7b({"32k": 32768, "128k": 131072}[name], k)
+        )
+        options: dict[str, Any] = {"costs": [[row] * (P * v) for row in rows]}
+        caps = sorted({max(schedule.simulate().peak) for _, schedule in named_orders(counts, options)})
+        for cap in caps:
+            capped = options | {"cap": cap}
+            best, family = best_named(counts, capped)
+            schedule = build_schedule("auto", **counts, options=capped)
+            schedule.check(max_live_units=cap)
+            assert makespan(schedule, capped) <= best * (1 + 1e-9), (v, cap, family)
+
+
+def test_optimal_where_that_is_proved() -> None:
+    """P 4 in a V, F = I = W = 1/2: makespans that the exact solver has proved (units of the cap are half as large)."""
+    for M, cap, optimum in ((8, 6, 26.5), (8, 4, 29.5), (4, 8, 13.5), (4, 6, 14.5)):
+        options = {"costs": (0.5, 0.5, 0.5), "cap": cap, "placement": "v"}
+        schedule = build_schedule("auto", num_ranks=4, num_microbatches=M, stages_per_rank=2, options=options)
+        schedule.check(max_live_units=cap)
+        assert makespan(schedule, options) == optimum, (M, cap)
+
+
+def test_caps_in_bytes() -> None:
+    """Segments of unequal bytes on ranks of unequal memory."""
+    sizes, cap = [[7, 4, 2]] * 4, [20, 13, 27, 16]
+    counts = {"num_ranks": 4, "num_microbatches": 5, "num_segments": 3}
+    options = {"unit_bytes": sizes, "cap_bytes": cap}
+    simulation = build_schedule("auto", **counts, options=options).simulate(unit_bytes=sizes)
+    assert simulation.peak_bytes is not None
+    assert all(peak <= most for peak, most in zip(simulation.peak_bytes, cap, strict=True))
+    assert simulation.peak_bytes[1] == 13  # no rank can do with less than one micro-batch
+    ones = {"unit_bytes": 1, "cap_bytes": 5}
+    assert build_schedule("auto", **counts, options=ones) == build_schedule("auto", **counts, options={"cap": 5})
+
+
+def test_the_same_problem_gives_the_same_order() -> None:
+    rng = random.Random(7)
+    for _ in range(5):
+        counts, options = random_problem(rng)
+        first, second = (build_schedule("auto", **counts, options=options) for _ in range(2))
+        assert first == second and first.rank_of_stage == second.rank_of_stage
+
+
+def test_more_memory_and_faster_links_help() -> None:
+    """P 4, M 8: not a rule of such searches, but so here."""
+    counts = {"num_ranks": 4, "num_microbatches": 8, "stages_per_rank": 2}
+    table = [
+        [
+            makespan(build_schedule("auto", **counts, options=options), options)
+            for cap in (2, 4, 6, 8)
+            for options in [{"costs": (10, 21, 3), "transfer": transfer, "cap": cap, "placement": "v"}]
+        ]
+        for transfer in (0, 2.5, 5)
+    ]
+    assert all(a >= b for row in table for a, b in itertools.pairwise(row)), table
+    assert all(a <= b for rows in itertools.pairwise(table) for a, b in zip(*rows, strict=True)), table
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cap": 3}, ScheduleError, "auto needs cap >= v k: here P = 2 ranks"),
+        (
+            {"unit_bytes": [[3, 2]] * 4, "cap_bytes": [10, 9]},
+            ScheduleError,
+            "auto needs cap_bytes >= 10 on rank 1: here P = 2 ranks",
+        ),
+        ({"unit_bytes": 3}, ValueError, "unit_bytes and cap_bytes go together: give both"),
+        ({"unit_bytes": 3, "cap_bytes": 50, "cap": 9}, ValueError, "are two forms of one cap: give one"),
+        ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes hold -3, must be in 0.."),
+        ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes hold 4611686018427387904, must be in 0.."),
+        ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes hold -50, must be at least 0"),
+        ({"unit_bytes": 3, "cap_bytes": [50]}, ValueError, "cap_bytes holds 1 values, must hold 2"),
+        ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 stages of 2"),
+        ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
+        ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),
+        ({"placement": "w"}, ValueError, "placement is 'w', must be 'loop' or 'v'"),
+        ({"group": 2}, ValueError, "auto takes no option 'group'; it takes cap, costs, transfer, placement"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": 2, "stages_per_rank": 2}
+    with pytest.raises(error, match=message.replace(".", r"\.")):
+        build_schedule("auto", **counts, options=options)
+
+
+def test_broken_rules() -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": 2, "stages_per_rank": 2}
+    assert AUTO.broken_rule(**counts) is None
+    assert AUTO.broken_rule(**counts, options={"cap": 3}) == "cap >= v k"
+    # In a loop rank 0 holds stages 0 and 2, in a V 0 and 3.
+    uneven = {"unit_bytes": [[3, 2], [3, 2], [1, 1], [3, 2]], "cap_bytes": [7, 10]}
+    assert AUTO.broken_rule(**counts, options=uneven) is None
+    assert AUTO.broken_rule(**counts, options=uneven | {"placement": "loop"}) is None
+    assert AUTO.broken_rule(**counts, options=uneven | {"placement": "v"}) == "cap_bytes >= 10 on rank 0"
+    schedule = build_schedule("auto", **counts, options=uneven)
+    assert schedule.rank_of_stage == (0, 1, 0, 1)
+    assert AUTO.broken_rule(num_ranks=2**10, num_microbatches=2**10, num_segments=2**10) == "3 P v M k < 2^31"
+
+
+@pytest.mark.parametrize("option", ["transfer", "placement", "unit_bytes", "cap_bytes"])
+def test_options_of_another_type(option: str) -> None:
+    options = {"unit_bytes": 1, "cap_bytes": 9} | {option: object()}
+    with pytest.raises(TypeError):
+        build_schedule("auto", num_ranks=2, num_microbatches=3, options=options)
