@@ -258,9 +258,10 @@ static s1f_status check_model(const s1f_model_shape *model)
     s1f_status status;
     if ((status = check_least("hidden", model->hidden, 1)) || (status = check_least("layers", model->layers, 1)) ||
         (status = check_least("heads", model->heads, 1)) || (status = check_least("kv_heads", model->kv_heads, 1)) ||
-        (status = check_least("ffn", model->ffn, 0)) || (status = check_least("vocab", model->vocab, 0)))
+        (status = check_least("ffn", model->ffn, 0)) || (status = check_least("vocab", model->vocab, 0)) ||
+        (status = check_least("head_dim", model->head_dim, 0)))
         return status;
-    if (model->hidden % model->heads != 0)
+    if (model->head_dim == 0 && model->hidden % model->heads != 0)
         return s1f_fail(S1F_ERR_ARG, "model heads is %lld, must divide hidden %lld", (long long)model->heads,
                         (long long)model->hidden);
     if (model->heads % model->kv_heads != 0)
@@ -271,12 +272,13 @@ static s1f_status check_model(const s1f_model_shape *model)
 
 static flop_cost flop_cost_of(const s1f_model_shape *model)
 {
-    double h = (double)model->hidden, layers = (double)model->layers;
-    double kv_width = h / (double)model->heads * (double)model->kv_heads;
-    double projections = 4 * h * h + 4 * h * kv_width + 6 * h * (double)model->ffn;
+    double h = (double)model->hidden, layers = (double)model->layers, heads = (double)model->heads;
+    double head_dim = model->head_dim == 0 ? h / heads : (double)model->head_dim;
+    double q_width = heads * head_dim, kv_width = (double)model->kv_heads * head_dim;
+    double projections = 4 * h * q_width + 4 * h * kv_width + 6 * h * (double)model->ffn;
     flop_cost cost = {
         .linear = layers * projections + 2 * h * (double)model->vocab,
-        .quadratic = layers * 2 * h, /* 4 h per pair of tokens; t (t + 1) / 2 pairs among the first t */
+        .quadratic = layers * 2 * q_width, /* 4 q per pair of tokens; t (t + 1) / 2 pairs among the first t */
     };
     return cost;
 }

@@ -25,21 +25,22 @@
 #define S1F_MAX_SEQUENCE_LENGTH ((int64_t)1 << 40) /* tokens */
 
 /* A decoder with grouped-query attention and a gated (SwiGLU) feed-forward of three matrices. A plain two-matrix
- * feed-forward of width f counts as ffn = 2 f / 3. Head size is hidden / heads. */
+ * feed-forward of width f counts as ffn = 2 f / 3, a mixture of experts as the width of those that one token visits. */
 typedef struct {
     int64_t hidden, layers;
     int64_t heads, kv_heads;
-    int64_t ffn;   /* inner width; 0: none */
-    int64_t vocab; /* words of the output head; 0: none */
+    int64_t ffn;      /* inner width; 0: none */
+    int64_t vocab;    /* words of the output head; 0: none */
+    int64_t head_dim; /* 0: hidden / heads */
 } s1f_model_shape;
 
 /* Forward floating-point operations of tokens [begin, end) attending causally to [0, end), n = end - begin:
- *   n * (layers * (4 h h + 4 h h kv_heads / heads + 6 h ffn) + 2 h vocab)   q and output, k and v, SwiGLU, head
- *   + layers * 4 h * sum of (t + 1) over t in [begin, end)                  scores and weighted values
- * with h = hidden. The backward pass is twice that for every token, so it does not move the partition. Norms, rotary
- * positions and the embedding look-up are left out.
- * S1F_ERR_ARG if a count is below its least, kv_heads does not divide heads or heads hidden, or not
- * 0 <= begin <= end <= 2^40. */
+ *   n * (layers * (4 h q + 4 h q kv_heads / heads + 6 h ffn) + 2 h vocab)   q and output, k and v, SwiGLU, head
+ *   + layers * 4 q * sum of (t + 1) over t in [begin, end)                  scores and weighted values
+ * with h = hidden, q = heads * head_dim. The backward pass is twice that for every token, so it does not move the
+ * partition. Norms, rotary positions, the router of experts and the embedding look-up are left out.
+ * S1F_ERR_ARG if a count is below its least, kv_heads does not divide heads, heads does not divide hidden where head_dim
+ * is 0, or not 0 <= begin <= end <= 2^40. */
 s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t end, double *flops);
 
 /* Equal lengths: segments differ by at most one unit of multiple_of, the longer ones first. */

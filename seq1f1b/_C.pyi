@@ -14,7 +14,7 @@ class PipelineError(RuntimeError):
 
 # ---- partition.c
 
-_ModelShape = tuple[int, int, int, int, int, int]
+_ModelShape = tuple[int, int, int, int, int, int, int]
 
 def partition_even(seq_len: int, num_segments: int, multiple_of: int, /) -> list[int]: ...
 def partition_flops(

@@ -13,8 +13,13 @@ __all__ = ["ModelShape", "check_segment_sizes", "partition_sequence"]
 class ModelShape(NamedTuple):
     """What the cost of a token depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
 
-    ``ffn`` is the inner width of three matrices (a plain two-matrix feed-forward of width f counts as 2 f / 3),
-    ``vocab`` the words of the output head; both may be 0. The head size is ``hidden / heads``.
+    Attributes:
+        ffn: inner width of three matrices (a plain two-matrix feed-forward of width f counts as 2 f / 3), of one expert
+            where there are several; 0: none.
+        vocab: words of the embedding and of the output head; 0: neither.
+        head_dim: size of a head; 0: ``hidden / heads``.
+        experts, experts_per_token: feed-forwards of a layer, and those that a token visits.
+        tied: the head is the embedding; a pipeline of several ranks still holds both.
     """
 
     hidden: int
@@ -23,13 +28,26 @@ class ModelShape(NamedTuple):
     kv_heads: int
     ffn: int
     vocab: int
+    head_dim: int = 0
+    experts: int = 1
+    experts_per_token: int = 1
+    tied: bool = False
 
     def flops(self, begin: int, end: int) -> float:
         """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
 
         The formula stands in ``csrc/partition.h``; a backward pass costs twice as much at every position.
         """
-        return _core.model_flops(self, begin, end)
+        return _core.model_flops(_token_shape(self), begin, end)
+
+
+def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
+    """What one token meets of the model, as the core reads it."""
+    if not 1 <= model.experts_per_token <= model.experts:
+        raise ValueError(
+            f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"
+        )
+    return (*model[:4], model.ffn * model.experts_per_token, model.vocab, model.head_dim)
 
 
 def partition_sequence(
@@ -69,7 +87,7 @@ def partition_sequence(
         if (value is None) == (needs[strategy] == name):
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}=")
     if model is not None:
-        return _core.partition_flops(seq_len, num_segments, model, mix, multiple_of)
+        return _core.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
     if costs is not None:
         return _core.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
     return _core.partition_even(seq_len, num_segments, multiple_of)

@@ -73,13 +73,14 @@ static PyObject *partition_even(PyObject *module, PyObject *args)
     return finish_sizes(s1f_partition_even(seq_len, num_segments, multiple_of, sizes), sizes, num_segments);
 }
 
-#define MODEL_FORMAT "(O&O&O&O&O&O&)"
+#define MODEL_FORMAT "(O&O&O&O&O&O&O&)"
 #define MODEL_ARGUMENTS(model)                                                                                         \
     to_int64, &(model).hidden, to_int64, &(model).layers, to_int64, &(model).heads, to_int64, &(model).kv_heads,       \
-        to_int64, &(model).ffn, to_int64, &(model).vocab
+        to_int64, &(model).ffn, to_int64, &(model).vocab, to_int64, &(model).head_dim
 
-PyDoc_STRVAR(partition_flops_doc, "partition_flops(seq_len, num_segments, model, mix, multiple_of, /)\n--\n\n"
-                                  "Sizes of equal FLOPs; model is (hidden, layers, heads, kv_heads, ffn, vocab).");
+PyDoc_STRVAR(partition_flops_doc,
+             "partition_flops(seq_len, num_segments, model, mix, multiple_of, /)\n--\n\n"
+             "Sizes of equal FLOPs; model: hidden, layers, heads, kv_heads, ffn, vocab, head_dim.");
 
 static PyObject *partition_flops(PyObject *module, PyObject *args)
 {

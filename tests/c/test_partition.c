@@ -64,7 +64,7 @@ static void test_profiled_is_optimal(void)
 
 static void test_longest_sequence(void)
 {
-    s1f_model_shape model = {1 << 16, 1000, 512, 8, 1 << 18, 1 << 20};
+    s1f_model_shape model = {1 << 16, 1000, 512, 8, 1 << 18, 1 << 20, 0};
     int64_t sizes[64];
     CHECK_STATUS(s1f_partition_flops(S1F_MAX_SEQUENCE_LENGTH, 64, &model, 1.0, 128, sizes), S1F_OK, "");
     CHECK_STATUS(s1f_partition_check(sizes, 64, S1F_MAX_SEQUENCE_LENGTH), S1F_OK, "");
@@ -84,7 +84,7 @@ static void test_longest_sequence(void)
 
 static void test_errors_leave_sizes_alone(void)
 {
-    s1f_model_shape model = {64, 2, 4, 2, 128, 100}, odd_heads = {64, 2, 6, 2, 128, 100};
+    s1f_model_shape model = {64, 2, 4, 2, 128, 100, 0}, odd_heads = {64, 2, 6, 2, 128, 100, 0};
     double costs[2] = {1, NAN}, zeros[2] = {0, 0};
     int64_t sizes[2] = {-7, -7};
     CHECK_STATUS(s1f_partition_even(0, 1, 1, sizes), S1F_ERR_ARG, "seq_len is 0");

@@ -1,0 +1,551 @@
+"""What a unit costs: seconds and bytes of F, I and W of every (stage, segment), from a model's shape and a machine.
+
+Presets are data files: ``data/models`` holds shapes, ``data/hardware`` machines. Every number of a machine has its
+source beside it, and a range where it is not certain; what a machine does not state comes from ``default.json``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from seq1f1b import _core
+from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.schedule import Schedule
+
+__all__ = ["CostModel", "Hardware", "Layout", "RankBytes", "UnitSeconds", "load_hardware", "load_model", "presets"]
+
+RECOMPUTE = ("none", "ffn", "full")
+"""What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
+
+_ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what joins it to others. Rates per second, in FLOP and bytes; times in seconds.
+
+    Attributes:
+        memory: bytes of a device. peak: rate of matrix products in the training dtype. bandwidth: of its memory.
+        node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
+        link_efficiency: share of a link's rate that messages and collectives reach.
+        linear_efficiency, attention_*_efficiency: shares of ``peak``.
+        launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
+        unit_overhead: the engine's own time per unit.
+        split_backward_extra: share by which I + W take longer than B.
+        *_exposed: share of that parallelism's communication that no computation hides.
+        activation_factor: saved activations over the tensors counted here.
+        allocator_reserve: share of what changes during a step that fragments lose. context_bytes: held beside tensors.
+        element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
+        spread: (low, high) of every field that is not certain. sources: where each field comes from.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    bandwidth: float
+    node_size: float
+    inside_bandwidth: float
+    between_bandwidth: float
+    inside_latency: float
+    between_latency: float
+    link_efficiency: float
+    linear_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    launch: float
+    forward_kernels: float
+    input_kernels: float
+    weight_kernels: float
+    unit_overhead: float
+    split_backward_extra: float
+    tensor_exposed: float
+    expert_exposed: float
+    data_exposed: float
+    activation_factor: float
+    allocator_reserve: float
+    context_bytes: float
+    element_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid over devices, beside the pipeline.
+
+    Attributes:
+        tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
+            parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
+            ``data`` ones; the optimizer's state is sharded over ``data``.
+        layers: of every stage; None: as even as can be, earlier stages have one more.
+        recompute: one of ``RECOMPUTE``.
+        documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
+        head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
+            all live segments.
+        copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
+            instead of a cache per micro-batch.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    layers: tuple[int, ...] | None = None
+    recompute: str = "none"
+    documents: tuple[int, ...] | None = None
+    head_in_loss: bool = True
+    copies_prefix: bool = False
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of every unit, each [stage][segment]. B takes ``input`` + ``weight``."""
+
+    forward: list[list[float]]
+    input: list[list[float]]
+    weight: list[list[float]]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank at its peak.
+
+    Attributes:
+        static: weights, gradients, optimizer state. activations: of live units, with their logits. kv, kv_gradients:
+            slots of the cache. receive: places of incoming messages. workspace: one unit's own. reserve: the
+            allocator's share, and what is held beside tensors.
+    """
+
+    static: int
+    activations: int
+    kv: int
+    kv_gradients: int
+    receive: int
+    workspace: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+def presets(kind: str) -> tuple[str, ...]:
+    """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
+    folder = resources.files("seq1f1b") / "data" / kind
+    names = sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return tuple(name for name in names if name != "default")
+
+
+def _read(kind: str, name: str) -> dict[str, Any]:
+    """A preset by its name, or any file whose path ends in .json."""
+    if name.endswith(".json"):
+        text = Path(name).read_text()
+    elif name in presets(kind) or name == "default":
+        text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
+    else:
+        raise ValueError(f"there is no preset {name!r} among {kind}: {', '.join(presets(kind))}, or a path to a .json")
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: must hold an object of named fields")
+    return data
+
+
+def load_model(name: str) -> ModelShape:
+    """A shape of ``data/models``, or of a file of the same form.
+
+    Raises:
+        ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field.
+        OSError: the file cannot be read.
+    """
+    data = _read("models", name)
+    data.pop("source", None)
+    return make_model(data, name)
+
+
+def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
+    """A shape from named fields; errors begin with ``name``."""
+    unknown = sorted(set(data) - set(ModelShape._fields))
+    missing = [f for f in ModelShape._fields if f not in data and f not in ModelShape._field_defaults]
+    if unknown or missing:
+        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {ModelShape._fields}")
+    for key, value in data.items():
+        wanted = bool if key == "tied" else int
+        if type(value) is not wanted:
+            raise ValueError(f"{name}: {key} is {value!r}, must be of type {wanted.__name__}")
+    shape = ModelShape(**data)
+    shape.flops(0, 1)  # raises unless the shape is sound
+    return shape
+
+
+def load_hardware(name: str) -> Hardware:
+    """A machine of ``data/hardware``, or of a file of the same form, over the defaults.
+
+    A field is ``{"value": number, "source": text}``, with ``"low"`` and ``"high"`` where it is not certain.
+
+    Raises:
+        ValueError: no such preset; a field that is unknown, missing, not a number, or outside its range.
+        OSError: the file cannot be read.
+    """
+    data = {**_read("hardware", "default"), **_read("hardware", name)}
+    numbers = [f.name for f in fields(Hardware) if f.name not in ("name", "spread", "sources")]
+    unknown, missing = sorted(set(data) - set(numbers)), [f for f in numbers if f not in data]
+    if unknown or missing:
+        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(numbers)}")
+    values, spread, sources = {}, {}, {}
+    for key, entry in data.items():
+        if not isinstance(entry, dict) or not set(entry) <= {"value", "low", "high", "source"} or "value" not in entry:
+            raise ValueError(f'{name}: {key} is {entry!r}, must be {{"value": number, "source": text}}')
+        ends: tuple[Any, ...] = tuple(entry.get(part, entry["value"]) for part in ("low", "value", "high"))
+        low, value, high = ends
+        if not all(type(x) in (int, float) and math.isfinite(x) for x in (low, value, high)):
+            raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
+        if not 0 <= low <= value <= high or (value == 0 and key not in _MAY_BE_ZERO):
+            raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")
+        values[key], sources[key] = float(value), str(entry.get("source", ""))
+        if low < high:
+            spread[key] = (float(low), float(high))
+    return Hardware(name=name, spread=spread, sources=sources, **values)
+
+
+_MAY_BE_ZERO = frozenset(
+    {
+        *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
+        *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes"),
+    }
+)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+class CostModel:
+    """Seconds and bytes of the units of a pipeline.
+
+    One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
+    F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
+    products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
+    and the floor of its kernel launches. The first stage has the embedding (bytes only), the last the head.
+
+    Args:
+        model: a shape; hardware: a machine; layout: degrees and choices.
+        num_ranks, stages_per_rank: of the pipeline. seq_len: tokens of a micro-batch, of which there is one sequence.
+    Raises:
+        ValueError: a degree below 1 or one that does not divide what it shards, layers that do not sum to the model's,
+            documents that do not sum to the sequence, an unknown recompute.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        *,
+        num_ranks: int,
+        seq_len: int,
+        stages_per_rank: int = 1,
+        layout: Layout | None = None,
+    ) -> None:
+        self.model, self.hardware, self.layout = model, hardware, layout or Layout()
+        num_stages = num_ranks * stages_per_rank
+        self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
+        self._check()
+        self.layers = self.layout.layers or tuple(
+            model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
+        )
+        head_dim = model.head_dim or model.hidden // model.heads
+        self._q, self._g = model.heads * head_dim, model.kv_heads * head_dim
+        self._f = model.ffn * model.experts_per_token
+        self._shards = self.layout.tensor * self.layout.context  # of a token's work
+
+    def _check(self) -> None:
+        model, layout = self.model, self.layout
+        model.flops(0, self.seq_len)  # raises unless shape and length are sound
+        if self.num_stages < 1 or self.num_stages > model.layers:
+            raise ValueError(f"there are {self.num_stages} stages, must be in 1..{model.layers}, the model's layers")
+        for name in ("tensor", "context", "expert", "data"):
+            degree = getattr(layout, name)
+            if degree < 1:
+                raise ValueError(f"{name} is {degree}, must be at least 1")
+        for degree, name, whole in (
+            (layout.tensor, "tensor", model.heads),
+            (layout.expert, "expert", model.experts),
+            (layout.expert, "expert", layout.data),
+        ):
+            if whole % degree != 0:
+                raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
+        if layout.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {layout.recompute!r}, must be one of {', '.join(RECOMPUTE)}")
+        if layout.layers is not None and (
+            len(layout.layers) != self.num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
+        ):
+            raise ValueError(
+                f"layers are {list(layout.layers)}: must be {self.num_stages} numbers, one per stage, "
+                f"that sum to the model's {model.layers}"
+            )
+        documents = layout.documents
+        if documents is not None and (sum(documents) != self.seq_len or min(documents, default=0) < 1):
+            raise ValueError(
+                f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {self.seq_len}"
+            )
+
+    # -- seconds
+
+    def pairs(self, begin: int, end: int) -> float:
+        """Pairs of a token of ``[begin, end)`` and a token that it attends to, itself included."""
+        first, pairs = 0, 0.0
+        for length in self.layout.documents or (self.seq_len,):
+            low, high = max(begin - first, 0), min(end - first, length)
+            if low < high:
+                pairs += (high * (high + 1) - low * (low + 1)) / 2
+            first += length
+        return pairs
+
+    def _layer_work(self, begin: int, end: int) -> tuple[float, float, float, float]:
+        """F, I and W of one layer over tokens ``[begin, end)`` and the collectives of F and of I, without floors."""
+        hw, h, tokens = self.hardware, self.model.hidden, (end - begin) / self._shards
+        linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
+        attention, attention_back = self._attention_seconds(begin, end)
+        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
+        traffic = 2 * self._saved_bytes("none") * tokens / hw.bandwidth
+        collectives = self._tensor_seconds(end - begin) + self._expert_seconds(tokens)
+        forward = linear + attention + traffic
+        again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
+        back = linear + attention_back + 1.5 * traffic + again[self.layout.recompute]
+        return forward, back, linear, collectives
+
+    def _attention_seconds(self, begin: int, end: int) -> tuple[float, float]:
+        """Of one layer, F and I."""
+        hw = self.hardware
+        flops = 4 * self._q * self.pairs(begin, end) / self._shards
+        back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
+        return flops / (hw.peak * hw.attention_forward_efficiency), back
+
+    def layer_seconds(self, begin: int, end: int) -> tuple[float, float, float]:
+        """F, I and W of one layer over tokens ``[begin, end)``."""
+        hw = self.hardware
+        forward, back, weight, collectives = self._layer_work(begin, end)
+        attention, attention_back = self._attention_seconds(begin, end)
+        ring = self._ring_seconds(begin, end)  # hidden behind attention as far as that lasts
+        return (
+            max(forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention),
+            max(back, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back),
+            max(weight, hw.launch * hw.weight_kernels),
+        )
+
+    def _ffn_share(self) -> float:
+        h = self.model.hidden
+        return 3 * h * self._f / (2 * h * self._q + 2 * h * self._g + 3 * h * self._f)
+
+    def _link(self, devices: int) -> float:
+        """Bytes per second among so many neighbouring devices."""
+        hw = self.hardware
+        return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
+
+    def _tensor_seconds(self, tokens: int) -> float:
+        """A layer's two all-gathers and two reduce-scatters of hidden states in one direction."""
+        hw, t = self.hardware, self.layout.tensor
+        moved = 4 * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
+        return hw.tensor_exposed * moved / self._link(t)
+
+    def _expert_seconds(self, tokens: float) -> float:
+        """Tokens to their experts and back."""
+        hw, e = self.hardware, self.layout.expert
+        if self.model.experts == 1:
+            return 0.0
+        moved = 2 * (e - 1) / e * tokens * self.model.experts_per_token * self.model.hidden * hw.element_bytes
+        return hw.expert_exposed * moved / self._link(e * self.layout.tensor * self.layout.context)
+
+    def _ring_seconds(self, begin: int, end: int) -> float:
+        """Keys and values of the prefix that the other devices of the ring hold."""
+        c, hw = self.layout.context, self.hardware
+        moved = (c - 1) / c * end * 2 * self._g / self.layout.tensor * hw.element_bytes
+        return moved / self._link(c * self.layout.tensor)
+
+    def unit_seconds(self, sizes: Sequence[int], *, split_backward: bool = False) -> UnitSeconds:
+        """Costs of every unit for these segment sizes; ``split_backward`` adds what I and W cost more than B."""
+        hw, ends = self.hardware, _ends(sizes)
+        layer = [self.layer_seconds(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        head = [self._head_seconds(size) for size in sizes]
+        extra = 1 + hw.split_backward_extra if split_backward else 1.0
+        overhead = (hw.unit_overhead, hw.unit_overhead, hw.unit_overhead if split_backward else 0.0)
+        by_kind: dict[tuple[int, bool], list[list[float]]] = {}
+        rows = []
+        for stage, layers in enumerate(self.layers):
+            is_last = stage == self.num_stages - 1
+            if (layers, is_last) not in by_kind:
+                by_kind[layers, is_last] = [
+                    [
+                        (layers * costs[i] + (head[s] if is_last else 0.0)) * (extra if i else 1.0) + overhead[i]
+                        for s, costs in enumerate(layer)
+                    ]
+                    for i in range(3)
+                ]
+            rows.append(by_kind[layers, is_last])
+        return UnitSeconds(*([row[i] for row in rows] for i in range(3)))
+
+    def _head_seconds(self, tokens: int) -> float:
+        """F, I and W of the head alike: a product, and logits written and read in fp32."""
+        hw, words = self.hardware, self.model.vocab / self._shards * tokens
+        return 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
+
+    def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
+        """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
+        pieces = min(self.seq_len, _PIECES)
+        bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
+        costs = []
+        for begin, end in itertools.pairwise(bounds):
+            forward, back, weight, collectives = self._layer_work(begin, end)
+            layer = forward + back + weight + 2 * collectives
+            costs.append(self.model.layers * layer + 3 * self._head_seconds(end - begin))
+        return partition_sequence(
+            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
+        )
+
+    def balanced_layers(self) -> tuple[int, ...]:
+        """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
+        forward, back, weight, collectives = self._layer_work(0, self.seq_len)
+        layer, head = forward + back + weight + 2 * collectives, 3 * self._head_seconds(self.seq_len)
+        others = self.num_stages - 1
+        if others == 0:
+            return (self.model.layers,)
+        most = self.model.layers - others  # each stage but the last has one
+
+        def slowest(last: int) -> float:
+            return max(last * layer + head, -(-(self.model.layers - last) // others) * layer)
+
+        last = min(range(most + 1), key=lambda n: (slowest(n), -n))
+        rest = self.model.layers - last
+        return (*(rest // others + (stage < rest % others) for stage in range(others)), last)
+
+    def message_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of the message of each segment, on one of the devices that share a stage."""
+        scale = self.model.hidden * self.hardware.element_bytes / self._shards
+        return [math.ceil(size * scale) for size in sizes]
+
+    def link(self) -> tuple[float, float]:
+        """Latency and bytes per second of the slowest edge: between nodes where the ranks do not fit in one."""
+        hw = self.hardware
+        devices = self._shards * self.num_ranks
+        latency = hw.inside_latency if devices <= hw.node_size else hw.between_latency
+        return latency, self._link(devices)
+
+    def step_seconds(self) -> float:
+        """What follows the pipeline in every step: exposed reduction of gradients, and the optimizer."""
+        hw, d = self.hardware, self.layout.data
+        of_rank = (range(rank, self.num_stages, self.num_ranks) for rank in range(self.num_ranks))
+        parameters = max(sum(map(self.parameters, stages)) for stages in of_rank)
+        moved = (d - 1) / d * parameters * (hw.gradient_bytes + hw.element_bytes)
+        devices = d * self._shards * self.num_ranks
+        touched = parameters / d * (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes)
+        return hw.data_exposed * moved / self._link(devices) + touched / hw.bandwidth
+
+    # -- bytes
+
+    def parameters(self, stage: int) -> float:
+        """Parameters that one device of those that share the stage holds."""
+        m, h = self.model, self.model.hidden
+        dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
+        layer = dense / self.layout.tensor + 3 * h * m.ffn * m.experts / self.layout.expert / self.layout.tensor
+        ends = (stage == 0) + (stage == self.num_stages - 1)
+        if m.tied and self.num_stages == 1:
+            ends = 1
+        return self.layers[stage] * layer + ends * h * m.vocab / self.layout.tensor
+
+    def _saved_bytes(self, recompute: str) -> float:
+        """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
+        and their product. Keys and values are counted with the cache."""
+        m, e = self.model, self.hardware.element_bytes
+        if recompute == "full":
+            return e * m.hidden
+        saved = e * (4 * m.hidden + 2 * self._q) + 4 * m.heads
+        if recompute == "none":
+            saved += e * 3 * self._f
+        if m.experts > 1:
+            saved += 2 * e * m.hidden * m.experts_per_token  # tokens as sent to the experts, and what came back
+        return saved
+
+    def unit_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Bytes that each unit keeps from F to B, or to W where the backward is split, as [stage][segment].
+
+        Until W a split unit keeps the inputs of the products; the rest goes at I, when gradients of about the same
+        size come (of q, k, v, gate, up and two outputs): so it counts in full.
+        """
+        hw, ends, last = self.hardware, _ends(sizes), self.num_stages - 1
+        per_token = hw.activation_factor * self._saved_bytes(self.layout.recompute) / self._shards
+        copies = 2 * self._g * hw.element_bytes / self._shards if self.layout.copies_prefix else 0.0
+        logits = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
+        return [
+            [
+                math.ceil(self.layers[stage] * (per_token * n + copies * end) + (logits * n if stage == last else 0.0))
+                for n, end in zip(sizes, ends, strict=True)
+            ]
+            for stage in range(self.num_stages)
+        ]
+
+    def _logit_bytes(self, tokens: int) -> float:
+        """Logits, their fp32 copy, and its gradient."""
+        return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
+
+    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int]) -> list[RankBytes]:
+        """The peak of every rank under an order, from its lowered program."""
+        program = _core.program_lower(schedule.handle, 1)
+        weights = [value for row in self.unit_bytes(sizes) for value in row]
+        hw, longest = self.hardware, max(sizes)
+        rows = self.seq_len * 2 * self._g / self._shards  # of one layer's slot
+        places = [0] * schedule.num_ranks
+        for edge in _core.program_edges(program):
+            places[edge[3]] += edge[5]
+        message = max(self.message_bytes(sizes))
+        state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
+        ranks = []
+        for rank in range(schedule.num_ranks):
+            stages = [stage for stage, place in enumerate(schedule.rank_of_stage) if place == rank]
+            kv = gradients = 0.0
+            for stage in stages if not self.layout.copies_prefix else []:
+                _, kv_slots, grad_slots = _core.program_stage_peak(program, stage)
+                kv += self.layers[stage] * kv_slots * rows * hw.element_bytes
+                gradients += self.layers[stage] * grad_slots * rows * 4
+            work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
+            if self.num_stages - 1 in stages and self.layout.head_in_loss:
+                work = max(work, self._logit_bytes(longest))
+            live = _core.program_rank_peak(program, rank, weights)
+            changing = live + kv + gradients + places[rank] * message + work
+            ranks.append(
+                RankBytes(
+                    static=math.ceil(sum(map(self.parameters, stages)) * state),
+                    activations=live,
+                    kv=math.ceil(kv),
+                    kv_gradients=math.ceil(gradients),
+                    receive=places[rank] * message,
+                    workspace=math.ceil(work),
+                    reserve=math.ceil(hw.allocator_reserve * changing + hw.context_bytes),
+                )
+            )
+        return ranks
+
+
+_PIECES = 1024  # of the sequence whose costs a split balances
+_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    ends, end = [], 0
+    for size in sizes:
+        end += size
+        ends.append(end)
+    return ends
