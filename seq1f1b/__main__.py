@@ -3,6 +3,7 @@
 seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --segments 4          the order as a text timeline
 seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --png timeline.png    or as a picture, or --trace timeline.json
 seq1f1b simulate seq1f1b 1f1b --ranks 4 --microbatches 8 --segments 4 makespan, bubble and peaks of each
+seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16 --memory 80GiB   the fastest orders that fit
 seq1f1b doctor                                                        what was found here, and what each absence costs
 """
 
@@ -13,11 +14,14 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 
 import seq1f1b
 from seq1f1b import Schedule, Simulation, _core, draw
+from seq1f1b.cost import RECOMPUTE, Layout, load_hardware, load_model, presets
+from seq1f1b.plan import search_plans
 from seq1f1b.schedule import families
 
 
@@ -48,10 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one rank")
         command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
         command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
+    add_plan_options(commands.add_parser("plan", help="the fastest schedule, segments and split that fit in memory"))
     commands.add_parser("doctor", help="what was found on this machine")
     options = parser.parse_args(arguments)
     try:
-        return {"draw": draw_schedule, "simulate": simulate, "doctor": doctor}[options.command](options)
+        return {"draw": draw_schedule, "simulate": simulate, "plan": plan, "doctor": doctor}[options.command](options)
     except (ValueError, OSError) as error:
         print(f"seq1f1b: {error}", file=sys.stderr)
         return 2
@@ -113,6 +118,81 @@ def simulate(options: argparse.Namespace) -> int:
             f"{peak / units_per_microbatch(schedule):>17.2f}"
         )
     return 0
+
+
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
+    command.add_argument("--model", required=True, help=f"{models}, or a .json of the same form")
+    command.add_argument("--hardware", default="h100", help=f"{machines}, or a .json of the same form")
+    command.add_argument("--seq", type=int, required=True, help="tokens of a micro-batch, one sequence")
+    command.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
+    command.add_argument("--microbatches", type=int, required=True)
+    command.add_argument("--memory", type=read_bytes, help="cap of a device, as 80GiB or 24e9 (default: all it has)")
+    for degree in ("tensor", "context", "expert", "data"):
+        command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
+    command.add_argument("--schedules", type=read_names, metavar="A,B", help="families to try (default: all but auto)")
+    command.add_argument("--segments", type=read_counts, metavar="K,K", help="default: powers of two up to 16")
+    command.add_argument("--stages", type=read_counts, metavar="V,V", default=[1, 2, 4], help="stages per rank")
+    command.add_argument("--recompute", type=read_names, metavar="A,B", default=list(RECOMPUTE), help="none,ffn,full")
+    command.add_argument("--documents", type=read_counts, metavar="N,N", help="tokens of the documents in a sequence")
+    command.add_argument("--all-logits", action="store_true", help="the head is not inside loss_fn: all logits live")
+    command.add_argument("--best", type=int, default=5, help="how many plans to print")
+    command.add_argument("--json", action="store_true", help="print the search as JSON")
+    command.add_argument("--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE)")
+
+
+def read_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def read_counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
+def read_bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    number, prefix, binary = match.groups()
+    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    if not 1 <= size < 1 << 60:
+        raise ValueError(text)
+    return int(size)
+
+
+def plan(options: argparse.Namespace) -> int:
+    model, hardware = load_model(options.model), load_hardware(options.hardware)
+    layout = Layout(
+        tensor=options.tensor,
+        context=options.context,
+        expert=options.expert,
+        data=options.data,
+        documents=tuple(options.documents) if options.documents else None,
+        head_in_loss=not options.all_logits,
+    )
+    found = search_plans(
+        model,
+        hardware,
+        seq_len=options.seq,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        memory=options.memory,
+        layout=layout,
+        names=options.schedules,
+        segments=options.segments,
+        stages_per_rank=options.stages,
+        recompute=options.recompute,
+        best=options.best,
+        progress=show_progress if sys.stderr.isatty() else None,
+    )
+    if options.output:
+        found.plans[0].save(options.output)
+    print(found.to_json() if options.json else found.to_text(options.model))
+    return 0
+
+
+def show_progress(done: int, total: int) -> None:
+    print(f"\r{done} of {total}", end="" if done + 1 < total else "\r\033[K", file=sys.stderr, flush=True)
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from seq1f1b import _core
 from seq1f1b.context import inside_step
 from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.plan import Plan
 from seq1f1b.report import StepRecord, make_report
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.splitting import (
@@ -61,6 +63,8 @@ class PipelineEngine:
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step; None: in their own.
         prefetch: receive places beyond the peak of live ones.
         spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
+        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
+            num_segments and segment_sizes. Refused by name where it needs what the engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -69,7 +73,7 @@ class PipelineEngine:
         stage: nn.Module | Sequence[nn.Module],
         *,
         schedule: str | Schedule = "seq1f1b",
-        num_microbatches: int,
+        num_microbatches: int | None = None,
         num_segments: int = 1,
         segment_sizes: str | Sequence[int] | None = None,
         model_shape: ModelShape | None = None,
@@ -86,7 +90,14 @@ class PipelineEngine:
         grad_dtype: torch.dtype | None = torch.float32,
         prefetch: int = 1,
         spin_us: float | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
+        if plan is not None:
+            schedule, num_microbatches, num_segments, segment_sizes = _of_plan(
+                plan, (schedule, num_microbatches, num_segments, segment_sizes)
+            )
+        if num_microbatches is None:
+            raise TypeError("PipelineEngine needs num_microbatches=, or plan=")
         modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
         for module in modules:
             if not callable(module):
@@ -631,6 +642,14 @@ def _check_choices(schedule: Any, loss_fn: Any, loss_weight: Any, grad_dtype: An
         raise TypeError(f"grad_dtype is {grad_dtype!r}, must be a floating dtype or None")
     if transport not in ("auto", "shm", "c10d"):
         raise ValueError(f"transport is {transport!r}, must be 'auto', 'shm' or 'c10d'")
+
+
+def _of_plan(plan: Plan | str | os.PathLike[str], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Schedule, num_microbatches, num_segments and segment_sizes of a plan."""
+    if given != ("seq1f1b", None, 1, None):
+        raise ValueError("plan= stands for schedule, num_microbatches, num_segments, segment_sizes: give none of them")
+    arguments = (plan if isinstance(plan, Plan) else Plan.load(plan)).engine_arguments()
+    return tuple(arguments[name] for name in ("schedule", "num_microbatches", "num_segments", "segment_sizes"))
 
 
 def _common_device(modules: Sequence[Any]) -> torch.device:

@@ -1,0 +1,569 @@
+"""Which order, how many segments, which split, what to recompute: the fastest that fits, and why the others do not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from seq1f1b import _core
+from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, RankBytes, UnitSeconds, make_model
+from seq1f1b.partition import ModelShape, check_segment_sizes
+from seq1f1b.schedule import Family, Schedule, build_schedule, families
+
+__all__ = ["Plan", "PlanSearch", "Uncertain", "search_plans"]
+
+_FORMAT = "seq1f1b plan 1"
+_MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
+_GIB = 1 << 30
+_ONLY_BY_NAME = ("auto",)
+_NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
+_UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, and what it should cost. :meth:`save` writes the file that ``PipelineEngine(plan=...)`` runs.
+
+    Attributes:
+        model, hardware, seq_len, layout: what was planned for.
+        schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of :func:`build_schedule`.
+        segment_sizes: tokens. mix: balance of the split, 1 equal time, 0 equal length.
+        seconds, low, high: of a step, optimizer included; the ends of the interval take the uncertain terms to be
+            independent. bubble: share of the ranks' time in the pipeline. tokens_per_second: of all data-parallel ones.
+        peak: bytes of each rank; peak_high: with the uncertain bytes at their high ends. cap: planned for.
+    """
+
+    model: ModelShape
+    hardware: str
+    seq_len: int
+    layout: Layout
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_segments: int
+    stages_per_rank: int
+    segment_sizes: tuple[int, ...]
+    mix: float
+    seconds: float
+    low: float
+    high: float
+    bubble: float
+    tokens_per_second: float
+    peak: tuple[int, ...]
+    peak_high: tuple[int, ...]
+    cap: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def margin(self) -> tuple[int, ...]:
+        """Bytes that each rank leaves of the cap."""
+        return tuple(self.cap - peak for peak in self.peak)
+
+    def build(self) -> Schedule:
+        """The order."""
+        return build_schedule(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=self.num_segments,
+            stages_per_rank=self.stages_per_rank,
+            options=self.options,
+        )
+
+    def to_json(self) -> str:
+        """The text of a plan file."""
+        return json.dumps({"format": _FORMAT, **asdict(self), "model": self.model._asdict()}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what :meth:`to_json` writes.
+
+        Raises:
+            ValueError: not such a text; names the field.
+            ScheduleError: the order cannot be built.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"a plan must be JSON: {error}") from None
+        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+            raise ValueError(f'a plan must be an object whose "format" is {_FORMAT!r}')
+        try:
+            given = data.pop("layout").items()
+            layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
+            for key in ("segment_sizes", "peak", "peak_high"):
+                data[key] = tuple(data[key])
+            plan = cls(**{**data, "model": make_model(data["model"], "model of the plan"), "layout": Layout(**layout)})
+            numbers = (plan.seconds, plan.low, plan.high, plan.bubble, plan.tokens_per_second, plan.mix)
+            if not all(isinstance(x, (int, float)) for x in (*numbers, *plan.peak, *plan.peak_high, plan.cap)):
+                raise TypeError("times, rates and bytes must be numbers")
+            check_segment_sizes(plan.segment_sizes, plan.seq_len)
+            plan.build()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a plan has wrong fields: {error}") from None
+        if len(plan.segment_sizes) != plan.num_segments:
+            raise ValueError(f"a plan of {plan.num_segments} segments has {len(plan.segment_sizes)} segment_sizes")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file whole, or not at all."""
+        text, beside = self.to_json() + "\n", f"{os.fspath(path)}.{os.getpid()}.tmp"
+        try:
+            with open(beside, "x") as file:
+                file.write(text)
+            os.replace(beside, path)
+        except BaseException:
+            if os.path.exists(beside):
+                os.unlink(beside)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, and ``OSError``."""
+        with open(path) as file:
+            return cls.from_json(file.read())
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``PipelineEngine``.
+
+        Raises:
+            ValueError: the plan needs what the engine does not do; names it.
+        """
+        layout = self.layout
+        if layout.recompute != "none":
+            raise ValueError(
+                f"the plan recomputes ({layout.recompute!r}), which the engine leaves to the module: plan with "
+                "recompute 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
+                "schedule, num_microbatches, num_segments and segment_sizes"
+            )
+        return {
+            "schedule": self.build(),
+            "num_microbatches": self.num_microbatches,
+            "num_segments": self.num_segments,
+            "segment_sizes": list(self.segment_sizes),
+        }
+
+
+class Uncertain(NamedTuple):
+    """A number of the machine that is not certain: its ends, and the seconds by which they move the step."""
+
+    name: str
+    low: float
+    high: float
+    change_at_low: float
+    change_at_high: float
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What a search found.
+
+    Attributes:
+        plans: the best, fastest first. uncertain: terms of the best plan that move it most, largest first.
+        fallen: why each family without a plan among the best fell out.
+        num_candidates, num_simulated: how many were looked at, and simulated.
+    """
+
+    plans: tuple[Plan, ...]
+    uncertain: tuple[Uncertain, ...]
+    fallen: Mapping[str, str]
+    num_candidates: int
+    num_simulated: int
+
+    def to_json(self) -> str:
+        """All of it."""
+        plans = [{**json.loads(plan.to_json()), "margin": plan.margin} for plan in self.plans]
+        terms = [term._asdict() for term in self.uncertain]
+        return json.dumps(
+            {
+                "plans": plans,
+                "uncertain": terms,
+                "fallen": dict(self.fallen),
+                "candidates": self.num_candidates,
+                "simulated": self.num_simulated,
+            },
+            indent=1,
+        )
+
+    def to_text(self, model: str) -> str:
+        """A table of the plans, and what stands behind it. ``model``: its name."""
+        first = self.plans[0]
+        lines = [
+            f"{model}, {first.seq_len} tokens, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
+            f"cap {first.cap / _GIB:.1f} GiB; {self.num_candidates} candidates, {self.num_simulated} simulated",
+            f"   {'schedule':<20}{'k':>3}{'v':>3}{'mix':>6}{'recompute':>11}{'step s':>9}{'interval':>17}"
+            f"{'bubble':>8}{'tokens/s':>10}{'peak GiB':>10}",
+        ]
+        for number, plan in enumerate(self.plans, 1):
+            lines.append(
+                f"{number:>2} {plan.schedule:<20}{plan.num_segments:>3}{plan.stages_per_rank:>3}{plan.mix:>6.2f}"
+                f"{plan.layout.recompute:>11}{plan.seconds:>9.4g}{f'{plan.low:.4g}..{plan.high:.4g}':>17}"
+                f"{plan.bubble:>8.1%}{plan.tokens_per_second:>10.4g}{max(plan.peak) / _GIB:>10.1f}"
+            )
+        for title, values in (("peak", first.peak), ("peak at most", first.peak_high), ("margin", first.margin)):
+            lines.append(f"{title} of each rank, GiB, of 1: {' '.join(f'{value / _GIB:.1f}' for value in values)}")
+        lines.append(f"layers of 1: {' '.join(map(str, first.layout.layers or ()))}, by stage")
+        lines.append(f"segments of 1: {' '.join(map(str, first.segment_sizes))} tokens")
+        lines += [
+            f"uncertain: {term.name} {term.low:g}..{term.high:g} moves 1 by "
+            f"{term.change_at_low:+.3g} s .. {term.change_at_high:+.3g} s"
+            for term in self.uncertain[:3]
+        ]
+        lines += [f"out: {name}: {reason}" for name, reason in self.fallen.items()]
+        return "\n".join(lines)
+
+
+class _Candidate(NamedTuple):
+    family: Family
+    stages_per_rank: int
+    num_segments: int
+    mix: float
+    recompute: str
+    is_even: bool = False  # as many layers in the last stage as in others, in spite of the head
+
+    def __str__(self) -> str:
+        return f"{self.family.name} with k {self.num_segments}, v {self.stages_per_rank}, recompute {self.recompute}"
+
+
+@dataclass(eq=False)
+class _Found:
+    """A candidate with its order and price."""
+
+    candidate: _Candidate
+    sizes: list[int]
+    seconds: float
+    bubble: float
+    ranks: list[RankBytes]
+    schedule: Schedule
+    is_split: bool
+    options: dict[str, Any]
+
+    @property
+    def peak(self) -> int:
+        return max(rank.total for rank in self.ranks)
+
+
+def search_plans(
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    seq_len: int,
+    num_ranks: int,
+    num_microbatches: int,
+    memory: int | None = None,
+    layout: Layout | None = None,
+    names: Sequence[str] | None = None,
+    segments: Sequence[int] | None = None,
+    stages_per_rank: Sequence[int] = (1, 2, 4),
+    recompute: Sequence[str] = RECOMPUTE,
+    best: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> PlanSearch:
+    """Simulates every family that these counts allow, and keeps the fastest that fit.
+
+    Each family is tried with every number of segments, stages per rank and recomputation asked for, first with
+    segments of equal time; the best of them then with splits nearer to equal length. What cannot be faster than those
+    found, by its busiest rank and the way to it, is not simulated.
+
+    Args:
+        memory: cap in bytes of one device; None: all of the device's.
+        layout: degrees beside the pipeline; its ``recompute`` and ``layers`` are the search's, which gives the stage
+            with the head fewer layers, or as many as others.
+        names: families; None: all but ``auto``, whose own search takes seconds per candidate.
+        segments: None: powers of two up to 16. best: how many plans to return.
+        progress: called with the candidates done, and how many there are.
+    Raises:
+        ValueError: a count out of range; or nothing fits: says the least that could.
+    """
+    cap = int(hardware.memory if memory is None else memory)
+    counts = {"seq_len": seq_len, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    for name, value in {"memory": cap, "best": best, **counts}.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+    search = _Search(model, hardware, seq_len, num_ranks, num_microbatches, layout or Layout())
+    known = {family.name: family for family in families()}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}; there are {', '.join(known)}")
+    for kind in recompute:
+        if kind not in RECOMPUTE:
+            raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")
+    wanted = segments or [k for k in (1, 2, 4, 8, 16) if k <= seq_len]
+    if min(wanted) < 1 or max(wanted) > seq_len:
+        raise ValueError(f"segments are {list(wanted)}, must be in 1..{seq_len}, the tokens of the sequence")
+    candidates = [
+        _Candidate(family, v, k, 1.0, kind, is_even)
+        for family in (known[name] for name in names or (name for name in known if name not in _ONLY_BY_NAME))
+        for v in stages_per_rank
+        for k in wanted
+        for kind in recompute
+        for is_even in (False, True)
+    ]
+    possible = [(candidate, i) for i, candidate in enumerate(candidates) if search.rule(candidate) is None]
+    allowed = sorted((search.bound(candidate), i) for candidate, i in possible if not search.is_repeated(candidate))
+    fitting: list[_Found] = []
+    for done, (bound, i) in enumerate(allowed):
+        if progress is not None:
+            progress(done, len(allowed))
+        search.consider(candidates[i], bound, cap, fitting, best)
+    if not fitting:
+        raise ValueError(search.explain_nothing(cap))
+    for found in list(fitting):
+        for mix in _MIXES if found.candidate.num_segments > 1 else ():
+            mixed = found.candidate._replace(mix=mix)
+            search.consider(mixed, search.bound(mixed), cap, fitting, best)
+    uncertain = search.uncertain(fitting[0])
+    plans = tuple(search.plan(found, cap, uncertain if i == 0 else None) for i, found in enumerate(fitting))
+    shown = {plan.schedule for plan in plans}
+    fallen = {name: why for name, why in search.reasons(plans[-1].seconds).items() if name not in shown}
+    if not names:
+        fallen |= dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
+    return PlanSearch(plans, uncertain, fallen, len(candidates), search.num_simulated)
+
+
+class _Search:
+    """The price of candidates, and what became of each family."""
+
+    def __init__(
+        self, model: ModelShape, hardware: Hardware, seq_len: int, num_ranks: int, num_microbatches: int, layout: Layout
+    ) -> None:
+        self.model, self.hardware, self.seq_len, self.layout = model, hardware, seq_len, layout
+        self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
+        self.num_simulated = 0
+        self._costs: dict[tuple[int, str, bool], CostModel] = {}
+        self._sizes: dict[tuple[int, float, str], list[int]] = {}
+        self._split_backward: dict[str, bool] = {}
+        self._rules: dict[tuple[str, int, int], str | None] = {}
+        self._least: dict[str, tuple[int, _Candidate]] = {}  # peak bytes, of what does not fit
+        self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
+        self._cost_of_layout(1, self.layout, hardware)  # raises unless model and layout are sound
+
+    def rule(self, candidate: _Candidate) -> str | None:
+        """What the counts break, of the family's rules or the model's layers."""
+        v, k = candidate.stages_per_rank, candidate.num_segments
+        key = (candidate.family.name, v, k)
+        if key not in self._rules:
+            broken = candidate.family.broken_rule(
+                num_ranks=self.num_ranks, num_microbatches=self.num_microbatches, num_segments=k, stages_per_rank=v
+            )
+            if broken is None and self.num_ranks * v > self.model.layers:
+                broken = f"P v <= {self.model.layers} layers"
+            self._rules[key] = broken
+        return self._rules[key]
+
+    def _cost_of_layout(self, stages_per_rank: int, layout: Layout, hardware: Hardware) -> CostModel:
+        return CostModel(
+            self.model,
+            hardware,
+            num_ranks=self.num_ranks,
+            stages_per_rank=stages_per_rank,
+            seq_len=self.seq_len,
+            layout=layout,
+        )
+
+    def _cost(self, candidate: _Candidate) -> CostModel:
+        key = (candidate.stages_per_rank, candidate.recompute, candidate.is_even)
+        if key not in self._costs:
+            layout = replace(self.layout, recompute=candidate.recompute, layers=None)
+            cost = self._cost_of_layout(candidate.stages_per_rank, layout, self.hardware)
+            if not candidate.is_even:
+                layout = replace(layout, layers=cost.balanced_layers())
+                cost = self._cost_of_layout(candidate.stages_per_rank, layout, self.hardware)
+            self._costs[key] = cost
+        return self._costs[key]
+
+    def is_repeated(self, candidate: _Candidate) -> bool:
+        """Whether even layers are what balanced ones are."""
+        balanced = candidate._replace(is_even=False)
+        return candidate.is_even and self._cost(candidate).layers == self._cost(balanced).layers
+
+    def _is_split(self, family: Family) -> bool:
+        if family.name not in self._split_backward:
+            self._split_backward[family.name] = _splits_backward(family)
+        return self._split_backward[family.name]
+
+    def _split(self, candidate: _Candidate) -> list[int]:
+        key = (candidate.num_segments, candidate.mix, candidate.recompute)
+        if key not in self._sizes:
+            step = math.lcm(self.layout.tensor * self.layout.context, 128)
+            if self.seq_len < 8 * step * candidate.num_segments:
+                step = 1
+            cost = self._cost(candidate)
+            self._sizes[key] = cost.split(candidate.num_segments, mix=candidate.mix, multiple_of=step)
+        return self._sizes[key]
+
+    def bound(self, candidate: _Candidate) -> float:
+        """Seconds that no order of these units can beat: the ranks' mean work, and the work of each stage with the
+        first segment's way down to it and the way back up."""
+        cost = self._cost(candidate)
+        is_split = self._is_split(candidate.family)
+        seconds = cost.unit_seconds(self._split(candidate), split_backward=is_split)
+        work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
+        least, down, up = sum(map(sum, work)) / self.num_ranks, 0.0, 0.0
+        for stage in range(cost.num_stages):
+            forward, back, weight = (part[stage] for part in work)
+            # A W that is its own unit may run beside the way up.
+            least = max(least, down + forward + back + (0.0 if is_split else weight) + up)
+            down += seconds.forward[stage][0]
+            up += seconds.input[stage][0] + (0.0 if is_split else seconds.weight[stage][0])
+        return cost.step_seconds() + least
+
+    def consider(self, candidate: _Candidate, bound: float, cap: int, fitting: list[_Found], best: int) -> None:
+        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is."""
+        name = candidate.family.name
+        if len(fitting) >= best and bound >= fitting[-1].seconds:
+            if bound < self._slower.get(name, (math.inf, True))[0]:
+                self._slower[name] = (bound, True)
+            return
+        found = self._price(candidate)
+        if found.peak > cap:
+            if found.peak < self._least.get(name, (math.inf, candidate))[0]:
+                self._least[name] = (found.peak, candidate)
+            return
+        if found.seconds < self._slower.get(name, (math.inf, True))[0] or self._slower[name][1]:
+            self._slower[name] = (found.seconds, False)
+        alike = [other for other in fitting if other.candidate._replace(mix=candidate.mix) == candidate]
+        if any(other.seconds <= found.seconds for other in alike):
+            return  # another mix of the same is as fast
+        fitting[:] = [other for other in fitting if other not in alike]
+        fitting.append(found)
+        fitting.sort(key=lambda each: (each.seconds, each.peak))
+        del fitting[best:]
+
+    def _price(self, candidate: _Candidate) -> _Found:
+        cost, sizes = self._cost(candidate), self._split(candidate)
+        is_split = self._is_split(candidate.family)
+        seconds = cost.unit_seconds(sizes, split_backward=is_split)
+        options = {"costs": list(seconds)} if "costs" in candidate.family.options else {}
+        schedule = build_schedule(
+            candidate.family.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=candidate.num_segments,
+            stages_per_rank=candidate.stages_per_rank,
+            options=options,
+        )
+        makespan, busy = _simulate(cost, schedule, seconds, sizes)
+        self.num_simulated += 1
+        bubble = 1 - sum(busy) / (makespan * self.num_ranks)
+        ranks = cost.rank_bytes(schedule, sizes)
+        total = makespan + cost.step_seconds()
+        return _Found(candidate, sizes, total, bubble, ranks, schedule, is_split, options)
+
+    def _seconds_on(self, found: _Found, hardware: Hardware) -> float:
+        """The same order and split on another machine."""
+        layout = self._cost(found.candidate).layout
+        cost = self._cost_of_layout(found.candidate.stages_per_rank, layout, hardware)
+        seconds = cost.unit_seconds(found.sizes, split_backward=found.is_split)
+        return _simulate(cost, found.schedule, seconds, found.sizes)[0] + cost.step_seconds()
+
+    def uncertain(self, found: _Found) -> tuple[Uncertain, ...]:
+        """Terms that move the step, largest first, each alone at its ends."""
+        terms = []
+        for name, (low, high) in self.hardware.spread.items():
+            changes = [
+                self._seconds_on(found, _with(self.hardware, {name: end})) - found.seconds for end in (low, high)
+            ]
+            if any(changes):
+                terms.append(Uncertain(name, low, high, *changes))
+        return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
+
+    def plan(self, found: _Found, cap: int, uncertain: tuple[Uncertain, ...] | None) -> Plan:
+        if uncertain is None:
+            uncertain = self.uncertain(found)
+        faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
+        slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
+        candidate = found.candidate
+        cost = self._cost(candidate)
+        ends = {name: high for name, (_, high) in self.hardware.spread.items() if name in _UNCERTAIN_BYTES}
+        high = self._cost_of_layout(candidate.stages_per_rank, cost.layout, _with(self.hardware, ends))
+        tokens = self.num_microbatches * self.seq_len * self.layout.data
+        return Plan(
+            model=self.model,
+            hardware=self.hardware.name,
+            seq_len=self.seq_len,
+            layout=replace(cost.layout, layers=cost.layers),
+            schedule=candidate.family.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=candidate.num_segments,
+            stages_per_rank=candidate.stages_per_rank,
+            segment_sizes=tuple(found.sizes),
+            mix=candidate.mix,
+            seconds=found.seconds,
+            low=max(0.0, found.seconds - faster),
+            high=found.seconds + slower,
+            bubble=found.bubble,
+            tokens_per_second=tokens / found.seconds,
+            peak=tuple(rank.total for rank in found.ranks),
+            peak_high=tuple(rank.total for rank in high.rank_bytes(found.schedule, found.sizes)),
+            cap=cap,
+            options=found.options,
+        )
+
+    def explain_nothing(self, cap: int) -> str:
+        """Why there is no plan."""
+        if not self._least:
+            rules = sorted({f"{name} needs {rule}" for (name, _, _), rule in self._rules.items() if rule})
+            return f"no schedule can be built for these counts: {'; '.join(rules)}"
+        peak, candidate = min(self._least.values(), key=lambda least: least[0])
+        return (
+            f"nothing fits in {cap / _GIB:.2f} GiB: the least possible is {peak / _GIB:.2f} GiB, {candidate}; "
+            "more ranks, a higher tensor or context degree, or more segments need less"
+        )
+
+    def reasons(self, slowest: float) -> dict[str, str]:
+        """Of each family, why it is not among the best."""
+        reasons: dict[str, str] = {}
+        for (name, _, _), rule in self._rules.items():
+            if rule is not None:
+                reasons.setdefault(name, f"needs {rule}")
+        for name, (peak, candidate) in self._least.items():
+            kind = f"k {candidate.num_segments}, v {candidate.stages_per_rank}, recompute {candidate.recompute}"
+            reasons[name] = f"does not fit: at least {peak / _GIB:.1f} GiB ({kind})"
+        for name, (seconds, is_bound) in self._slower.items():
+            reasons[name] = f"slower: {'at least ' if is_bound else ''}{seconds:.4g} s against {slowest:.4g}"
+        return reasons
+
+
+def _with(hardware: Hardware, values: Mapping[str, Any]) -> Hardware:
+    """The machine with other numbers."""
+    return replace(hardware, **values)
+
+
+def _simulate(
+    cost: CostModel, schedule: Schedule, seconds: UnitSeconds, sizes: Sequence[int]
+) -> tuple[float, Sequence[float]]:
+    """Makespan, and busy seconds of each rank."""
+    both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
+    latency, rate = cost.link()
+    run = schedule.simulate(
+        seconds.forward,
+        both,
+        seconds.weight,
+        latency,
+        bandwidth=rate,
+        message_bytes=cost.message_bytes(sizes),
+    )
+    return run.makespan, run.busy
+
+
+def _splits_backward(family: Family) -> bool:
+    """Whether the family's orders have I and W, by one of them."""
+    for microbatches, segments in ((4, 1), (2, 1), (4, 2)):
+        try:
+            order = build_schedule(
+                family.name,
+                num_ranks=2,
+                num_microbatches=microbatches,
+                num_segments=segments,
+                stages_per_rank=family.stages_per_rank,
+            )
+        except _core.ScheduleError:
+            continue
+        return any(unit.kind == "W" for rank in order.ranks for unit in rank)
+    return True

@@ -1,0 +1,289 @@
+"""Is the planned best the best, does it fit, and does the engine run what the file says?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from seq1f1b import ModelShape, ScheduleError, build_schedule
+from seq1f1b.__main__ import main
+from seq1f1b.cost import CostModel, Layout, load_hardware
+from seq1f1b.plan import Plan, search_plans
+from seq1f1b.schedule import families
+
+SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
+COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
+MACHINE = load_hardware("a100")
+SOME = {
+    "names": [
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "seq1f1b",
+        "seq1f1b-interleaved",
+        "seq-zb-h1",
+        "seq-v-half",
+        "slimpipe",
+        "dualpipev",
+    ],
+    "segments": [1, 4],
+    "stages_per_rank": [1, 2],
+    "recompute": ["none", "full"],
+}
+
+
+def price(plan, machine=MACHINE):
+    """Seconds of a plan's step and bytes of its ranks, by the public simulator."""
+    counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
+    cost = CostModel(SHAPE, machine, **counts, seq_len=plan.seq_len, layout=plan.layout)
+    order = plan.build()
+    is_split = any(unit.kind == "W" for rank in order.ranks for unit in rank)
+    forward, inputs, weights = cost.unit_seconds(plan.segment_sizes, split_backward=is_split)
+    full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
+    latency, rate = cost.link()
+    run = order.simulate(
+        forward, full, weights, latency, bandwidth=rate, message_bytes=cost.message_bytes(plan.segment_sizes)
+    )
+    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, plan.segment_sizes)]
+    return run.makespan + cost.step_seconds(), bytes_of_ranks
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """All candidates of an equal-time split, found by asking for more plans than there are."""
+    found = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=10_000)
+    return found.plans
+
+
+def test_the_best_is_the_best_of_all(everything):
+    """With nothing left out, the order of the plans is that of the public simulator; with a few asked for, what was
+    not simulated could not have been among them."""
+    for plan in everything:
+        seconds, peak = price(plan)
+        assert plan.seconds == pytest.approx(seconds)
+        assert list(plan.peak) == peak
+    cap = sorted(max(plan.peak) for plan in everything)[len(everything) // 3]
+    few = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=3, memory=cap)
+    fitting = [plan.seconds for plan in everything if max(plan.peak) <= cap]
+    assert few.num_simulated < len(everything)
+    assert few.plans[0].seconds <= min(fitting) * (1 + 1e-12)
+    assert [plan.seconds for plan in few.plans] == sorted(plan.seconds for plan in few.plans)
+    for plan in few.plans:
+        assert max(plan.peak) <= cap and min(plan.margin) >= 0
+        assert plan.low <= plan.seconds <= plan.high
+
+
+def test_every_family_is_shown_or_falls_for_a_reason():
+    found = search_plans(SHAPE, MACHINE, **COUNTS, segments=[1, 2], stages_per_rank=[1, 2], best=3)
+    shown = {plan.schedule for plan in found.plans}
+    assert shown.isdisjoint(found.fallen)
+    assert shown | set(found.fallen) == {family.name for family in families()}
+    assert found.fallen.get("v-half", "needs").startswith(("slower", "needs"))
+    sizes = [max(abs(term.change_at_low), abs(term.change_at_high)) for term in found.uncertain]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+
+
+def test_an_uncertain_term_moves_the_step_by_what_it_says():
+    found = search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b"], segments=[4], stages_per_rank=[1], best=1)
+    for term in found.uncertain[:3]:
+        for end, change in ((term.low, term.change_at_low), (term.high, term.change_at_high)):
+            other = price(found.plans[0], replace(MACHINE, **{term.name: end}))[0]
+            assert other - found.plans[0].seconds == pytest.approx(change)
+
+
+def test_nothing_fits_and_the_least_that_would():
+    with pytest.raises(ValueError, match=r"nothing fits in 0\.00 GiB: the least possible is ") as error:
+        search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
+    assert "recompute full" in str(error.value)
+    machine = replace(MACHINE, context_bytes=0.0)
+    plans = search_plans(SHAPE, machine, **COUNTS, **SOME, best=10_000).plans
+    least = min(max(plan.peak) for plan in plans if plan.mix == 1.0)
+    assert max(search_plans(SHAPE, machine, **COUNTS, **SOME, memory=least, best=1).plans[0].peak) <= least
+    with pytest.raises(ValueError, match="nothing fits"):
+        search_plans(SHAPE, machine, **COUNTS, **SOME, memory=least - 1)
+    with pytest.raises(ValueError, match="no schedule can be built for these counts: zbv needs M >= 2 P - 1"):
+        search_plans(SHAPE, MACHINE, **{**COUNTS, "num_microbatches": 2}, names=["zbv"], stages_per_rank=[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0, must be at least 1"),
+        ({"num_ranks": 9}, "there are 9 stages, must be in 1..8"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"memory": 0}, "memory is 0"),
+        ({"best": 0}, "best is 0"),
+        ({"names": ["fast"]}, "there is no schedule named 'fast'"),
+        ({"segments": [0, 1]}, r"segments are \[0, 1\]"),
+        ({"segments": [9000]}, "must be in 1..8192"),
+        ({"recompute": ["all"]}, "recompute is 'all'"),
+        ({"layout": Layout(tensor=3)}, "tensor is 3, must divide 8"),
+        ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
+    ],
+)
+def test_bad_requests(changes, message):
+    with pytest.raises(ValueError, match=message):
+        search_plans(SHAPE, MACHINE, **{**COUNTS, **changes})
+
+
+# -- the file, and the engine
+
+
+def small_plan(**wanted):
+    """For tests/tiny_model.py: 16 tokens, P 2, M 4."""
+    shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
+    found = search_plans(
+        shape, MACHINE, seq_len=16, num_ranks=2, num_microbatches=4, stages_per_rank=[1], best=1, **wanted
+    )
+    return found.plans[0]
+
+
+def test_a_plan_file_says_the_same_again(tmp_path):
+    for names in (["seq1f1b"], ["seq-zb-h1"]):
+        plan = small_plan(names=names, segments=[4])
+        plan.save(tmp_path / "plan.json")
+        again = Plan.load(tmp_path / "plan.json")
+        assert again == plan
+        assert again.build() == plan.build()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    with pytest.raises(OSError):
+        plan.save(tmp_path / "none" / "plan.json")
+    before = (tmp_path / "plan.json").read_text()
+    broken = replace(plan, options={"costs": object()})
+    with pytest.raises(TypeError):
+        broken.save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_bad_plan_files():
+    good = json.loads(small_plan(names=["seq1f1b"], segments=[4]).to_json())
+    for change, message in (
+        ({"format": "x"}, '"format"'),
+        ({"layout": {"size": 1}}, "wrong fields"),
+        ({"layout": 3}, "wrong fields"),
+        ({"segment_sizes": [16]}, "4 segments has 1 segment_sizes"),
+        ({"segment_sizes": [4, 4, 4, 5]}, "more than the 16 tokens|sum to 17"),
+        ({"segment_sizes": ["a"]}, "wrong fields"),
+        ({"num_ranks": "two"}, "wrong fields"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"schedule": "fast"}, "no schedule named 'fast'"),
+        ({"seconds": "soon"}, "must be numbers"),
+        ({"surprise": 1}, "wrong fields"),
+        ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan.from_json(json.dumps({**good, **change}))
+    for text in ("", "[]", "{", "3"):
+        with pytest.raises(ValueError, match="a plan must be"):
+            Plan.from_json(text)
+    del good["cap"]
+    with pytest.raises(ValueError, match="wrong fields"):
+        Plan.from_json(json.dumps(good))
+
+
+def test_the_engine_runs_a_plan(tmp_path):
+    pytest.importorskip("torch", reason="the engine needs torch")
+    import torch
+    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
+    plan.save(tmp_path / "plan.json")
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, 16, size=1)
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group)
+        assert (
+            engine.schedule
+            == plan.build()
+            == build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4)
+        )
+        losses = engine.step(tokens, target=target)
+        return losses, engine.report().segment_sizes
+
+    (_, sizes), (losses, _) = run_ranks(2, run)
+    assert sizes == plan.segment_sizes
+    torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
+
+
+def test_what_the_engine_does_not_do_is_refused_by_name():
+    pytest.importorskip("torch", reason="the engine needs torch")
+    from tiny_model import Config, cross_entropy, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    config = Config()
+    model = whole_model(config)
+
+    def start(**arguments):
+        def run(group):
+            PipelineEngine(stage_of(model, config, group.rank, 2), loss_fn=cross_entropy, group=group, **arguments)
+
+        return run_ranks(2, run)
+
+    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
+    with pytest.raises(ScheduleError, match="does not run split backward"):
+        start(plan=small_plan(names=["seq-zb-h1"], segments=[4], recompute=["none"]))
+    with pytest.raises(ValueError, match="the plan recomputes \\('full'\\), which the engine leaves to the module"):
+        start(plan=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
+    with pytest.raises(ValueError, match="plan= stands for schedule"):
+        start(plan=plan, num_microbatches=4)
+    with pytest.raises(TypeError, match="needs num_microbatches=, or plan="):
+        start()
+
+
+# -- the command
+
+
+ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--seq", "16384", "--ranks", "8", "--microbatches", "16"]
+
+
+def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,zbv", "--memory", "40GiB"]
+    file = tmp_path / "plan.json"
+    assert main([*ASKED, *few, "--best", "1", "--output", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, cap 40.0 GiB")
+    assert text.count("\nuncertain: ") == 3
+    assert "\nout: zbv: needs v = 2" in text
+    assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    plan = Plan.load(file)
+    assert data["plans"][0]["segment_sizes"] == list(plan.segment_sizes)
+    assert max(plan.peak) <= 40 << 30
+    assert data["plans"][0]["margin"] == list(plan.margin)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
+        (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
+        (["--hardware", "none.json"], "none.json"),
+        (["--schedules", "fast"], "there is no schedule named 'fast'"),
+        (["--ranks", "33"], "there are 33 stages, must be in 1..32"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(file)]
+    assert main([*ASKED, *few, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--memory", "much"], ["--memory", "1e99GiB"], ["--segments", "a"]])
+def test_an_argument_that_cannot_be_read(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main([*ASKED, *arguments])
+    assert exit_.value.code == 2
