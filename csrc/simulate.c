@@ -1,31 +1,49 @@
-/* simulate.c - walks the programs of all ranks, each as far as its messages and credits go. */
+/* simulate.c - walks the orders of all ranks, each as far as its messages and credits go. */
 #include "simulate.h"
 
 #include <math.h>
 #include <stdlib.h>
 
+/* One directed edge. Messages are numbered over all steps; message n is kept at n % window. */
 typedef struct {
-    double *posted, *arrived;        /* [sequence] seconds */
-    int64_t num_posted, num_arrived; /* how many are known */
-    double link_free;                /* when the link has passed its last message */
+    double *posted, *arrived; /* [window] seconds */
+    int64_t mask;             /* window - 1 */
+    int64_t num_posted, num_sent;
+    int64_t first, num_messages; /* of the receiver's step */
+    double link_free;            /* when the link has passed its last message */
+    int32_t source_rank, destination_rank, num_places;
+    int32_t receiver_waits, sender_waits; /* the rank stands before the next message, or before a place for it */
+    int32_t next_incoming;                /* edge into the same rank, -1 ends */
 } link;
 
 typedef struct {
-    double now;
-    int64_t done;      /* instructions */
-    int64_t num_units; /* that have run */
-    int32_t in_pair;   /* the next RUN ran with the one before it */
-    int32_t is_queued;
+    s1f_tape_reader reader;
+    double now, busy, wait, first_start, last_end;
+    int64_t num_run; /* units of this step that have run */
+    uint64_t random;
+    int32_t step;
+    int32_t has_run;                  /* the reader's next unit has, and waits for its credit */
+    int32_t in_pair;                  /* the unit after the one that has run last ran with it */
+    int32_t causes, causes_of_second; /* of the unit that runs, and of the next one of its pair */
+    int32_t first_incoming;
+    const double *seconds;   /* [i], where given by number */
+    double *start, *end;     /* [i] of the first step, NULL: not kept */
+    unsigned char *recorded; /* [i] causes, the same */
 } rank_state;
 
 typedef struct {
-    const s1f_program *program;
+    const s1f_tape *tape;
     const s1f_costs *costs;
-    const s1f_edge *edges;
-    link *links;       /* [edge] */
-    rank_state *ranks; /* [rank] */
-    int32_t *queue;    /* ranks that may be able to go on; each at most once */
+    int32_t num_steps;
+    double *kind_seconds;     /* [kind][segment], where given by what a unit is */
+    double *transfer_seconds; /* [segment]: on the link */
+    link *links;              /* [edge] */
+    rank_state *ranks;        /* [rank] */
+    int32_t *queue;           /* ranks that can go on: each at most once, as a rank waits for one thing */
     int32_t num_queued;
+    int32_t num_through; /* ranks that wait for the others before their optimizer */
+    double *step_end;    /* [step] last end of a unit */
+    int64_t num_completed;
     s1f_simulation *simulation;
 } simulator;
 
@@ -36,189 +54,377 @@ static s1f_status require_cost(const char *name, double value)
     return S1F_OK;
 }
 
+/* -- walking ------------------------------------------------------------------------------------------------------- */
+
+/* splitmix64 [Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014]: 53 bits of 0 .. 1. */
+static double draw(uint64_t *state)
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
+}
+
 static void wake(simulator *s, int32_t rank)
 {
-    if (s->ranks[rank].is_queued)
-        return;
-    s->ranks[rank].is_queued = 1;
     s->queue[s->num_queued++] = rank;
 }
 
-static void wait_until(simulator *s, int32_t rank, double time)
+/* A place of the receiver is free; once all messages of its step are posted it stays empty. */
+static void post(simulator *s, link *l, double now)
 {
-    rank_state *state = &s->ranks[rank];
-    if (time > state->now) {
-        s->simulation->wait[rank] += time - state->now;
-        state->now = time;
+    if (l->num_posted == l->first + l->num_messages)
+        return;
+    l->posted[l->num_posted++ & l->mask] = now;
+    if (l->sender_waits) {
+        l->sender_waits = 0;
+        wake(s, l->source_rank);
     }
 }
 
-static s1f_status duration(const simulator *s, int32_t rank, int64_t i, s1f_unit unit, double *seconds)
+static void begin_step(simulator *s, int32_t rank)
 {
-    int64_t cost = (int64_t)unit.stage * s1f_program_num_segments(s->program) + unit.segment;
-    *seconds =
-        s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank][i] : s->costs->pass_seconds[unit.pass][cost];
-    return require_cost("the duration of a unit", *seconds);
-}
-
-/* The next `count` units of a rank, 1 or a pair, take so many seconds together. */
-static void run_units(simulator *s, int32_t rank, int count, double seconds)
-{
-    rank_state *state = &s->ranks[rank];
-    for (int i = 0; i < count; i++, state->num_units++) {
-        s->simulation->start[rank][state->num_units] = state->now;
-        s->simulation->end[rank][state->num_units] = state->now + seconds;
+    rank_state *r = &s->ranks[rank];
+    s1f_tape_rewind(s->tape, rank, &r->reader);
+    r->num_run = 0;
+    for (int32_t e = r->first_incoming; e >= 0; e = s->links[e].next_incoming) {
+        s->links[e].first = r->step * s->links[e].num_messages;
+        for (int32_t place = 0; place < s->links[e].num_places; place++)
+            post(s, &s->links[e], r->now);
     }
-    state->now += seconds;
-    s->simulation->busy[rank] += seconds;
 }
 
-static s1f_status run_unit(simulator *s, int32_t rank, s1f_unit unit)
+static void run_optimizer(simulator *s, int32_t rank)
 {
-    double seconds;
-    s1f_status status = duration(s, rank, s->ranks[rank].num_units, unit, &seconds);
-    if (status == S1F_OK)
-        run_units(s, rank, 1, seconds);
-    return status;
+    if (s->costs->optimizer != NULL)
+        s->ranks[rank].now += s->costs->optimizer[rank];
+    begin_step(s, rank);
 }
 
-/* From the RUN of a pair's F. *runs: whether the input of its B is there, too. */
-static s1f_status run_pair(simulator *s, int32_t rank, const s1f_instruction *first, int *runs)
+/* The rank is through with its order. 1: it goes on with the next step. */
+static int end_step(simulator *s, int32_t rank)
 {
-    const s1f_instruction *second = first + 1;
-    double forward, backward;
-    *runs = 0;
-    for (; second->opcode != S1F_OP_RUN; second++) {
-        if (second->opcode != S1F_OP_WAIT)
+    rank_state *r = &s->ranks[rank];
+    if (r->step == 0) {
+        s->simulation->span[rank] = r->last_end - r->first_start;
+        s->simulation->busy[rank] = r->busy;
+        s->simulation->wait[rank] = r->wait;
+        r->start = r->end = NULL;
+        r->recorded = NULL;
+    }
+    if (r->last_end > s->step_end[r->step])
+        s->step_end[r->step] = r->last_end;
+    if (++r->step == s->num_steps)
+        return 0;
+    if (!s->costs->optimizer_sync) {
+        run_optimizer(s, rank);
+        return 1;
+    }
+    if (++s->num_through < s->tape->num_ranks)
+        return 0;
+    s->num_through = 0;
+    double all_through = 0;
+    for (int32_t other = 0; other < s->tape->num_ranks; other++)
+        all_through = s->ranks[other].now > all_through ? s->ranks[other].now : all_through;
+    for (int32_t other = 0; other < s->tape->num_ranks; other++) {
+        s->ranks[other].now = all_through;
+        run_optimizer(s, other);
+        if (other != rank)
+            wake(s, other);
+    }
+    return 1;
+}
+
+/* Seconds of the next unit of a rank. */
+static double duration(const simulator *s, rank_state *r, const s1f_tape_unit *unit)
+{
+    double seconds = r->seconds != NULL ? r->seconds[r->num_run]
+                                        : s->kind_seconds[(int64_t)unit->kind * s->tape->num_segments + unit->segment];
+    if (s->costs->jitter > 0)
+        seconds *= 1 + s->costs->jitter * (2 * draw(&r->random) - 1);
+    if (r->num_run == 0)
+        r->first_start = r->now;
+    if (r->start != NULL)
+        r->start[r->num_run] = r->now;
+    r->num_run++;
+    return seconds;
+}
+
+/* Runs a unit, or the two of a pair together. */
+static void run_units(const simulator *s, rank_state *r, const s1f_tape_unit *unit)
+{
+    double seconds = duration(s, r, unit);
+    if (unit->is_pair) {
+        double forward = seconds, backward = duration(s, r, unit + 1);
+        seconds = forward + backward - s->costs->overlap * fmin(forward, backward);
+    }
+    r->now += seconds;
+    r->busy += seconds;
+    r->last_end = r->now;
+    for (int64_t i = r->num_run - 1 - unit->is_pair; r->end != NULL && i < r->num_run; i++)
+        r->end[i] = r->now;
+}
+
+static void wait_until(rank_state *r, double time, int32_t cause)
+{
+    if (time > r->now) {
+        r->wait += time - r->now;
+        r->now = time;
+        r->causes |= cause;
+    }
+}
+
+/* Puts the message of the unit that has run on its link. */
+static void send(simulator *s, rank_state *r, link *l, int32_t segment)
+{
+    wait_until(r, l->posted[l->num_sent & l->mask], S1F_CAUSE_CREDIT);
+    r->now += s->costs->send;
+    if (l->link_free > r->now)
+        r->causes |= S1F_CAUSE_LINK;
+    l->link_free = (l->link_free > r->now ? l->link_free : r->now) + s->transfer_seconds[segment];
+    l->arrived[l->num_sent++ & l->mask] = l->link_free + s->costs->latency;
+    if (l->receiver_waits) {
+        l->receiver_waits = 0;
+        wake(s, l->destination_rank);
+    }
+}
+
+/* Whether the message of a unit has come; if not the rank is woken with the next one. */
+static int has_input(simulator *s, const s1f_tape_unit *unit)
+{
+    int32_t edge = s->tape->kinds[unit->kind].in;
+    if (edge < 0 || s->links[edge].num_sent > s->links[edge].first + unit->awaited)
+        return 1;
+    s->links[edge].receiver_waits = 1;
+    return 0;
+}
+
+static void take_input(simulator *s, rank_state *r, const s1f_tape_unit *unit)
+{
+    int32_t edge = s->tape->kinds[unit->kind].in;
+    if (edge < 0)
+        return;
+    const link *in = &s->links[edge];
+    wait_until(r, in->arrived[(in->first + unit->awaited) & in->mask], S1F_CAUSE_MESSAGE);
+}
+
+/* Runs the next unit, or pair. 0: an input is not there yet. */
+static int start(simulator *s, rank_state *r, const s1f_tape_unit *unit)
+{
+    if (!has_input(s, unit) || (unit->is_pair && !has_input(s, unit + 1)))
+        return 0;
+    take_input(s, r, unit);
+    if (unit->is_pair) { /* the later message is the cause */
+        int32_t of_first = r->causes;
+        r->causes = 0;
+        take_input(s, r, unit + 1);
+        r->causes_of_second = r->causes;
+        r->causes = r->causes_of_second != 0 ? 0 : of_first;
+        r->in_pair = 1;
+    }
+    run_units(s, r, unit);
+    return 1;
+}
+
+/* Runs units of one rank until it has to wait for another rank. */
+static void advance(simulator *s, int32_t rank)
+{
+    rank_state *r = &s->ranks[rank];
+    for (;;) {
+        if (r->reader.next == r->reader.end && !s1f_tape_refill(s->tape, rank, &r->reader)) {
+            if (!end_step(s, rank))
+                return;
             continue;
-        const link *l = &s->links[second->edge];
-        if (l->num_arrived <= second->sequence)
-            return S1F_OK;
-        wait_until(s, rank, l->arrived[second->sequence]);
-    }
-    int64_t i = s->ranks[rank].num_units;
-    s1f_status status = duration(s, rank, i, first->unit, &forward);
-    if (status == S1F_OK)
-        status = duration(s, rank, i + 1, second->unit, &backward);
-    if (status != S1F_OK)
-        return status;
-    run_units(s, rank, 2, forward + backward - s->costs->overlap * fmin(forward, backward));
-    s->ranks[rank].in_pair = *runs = 1;
-    return S1F_OK;
-}
-
-static void transfer(simulator *s, int32_t rank, const s1f_instruction *send)
-{
-    link *l = &s->links[send->edge];
-    wait_until(s, rank, l->posted[send->sequence]);
-    s->ranks[rank].now += s->costs->send;
-    double begin = s->ranks[rank].now > l->link_free ? s->ranks[rank].now : l->link_free;
-    double bytes = s->costs->message_bytes != NULL ? (double)s->costs->message_bytes[send->unit.segment] : 0;
-    l->link_free = begin + bytes * s->costs->seconds_per_byte;
-    l->arrived[l->num_arrived++] = l->link_free + s->costs->latency;
-}
-
-/* Runs instructions of one rank until one has to wait for another rank. */
-static s1f_status advance(simulator *s, int32_t rank)
-{
-    rank_state *state = &s->ranks[rank];
-    int64_t count;
-    const s1f_instruction *instructions = s1f_program_instructions(s->program, rank, &count);
-    for (; state->done < count; state->done++) {
-        const s1f_instruction *instruction = &instructions[state->done];
-        link *l = instruction->edge >= 0 ? &s->links[instruction->edge] : NULL;
-        s1f_status status = S1F_OK;
-        switch ((s1f_opcode)instruction->opcode) {
-        case S1F_OP_POST:
-            l->posted[l->num_posted++] = state->now;
-            wake(s, s->edges[instruction->edge].source_rank);
-            break;
-        case S1F_OP_WAIT:
-            if (l->num_arrived <= instruction->sequence)
-                return S1F_OK;
-            wait_until(s, rank, l->arrived[instruction->sequence]);
-            break;
-        case S1F_OP_RUN:
-            if (state->in_pair) {
-                state->in_pair = 0;
-            } else if (instruction->is_pair) {
-                int runs;
-                if ((status = run_pair(s, rank, instruction, &runs)) == S1F_OK && !runs)
-                    return S1F_OK;
-            } else {
-                status = run_unit(s, rank, instruction->unit);
-            }
-            break;
-        case S1F_OP_SEND:
-            if (l->num_posted <= instruction->sequence)
-                return S1F_OK;
-            transfer(s, rank, instruction);
-            wake(s, s->edges[instruction->edge].destination_rank);
-            break;
-        case S1F_OP_FREE: break;
         }
-        if (status != S1F_OK)
-            return status;
+        const s1f_tape_unit *unit = r->reader.next;
+        const s1f_tape_kind *kind = &s->tape->kinds[unit->kind];
+        if (!r->has_run) {
+            r->causes = 0;
+            if (r->in_pair) { /* it ran with the unit before it */
+                r->causes = r->causes_of_second;
+                r->in_pair = 0;
+            } else if (!start(s, r, unit)) {
+                return;
+            }
+        }
+        if (kind->out >= 0) {
+            link *out = &s->links[kind->out];
+            if (out->num_sent == out->num_posted) {
+                r->has_run = 1;
+                out->sender_waits = 1;
+                return;
+            }
+            send(s, r, out, unit->segment);
+        }
+        r->has_run = 0;
+        for (int i = 0; i < 2; i++)
+            if (kind->posts[i] >= 0)
+                post(s, &s->links[kind->posts[i]], r->now);
+        if (r->recorded != NULL) {
+            r->recorded[r->num_run - 1 - r->in_pair] = (unsigned char)r->causes;
+            s->simulation->completed[s->num_completed++] = rank;
+        }
+        r->reader.next++;
     }
-    return S1F_OK;
 }
 
 static s1f_status run_all(simulator *s)
 {
-    int32_t num_ranks = s1f_program_num_ranks(s->program);
-    s1f_status status = S1F_OK;
-    for (int32_t rank = num_ranks - 1; rank >= 0; rank--)
+    int32_t num_ranks = s->tape->num_ranks;
+    for (int32_t rank = num_ranks - 1; rank >= 0; rank--) {
+        begin_step(s, rank);
         wake(s, rank);
-    while (s->num_queued > 0 && status == S1F_OK) {
-        int32_t rank = s->queue[--s->num_queued];
-        s->ranks[rank].is_queued = 0;
-        status = advance(s, rank);
     }
-    for (int32_t rank = 0; rank < num_ranks && status == S1F_OK; rank++) {
-        int64_t count;
-        s1f_program_instructions(s->program, rank, &count);
-        if (s->ranks[rank].done < count) /* lowering leaves no cycle */
-            status = s1f_fail(S1F_ERR_STATE, "the program of rank %d stops at instruction %lld of %lld", rank,
-                              (long long)s->ranks[rank].done, (long long)count);
-    }
-    return status;
+    while (s->num_queued > 0)
+        advance(s, s->queue[--s->num_queued]);
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
+            return s1f_fail(S1F_ERR_STATE, "the order of rank %d stops at unit %lld of %lld", rank,
+                            (long long)s->ranks[rank].num_run, (long long)s->tape->num_units[rank]);
+    s->simulation->makespan = s->step_end[0]; /* the first start is 0: some unit waits for nobody */
+    if (s->num_steps > 1)
+        s->simulation->period = (s->step_end[s->num_steps - 1] - s->step_end[0]) / (s->num_steps - 1);
+    return S1F_OK;
 }
 
-static void measure(s1f_simulation *simulation)
+/* -- preparing ------------------------------------------------------------------------------------------------------ */
+
+static s1f_status check_costs(const s1f_tape *tape, const s1f_costs *costs)
 {
-    for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
-        int64_t n = simulation->num_units[rank];
-        double start = simulation->start[rank][0], end = simulation->end[rank][n - 1];
-        simulation->span[rank] = end - start;
-        if (end > simulation->makespan)
-            simulation->makespan = end; /* the first start is 0: some unit waits for nobody */
-    }
+    s1f_status status;
+    if ((status = require_cost("the latency of a transfer", costs->latency)) != S1F_OK ||
+        (status = require_cost("the time per byte", costs->seconds_per_byte)) != S1F_OK ||
+        (status = require_cost("the time of a send", costs->send)) != S1F_OK)
+        return status;
+    if (!(costs->overlap >= 0 && costs->overlap <= 1))
+        return s1f_fail(S1F_ERR_ARG, "overlap is %g, must be in 0..1", costs->overlap);
+    if (!(costs->jitter >= 0 && costs->jitter <= 1))
+        return s1f_fail(S1F_ERR_ARG, "jitter is %g, must be in 0..1: a share of a unit's seconds", costs->jitter);
+    if (costs->num_steps < 0)
+        return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
+    for (int32_t rank = 0; costs->optimizer != NULL && rank < tape->num_ranks; rank++)
+        if ((status = require_cost("the time of an optimizer", costs->optimizer[rank])) != S1F_OK)
+            return status;
+    for (int32_t segment = 0; costs->message_bytes != NULL && segment < tape->num_segments; segment++)
+        if (costs->message_bytes[segment] < 0)
+            return s1f_fail(S1F_ERR_ARG, "message_bytes of segment %d is %lld, must be at least 0", segment,
+                            (long long)costs->message_bytes[segment]);
+    for (int32_t rank = 0; costs->unit_seconds != NULL && rank < tape->num_ranks; rank++)
+        for (int64_t i = 0; i < tape->num_units[rank]; i++)
+            if ((status = require_cost("the duration of a unit", costs->unit_seconds[rank][i])) != S1F_OK)
+                return status;
+    return S1F_OK;
 }
 
-static s1f_status create_simulation(const s1f_program *program, s1f_simulation **out)
+/* The tables that the walk looks into. */
+static s1f_status fill_seconds(simulator *s)
+{
+    const s1f_tape *tape = s->tape;
+    int32_t k = tape->num_segments;
+    for (int32_t segment = 0; segment < k; segment++)
+        s->transfer_seconds[segment] =
+            s->costs->message_bytes == NULL ? 0 : (double)s->costs->message_bytes[segment] * s->costs->seconds_per_byte;
+    for (int32_t kind = 0; s->kind_seconds != NULL && kind < tape->num_stages * S1F_NUM_PASSES; kind++)
+        for (int32_t segment = 0; tape->kinds[kind].num_units > 0 && segment < k; segment++) {
+            const double *of_pass = s->costs->pass_seconds[kind % S1F_NUM_PASSES];
+            double seconds = of_pass[(int64_t)(kind / S1F_NUM_PASSES) * k + segment];
+            s1f_status status = require_cost("the duration of a unit", seconds);
+            if (status != S1F_OK)
+                return status;
+            s->kind_seconds[(int64_t)kind * k + segment] = seconds;
+        }
+    return S1F_OK;
+}
+
+static int create_links(simulator *s)
+{
+    for (int32_t e = 0; e < s->tape->num_edges; e++) {
+        const s1f_edge *edge = &s->tape->edges[e];
+        link *l = &s->links[e];
+        *l = (link){
+            .mask = s->tape->window[e] - 1,
+            .num_messages = edge->num_messages,
+            .source_rank = edge->source_rank,
+            .destination_rank = edge->destination_rank,
+            .num_places = edge->num_places,
+            .next_incoming = s->ranks[edge->destination_rank].first_incoming,
+        };
+        s->ranks[edge->destination_rank].first_incoming = e;
+        l->posted = malloc((size_t)s->tape->window[e] * sizeof *l->posted);
+        l->arrived = malloc((size_t)s->tape->window[e] * sizeof *l->arrived);
+        if (l->posted == NULL || l->arrived == NULL)
+            return 0;
+    }
+    return 1;
+}
+
+static int create_arrays(simulator *s)
+{
+    const s1f_tape *tape = s->tape;
+    size_t num_ranks = (size_t)tape->num_ranks, num_cells = (size_t)tape->num_stages * (size_t)tape->num_segments;
+    s->links = calloc((size_t)tape->num_edges + 1, sizeof *s->links); /* + 1: calloc(0) may be NULL */
+    s->ranks = calloc(num_ranks, sizeof *s->ranks);
+    s->queue = calloc(num_ranks, sizeof *s->queue);
+    s->step_end = calloc((size_t)s->num_steps, sizeof *s->step_end);
+    s->transfer_seconds = calloc((size_t)tape->num_segments, sizeof *s->transfer_seconds);
+    if (!s->links || !s->ranks || !s->queue || !s->step_end || !s->transfer_seconds)
+        return 0;
+    if (s->costs->unit_seconds == NULL &&
+        (s->kind_seconds = calloc(num_cells, S1F_NUM_PASSES * sizeof *s->kind_seconds)) == NULL)
+        return 0;
+    for (int32_t rank = 0; rank < tape->num_ranks; rank++) {
+        rank_state *r = &s->ranks[rank];
+        r->first_incoming = -1;
+        r->random = s->costs->seed + (uint64_t)rank * 0xd1342543de82ef95u;
+        r->seconds = s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank] : NULL;
+        r->start = s->simulation->start != NULL ? s->simulation->start[rank] : NULL;
+        r->end = s->simulation->end != NULL ? s->simulation->end[rank] : NULL;
+        r->recorded = s->simulation->causes != NULL ? s->simulation->causes[rank] : NULL;
+    }
+    return create_links(s);
+}
+
+static int create_timeline(s1f_simulation *simulation, s1f_keep keep)
+{
+    size_t num_ranks = (size_t)simulation->num_ranks;
+    int64_t total = 0;
+    simulation->start = calloc(num_ranks, sizeof *simulation->start);
+    simulation->end = calloc(num_ranks, sizeof *simulation->end);
+    if (simulation->start == NULL || simulation->end == NULL)
+        return 0;
+    if (keep >= S1F_KEEP_CAUSES && (simulation->causes = calloc(num_ranks, sizeof *simulation->causes)) == NULL)
+        return 0;
+    for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
+        int64_t num_units = simulation->num_units[rank];
+        total += num_units;
+        simulation->start[rank] = malloc((size_t)num_units * sizeof **simulation->start);
+        simulation->end[rank] = malloc((size_t)num_units * sizeof **simulation->end);
+        if (simulation->start[rank] == NULL || simulation->end[rank] == NULL)
+            return 0;
+        if (keep >= S1F_KEEP_CAUSES && (simulation->causes[rank] = malloc((size_t)num_units)) == NULL)
+            return 0;
+    }
+    return keep < S1F_KEEP_CAUSES ||
+           (simulation->completed = malloc((size_t)total * sizeof *simulation->completed)) != NULL;
+}
+
+static s1f_status create_simulation(const s1f_tape *tape, s1f_keep keep, s1f_simulation **out)
 {
     s1f_simulation *simulation = calloc(1, sizeof *simulation);
-    size_t num_ranks = (size_t)s1f_program_num_ranks(program);
+    size_t num_ranks = (size_t)tape->num_ranks;
     if (simulation == NULL)
         goto no_memory;
-    simulation->num_ranks = (int32_t)num_ranks;
+    simulation->num_ranks = tape->num_ranks;
     simulation->span = calloc(num_ranks, sizeof *simulation->span);
     simulation->busy = calloc(num_ranks, sizeof *simulation->busy);
     simulation->wait = calloc(num_ranks, sizeof *simulation->wait);
     simulation->num_units = calloc(num_ranks, sizeof *simulation->num_units);
-    simulation->start = calloc(num_ranks, sizeof *simulation->start);
-    simulation->end = calloc(num_ranks, sizeof *simulation->end);
-    if (!simulation->span || !simulation->busy || !simulation->wait || !simulation->num_units || !simulation->start ||
-        !simulation->end)
+    if (!simulation->span || !simulation->busy || !simulation->wait || !simulation->num_units)
         goto no_memory;
-    for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
-        int64_t num_units = s1f_program_num_units(program, rank);
-        simulation->num_units[rank] = num_units;
-        simulation->start[rank] = malloc((size_t)num_units * sizeof **simulation->start);
-        simulation->end[rank] = malloc((size_t)num_units * sizeof **simulation->end);
-        if (simulation->start[rank] == NULL || simulation->end[rank] == NULL)
-            goto no_memory;
-    }
+    for (int32_t rank = 0; rank < tape->num_ranks; rank++)
+        simulation->num_units[rank] = tape->num_units[rank];
+    if (keep >= S1F_KEEP_TIMELINE && !create_timeline(simulation, keep))
+        goto no_memory;
     *out = simulation;
     return S1F_OK;
 
@@ -227,49 +433,25 @@ no_memory:
     return s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %zu ranks", num_ranks);
 }
 
-s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_simulation **out)
+s1f_status s1f_tape_simulate(const s1f_tape *tape, const s1f_costs *costs, s1f_keep keep, s1f_simulation **out)
 {
-    int32_t num_edges;
-    simulator s = {.program = program, .costs = costs, .edges = s1f_program_edges(program, &num_edges)};
-    size_t num_ranks = (size_t)s1f_program_num_ranks(program);
-    s1f_status status;
-    if ((status = require_cost("the latency of a transfer", costs->latency)) != S1F_OK ||
-        (status = require_cost("the time per byte", costs->seconds_per_byte)) != S1F_OK ||
-        (status = require_cost("the time of a send", costs->send)) != S1F_OK)
+    simulator s = {.tape = tape, .costs = costs, .num_steps = costs->num_steps > 0 ? costs->num_steps : 1};
+    s1f_status status = check_costs(tape, costs);
+    if (status != S1F_OK || (status = create_simulation(tape, keep, &s.simulation)) != S1F_OK)
         return status;
-    if (!(costs->overlap >= 0 && costs->overlap <= 1))
-        return s1f_fail(S1F_ERR_ARG, "overlap is %g, must be in 0..1", costs->overlap);
-    for (int32_t segment = 0; costs->message_bytes != NULL && segment < s1f_program_num_segments(program); segment++)
-        if (costs->message_bytes[segment] < 0)
-            return s1f_fail(S1F_ERR_ARG, "message_bytes of segment %d is %lld, must be at least 0", segment,
-                            (long long)costs->message_bytes[segment]);
-    if ((status = create_simulation(program, &s.simulation)) != S1F_OK)
-        return status;
-    s.links = calloc((size_t)num_edges + 1, sizeof *s.links);
-    s.ranks = calloc(num_ranks, sizeof *s.ranks);
-    s.queue = calloc(num_ranks, sizeof *s.queue);
-    if (s.links == NULL || s.ranks == NULL || s.queue == NULL)
-        goto no_memory;
-    for (int32_t e = 0; e < num_edges; e++) {
-        s.links[e].posted = malloc((size_t)s.edges[e].num_messages * sizeof *s.links[e].posted);
-        s.links[e].arrived = malloc((size_t)s.edges[e].num_messages * sizeof *s.links[e].arrived);
-        if (s.links[e].posted == NULL || s.links[e].arrived == NULL)
-            goto no_memory;
-    }
-    if ((status = run_all(&s)) == S1F_OK) {
-        measure(s.simulation);
+    if (!create_arrays(&s))
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %d ranks", tape->num_ranks);
+    if (status == S1F_OK && (status = fill_seconds(&s)) == S1F_OK && (status = run_all(&s)) == S1F_OK) {
         *out = s.simulation;
         s.simulation = NULL;
     }
-    goto done;
-
-no_memory:
-    status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %zu ranks", num_ranks);
-done:
-    for (int32_t e = 0; s.links != NULL && e < num_edges; e++) {
+    for (int32_t e = 0; s.links != NULL && e < tape->num_edges; e++) {
         free(s.links[e].posted);
         free(s.links[e].arrived);
     }
+    free(s.transfer_seconds);
+    free(s.kind_seconds);
+    free(s.step_end);
     free(s.queue);
     free(s.ranks);
     free(s.links);
@@ -277,18 +459,34 @@ done:
     return status;
 }
 
+s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_simulation **out)
+{
+    s1f_tape *tape = NULL;
+    s1f_status status = s1f_tape_of_program(program, &tape);
+    if (status == S1F_OK)
+        status = s1f_tape_simulate(tape, costs, S1F_KEEP_TIMELINE, out);
+    s1f_tape_free(tape);
+    return status;
+}
+
+static void free_rows(void *rows, int32_t num_rows)
+{
+    void **row = rows;
+    for (int32_t i = 0; row != NULL && i < num_rows; i++)
+        free(row[i]);
+    free(row);
+}
+
 void s1f_simulation_free(s1f_simulation *simulation)
 {
     if (simulation == NULL)
         return;
-    for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
-        if (simulation->start != NULL)
-            free(simulation->start[rank]);
-        if (simulation->end != NULL)
-            free(simulation->end[rank]);
-    }
-    free(simulation->end);
-    free(simulation->start);
+    free_rows(simulation->start, simulation->num_ranks);
+    free_rows(simulation->end, simulation->num_ranks);
+    free_rows(simulation->causes, simulation->num_ranks);
+    free_rows(simulation->slack, simulation->num_ranks);
+    free(simulation->path);
+    free(simulation->completed);
     free(simulation->num_units);
     free(simulation->wait);
     free(simulation->busy);

@@ -1,4 +1,4 @@
-/* simulate.h - when every unit of a lowered program starts and ends, for given costs.
+/* simulate.h - when every unit of an order starts and ends, for given costs.
  *
  * The same rules as the executor: a rank walks its program in order; WAIT ends when the message has come, SEND begins
  * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other at
@@ -7,7 +7,7 @@
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
-#include "lower.h"
+#include "tape.h"
 
 typedef struct {
     /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass that occurs; or by its number in
@@ -19,20 +19,56 @@ typedef struct {
     const int64_t *message_bytes; /* [segment]: activation and gradient alike; NULL: 0 */
     double send;                  /* seconds that a sender itself spends on each SEND */
     double overlap;               /* share, 0 to 1, of the shorter unit of a pair that the other one hides */
+    /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit i
+     * of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
+    double jitter;
+    uint64_t seed;
+    /* Steps in a row; 0 counts as 1. After a step a rank runs its optimizer for optimizer[rank] seconds (NULL: 0), at
+     * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */
+    int32_t num_steps, optimizer_sync;
+    const double *optimizer;
 } s1f_costs;
 
+/* How much to keep: each holds what stands above it. */
+typedef enum {
+    S1F_KEEP_TOTALS,   /* makespan and what is told per rank */
+    S1F_KEEP_TIMELINE, /* start and end of every unit of the first step */
+    S1F_KEEP_CAUSES    /* and what critical.h needs */
+} s1f_keep;
+
+/* Why a unit of the first step stands where it does; bits. */
+enum {
+    S1F_CAUSE_MESSAGE = 1, /* it started when its message came; else when the unit before it was through */
+    S1F_CAUSE_CREDIT = 2,  /* its message waited for a place */
+    S1F_CAUSE_LINK = 4     /* its message waited for the one before it on the link */
+};
+
 typedef struct {
+    int32_t rank;
+    int64_t i; /* number in the order of the rank */
+} s1f_numbered_unit;
+
+typedef struct { /* of the first step, but for `period` */
     int32_t num_ranks;
-    double makespan;       /* first start to last end over all ranks, seconds */
-    double *span;          /* [rank] first start to last end of the rank */
-    double *busy;          /* [rank] sum of its units */
-    double *wait;          /* [rank] time in WAIT and in SEND before the credit */
-    int64_t *num_units;    /* [rank] */
-    double **start, **end; /* [rank][i], units in run order; first start of all is 0 */
+    double makespan;         /* first start to last end over all ranks, seconds */
+    double period;           /* last end of the last step less that of the first, per step; 0 for one step */
+    double *span;            /* [rank] first start to last end of the rank */
+    double *busy;            /* [rank] sum of its units */
+    double *wait;            /* [rank] time in WAIT and in SEND before the credit */
+    int64_t *num_units;      /* [rank] */
+    double **start, **end;   /* [rank][i], units in run order; first start of all is 0; NULL: not kept */
+    unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
+    int32_t *completed;      /* the rank of every unit in an order in which each comes after all it waited for */
+    double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL until then */
+    s1f_numbered_unit *path; /* the same */
+    int64_t path_length;
 } s1f_simulation;
 
-/* Linear in the number of instructions. S1F_ERR_ARG if a duration or cost is negative or not finite.
+/* Time is linear in the number of units; so is memory where a timeline is kept, else it is linear in ranks and places.
+ * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range.
  * *out is owned by the caller and untouched on error. Pure. */
+s1f_status s1f_tape_simulate(const s1f_tape *tape, const s1f_costs *costs, s1f_keep keep, s1f_simulation **out);
+/* The same of a program, with its timeline. */
 s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_simulation **out);
 void s1f_simulation_free(s1f_simulation *simulation); /* NULL is fine */
 

@@ -69,7 +69,6 @@ def place_tensor_capsule(owner: object, address: int, dtype: int, sizes: tuple[i
 _Unit = tuple[str, int, int, int]  # kind, stage, microbatch, segment
 _Instruction = tuple[str, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
 _Edge = tuple[int, int, int, int, bool, int, int]  # stages, ranks (source, destination), gradient?, places, messages
-_Simulation = tuple[float, list[float], list[float], list[float], list[list[float]], list[list[float]]]
 
 def schedule_families() -> list[tuple[str, str, str, str, int, list[str]]]: ...
 def schedule_build(
@@ -106,17 +105,36 @@ def program_edges(program: Any, /) -> list[_Edge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
 def program_peak_tokens(program: Any, stage: int, segment_sizes: Sequence[int], /) -> int: ...
 def program_rank_peak(program: Any, rank: int, weights: Sequence[int], /) -> int: ...
-def program_simulate(
-    program: Any,
+
+# ---- simulate.c
+
+_Path = tuple[tuple[int, int], ...]  # rank, number in its order
+_Rows = tuple[bytes, ...] | None  # doubles, a row per rank
+_Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows, _Path | None]
+
+def tape_of_program(program: Any, /) -> Any: ...
+def tape_of_family(family: str, num_ranks: int, num_microbatches: int, num_segments: int, prefetch: int, /) -> Any: ...
+def tape_simulate(
+    tape: Any,
     pass_seconds: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
     unit_seconds: Sequence[Sequence[float]] | None,
-    latency: float,
-    seconds_per_byte: float,
-    message_bytes: Sequence[int] | None,
-    send: float,
-    overlap: float,
+    transfer: tuple[float, float, float, float],
+    message_bytes: Sequence[int],
+    jitter: tuple[float, int],
+    steps: tuple[int, bool, Sequence[float]],
+    keep: int,
     /,
 ) -> _Simulation: ...
+def tape_memory(
+    tape: Any,
+    activations: Sequence[int] | None,
+    kept_activations: Sequence[int] | None,
+    output_gradients: Sequence[int] | None,
+    kv: Sequence[int] | None,
+    kv_gradients: Sequence[int] | None,
+    message_bytes: Sequence[int] | None,
+    /,
+) -> tuple[tuple[int, int, int, int, int, int, int], ...]: ...
 
 # ---- attention.c
 

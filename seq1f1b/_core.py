@@ -60,7 +60,10 @@ program_edges = _C.program_edges
 program_stage_peak = _C.program_stage_peak
 program_peak_tokens = _C.program_peak_tokens
 program_rank_peak = _C.program_rank_peak
-program_simulate = _C.program_simulate
+tape_of_program = _C.tape_of_program
+tape_of_family = _C.tape_of_family
+tape_simulate = _C.tape_simulate
+tape_memory = _C.tape_memory
 
 # attention
 bind_torch = _C.bind_torch

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
 from seq1f1b.draw import timeline_text
 
-__all__ = ["Family", "Schedule", "Simulation", "Timeline", "Unit", "build_schedule", "families", "schedules"]
+__all__ = [
+    "Family",
+    "PeakMemory",
+    "Schedule",
+    "Simulation",
+    "StepMemory",
+    "StreamedSchedule",
+    "Timeline",
+    "Unit",
+    "build_schedule",
+    "families",
+    "schedules",
+]
 
 
 class Unit(NamedTuple):
@@ -35,7 +48,218 @@ Costs = float | Sequence[Sequence[float]]
 """Seconds per unit: one number, or ``[stage][segment]``."""
 
 
-class Schedule:
+_TOTALS, _TIMELINE, _CAUSES = range(3)  # what the core keeps of a simulation
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a step holds. Per stage: a number or one for each; per unit: a number or ``[stage][segment]``.
+
+    Attributes:
+        activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B.
+        kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
+        output_gradients: gradients inside the stage that I leaves to W, per unit.
+        kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
+        kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
+        weights: with their gradients, per stage; ``optimizer``: its state, per stage. Held throughout.
+        logits: of one unit of the last stage, with what its loss needs; held throughout.
+    """
+
+    activations: int | Sequence[Sequence[int]] = 0
+    kept_activations: int | Sequence[Sequence[int]] | None = None
+    output_gradients: int | Sequence[Sequence[int]] = 0
+    kv: int | Sequence[int] = 0
+    kv_gradients: int | Sequence[int] = 0
+    weights: int | Sequence[int] = 0
+    optimizer: int | Sequence[int] = 0
+    logits: int = 0
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Most bytes that each rank holds, one value per rank; every kind of :class:`StepMemory` at its own peak.
+
+    Attributes:
+        receive: places of the receivers, each as large as the largest message.
+        total: most of all kinds together at one time; the sum of the peaks may be more.
+    """
+
+    activations: tuple[int, ...]
+    output_gradients: tuple[int, ...]
+    kv: tuple[int, ...]
+    kv_gradients: tuple[int, ...]
+    receive: tuple[int, ...]
+    weights: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    logits: tuple[int, ...]
+    total: tuple[int, ...]
+
+
+class _Order:
+    """What can be simulated: an order with its counts and placement."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_segments: int
+    rank_of_stage: tuple[int, ...]
+    _tapes: dict[int, Any]  # by prefetch: what the core reads again in every simulation
+
+    def _make_tape(self, prefetch: int) -> Any:
+        raise NotImplementedError
+
+    def _listed(self) -> Schedule | None:
+        """The schedule, where the order exists as a list."""
+        raise NotImplementedError
+
+    def simulate(
+        self,
+        forward: Costs = 1.0,
+        backward: Costs = 2.0,
+        weight: Costs | None = None,
+        transfer: float = 0.0,
+        *,
+        bandwidth: float | None = None,
+        message_bytes: int | Sequence[int] = 0,
+        send: float = 0.0,
+        prefetch: int = 1,
+        overlap: float = 0.0,
+        durations: Sequence[Sequence[float]] | None = None,
+        segment_sizes: Sequence[int] | None = None,
+        unit_bytes: int | Sequence[Sequence[int]] | None = None,
+        memory: StepMemory | None = None,
+        critical: bool = False,
+        jitter: float = 0.0,
+        seed: int = 0,
+        steps: int = 1,
+        optimizer: float | Sequence[float] = 0.0,
+        optimizer_sync: bool | None = None,
+    ) -> Simulation:
+        """When every unit starts and ends if it takes the given time.
+
+        Simulates the program that the engine runs, with its places and credits.
+
+        Args:
+            forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
+            weight: share of ``backward`` that is W where the order splits it (the rest is I); default: half.
+            transfer: seconds from the end of a message's transfer to its arrival (latency).
+            bandwidth: bytes per second of each directed edge between two stages; None: infinite.
+            message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
+            send: seconds that a sender itself spends on a message.
+            prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
+            overlap: share of the shorter unit of a pair that the other one hides, 0 to 1.
+            durations: seconds of every unit, per rank in run order, in place of ``forward``, ``backward``, ``weight``:
+                replays what was measured.
+            segment_sizes: tokens of each segment, for ``peak_tokens``.
+            unit_bytes: activation bytes of a unit, a number or ``[stage][segment]``, for ``peak_bytes``.
+            memory: bytes of everything a step holds, for ``memory``.
+            critical: also find ``slack`` and ``critical_path``.
+            jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
+            seed: of the draws; the same one gives the same times.
+            steps: simulates so many steps in a row, for ``period``; all else is of the first.
+            optimizer: seconds that every rank, or each, needs after a step before it begins the next.
+            optimizer_sync: whether the optimizer waits until all ranks are through with the step (a norm over all
+                stages makes it so). Must be said where there is more than one step.
+        Raises:
+            ScheduleError: the order breaks a rule.
+            ValueError: a cost is negative or not finite, or of the wrong shape.
+        """
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"bandwidth is {bandwidth}, must be above 0")
+        fully = self._per_unit(backward, "backward")
+        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in fully]
+        inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
+        if weight is not None and min(inputs) < 0:
+            raise ValueError("weight is more than backward, of which it is a part")
+        if segment_sizes is not None and len(segment_sizes) != self.num_segments:
+            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}, must be at least 1")
+        if steps > 1 and optimizer_sync is None:
+            raise ValueError("optimizer_sync must be True or False where there is more than one step")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
+        listed = self._listed()
+        if listed is None and (critical or durations is not None):
+            raise ValueError("critical and durations need an order that is listed: build_schedule makes one")
+        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
+        tape = self._tapes.get(prefetch)
+        if tape is None:
+            tape = self._tapes[prefetch] = self._make_tape(prefetch)
+        makespan, period, span, busy, wait, start, end, slack, path = _core.tape_simulate(
+            tape,
+            (self._per_unit(forward, "forward"), fully, inputs, weights),
+            durations,
+            (transfer, 0.0 if bandwidth is None else 1.0 / bandwidth, send, overlap),
+            sizes,
+            (jitter, seed),
+            (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
+            _TOTALS if listed is None else _CAUSES if critical else _TIMELINE,
+        )
+        peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
+        return Simulation(
+            makespan=makespan,
+            span=tuple(_doubles(span)),
+            busy=tuple(_doubles(busy)),
+            wait=tuple(_doubles(wait)),
+            bubble=tuple(makespan - seconds for seconds in _doubles(busy)),
+            peak=peak,
+            peak_tokens=None if segment_sizes is None else self._peak(tape, [*segment_sizes] * self.num_stages),
+            peak_bytes=None if unit_bytes is None else self._peak(tape, self._per_unit(unit_bytes, "unit_bytes")),
+            memory=peak_memory if memory is not None else None,
+            period=period if steps > 1 else None,
+            slack=None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
+            critical_path=None if path is None or listed is None else tuple(listed.ranks[rank][i] for rank, i in path),
+            schedule=listed,
+            start=None if start is None else tuple(map(_doubles, start)),
+            end=None if end is None else tuple(map(_doubles, end)),
+        )
+
+    def _per_unit(self, costs: Any, name: str) -> list[Any]:
+        """One value per (stage, segment), flat."""
+        return _per_unit(costs, name, self.num_stages, self.num_segments)
+
+    def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
+        return tuple(peak[1] for peak in _core.tape_memory(tape, activations, None, None, None, None, None))
+
+    def _memory(self, tape: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+        """Peak of live units, and of bytes; what is constant is added here."""
+
+        def per_unit(name: str) -> list[int] | None:
+            value = getattr(given, name)
+            return None if value is None else self._per_unit(value, name)
+
+        def per_stage(name: str) -> list[int]:
+            return _per_place(getattr(given, name), name, self.num_stages, "stage")
+
+        def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
+            if min(values) < 0:
+                raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
+            held = [0] * self.num_ranks
+            for rank, value in zip(self.rank_of_stage, values, strict=True):
+                held[rank] += value
+            return tuple(held)
+
+        live = _core.tape_memory(
+            tape,
+            per_unit("activations"),
+            per_unit("kept_activations"),
+            per_unit("output_gradients"),
+            per_stage("kv"),
+            per_stage("kv_gradients"),
+            sizes,
+        )
+        units, activations, output_gradients, kv, kv_gradients, receive, together = zip(*live, strict=True)
+        weights = per_rank("weights", per_stage("weights"))
+        optimizer = per_rank("optimizer", per_stage("optimizer"))
+        logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
+        total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
+        return units, PeakMemory(
+            activations, output_gradients, kv, kv_gradients, receive, weights, optimizer, logits, total
+        )
+
+
+class Schedule(_Order):
     """The order in which every rank runs its units.
 
     Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Nothing is
@@ -57,12 +281,19 @@ class Schedule:
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
         self.pairs = tuple(tuple(_core.schedule_pairs(handle, rank)) for rank in range(self.num_ranks))
         """Per rank the positions i at which units i, an F, and i + 1, a B of another micro-batch, are a pair."""
+        self._tapes = {}
 
     @classmethod
     def _from_handle(cls, handle: Any) -> Schedule:
         schedule = cls.__new__(cls)
         schedule._adopt(handle)
         return schedule
+
+    def _make_tape(self, prefetch: int) -> Any:
+        return _core.tape_of_program(_core.program_lower(self.handle, prefetch))
+
+    def _listed(self) -> Schedule:
+        return self
 
     @property
     def ranks(self) -> tuple[tuple[Unit, ...], ...]:
@@ -101,85 +332,6 @@ class Schedule:
         if max_live_units is not None and max_live_units < 1:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
         _core.schedule_check(self.handle, max_live_units or 0)
-
-    def simulate(
-        self,
-        forward: Costs = 1.0,
-        backward: Costs = 2.0,
-        weight: Costs | None = None,
-        transfer: float = 0.0,
-        *,
-        bandwidth: float | None = None,
-        message_bytes: int | Sequence[int] = 0,
-        send: float = 0.0,
-        prefetch: int = 1,
-        overlap: float = 0.0,
-        durations: Sequence[Sequence[float]] | None = None,
-        segment_sizes: Sequence[int] | None = None,
-        unit_bytes: int | Sequence[Sequence[int]] | None = None,
-    ) -> Simulation:
-        """When every unit starts and ends if it takes the given time.
-
-        Simulates the program that the engine runs, with its places and credits.
-
-        Args:
-            forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
-            weight: share of ``backward`` that is W where the order splits it (the rest is I); default: half.
-            transfer: seconds from the end of a message's transfer to its arrival (latency).
-            bandwidth: bytes per second of each directed edge between two stages; None: infinite.
-            message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
-            send: seconds that a sender itself spends on a message.
-            prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
-            overlap: share of the shorter unit of a pair that the other one hides, 0 to 1.
-            durations: seconds of every unit, per rank in run order, in place of ``forward``, ``backward``, ``weight``:
-                replays what was measured.
-            segment_sizes: tokens of each segment, for ``peak_tokens``.
-            unit_bytes: activation bytes of a unit, a number or ``[stage][segment]``, for ``peak_bytes``.
-        Raises:
-            ScheduleError: the order breaks a rule.
-            ValueError: a cost is negative or not finite, or of the wrong shape.
-        """
-        if bandwidth is not None and not bandwidth > 0:
-            raise ValueError(f"bandwidth is {bandwidth}, must be above 0")
-        fully = self._per_unit(backward, "backward")
-        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in fully]
-        inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
-        if weight is not None and min(inputs) < 0:
-            raise ValueError("weight is more than backward, of which it is a part")
-        if segment_sizes is not None and len(segment_sizes) != self.num_segments:
-            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
-        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        program = _core.program_lower(self.handle, prefetch)
-        makespan, span, busy, wait, start, end = _core.program_simulate(
-            program,
-            (self._per_unit(forward, "forward"), fully, inputs, weights),
-            durations,
-            transfer,
-            0.0 if bandwidth is None else 1.0 / bandwidth,
-            sizes,
-            send,
-            overlap,
-        )
-        timeline = tuple(tuple(zip(*track, strict=True)) for track in zip(self.ranks, start, end, strict=True))
-        num_cells = self.num_stages * self.num_segments
-        return Simulation(
-            makespan=makespan,
-            span=tuple(span),
-            busy=tuple(busy),
-            wait=tuple(wait),
-            bubble=tuple(makespan - seconds for seconds in busy),
-            peak=self._peak(program, [1] * num_cells),
-            peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
-            peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
-            timeline=timeline,
-        )
-
-    def _per_unit(self, costs: Any, name: str) -> list[Any]:
-        """One value per (stage, segment), flat."""
-        return _per_unit(costs, name, self.num_stages, self.num_segments)
-
-    def _peak(self, program: Any, weights: list[int]) -> tuple[int, ...]:
-        return tuple(_core.program_rank_peak(program, rank, weights) for rank in range(self.num_ranks))
 
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
@@ -221,6 +373,34 @@ class Schedule:
         return cls._from_handle(_core.schedule_from_csv(text, num_segments))
 
 
+class StreamedSchedule(_Order):
+    """A family's order that never exists as a list, to simulate orders of any length.
+
+    Its units are made while they are simulated: memory is that of ranks and receive places. There is no timeline, and
+    nothing that names units.
+
+    Args:
+        name: a family whose order is warm-up, one forward and one backward in turn, cool-down: ``seq1f1b`` (``1f1b``
+            where ``num_segments`` is 1), ``gpipe``, ``terapipe``.
+        num_ranks, num_microbatches, num_segments: P, M, k.
+    Raises:
+        ValueError: unknown name, a family of another kind, or a count out of range.
+    """
+
+    def __init__(self, name: str, *, num_ranks: int, num_microbatches: int, num_segments: int = 1) -> None:
+        self.name = name
+        self.num_ranks = self.num_stages = num_ranks
+        self.num_microbatches, self.num_segments = num_microbatches, num_segments
+        self._tapes = {1: self._make_tape(1)}  # of simulate's own prefetch
+        self.rank_of_stage = tuple(range(num_ranks))
+
+    def _make_tape(self, prefetch: int) -> Any:
+        return _core.tape_of_family(self.name, self.num_ranks, self.num_microbatches, self.num_segments, prefetch)
+
+    def _listed(self) -> None:
+        return None
+
+
 def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
     """One value per (stage, segment), flat."""
     if not hasattr(costs, "__len__"):
@@ -228,6 +408,19 @@ def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list
     if len(costs) != num_stages or any(len(row) != num_segments for row in costs):
         raise ValueError(f"{name} must be a number or hold {num_stages} stages of {num_segments} segments each")
     return [cost for row in costs for cost in row]
+
+
+def _per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
+    """One value per rank or stage."""
+    if not hasattr(values, "__len__"):
+        return [values] * count
+    if len(values) != count:
+        raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
+    return list(values)
+
+
+def _doubles(row: bytes) -> memoryview[float]:
+    return memoryview(row).cast("d")
 
 
 @dataclass(frozen=True)
@@ -243,7 +436,13 @@ class Simulation:
         peak: most units live at once, from forward to the end of backward.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
-        timeline: (unit, start, end) of every unit in run order.
+        memory: peaks of every kind of memory, where these were given.
+        period: seconds per step where several were simulated: from the last end of the first step to that of the last.
+        slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
+            stays (a pair has one slack).
+        critical_path: where asked for, units each of which waited for the one before it, from a first start to the last
+            end: the makespan is theirs and their transfers' (a pair is named by its first unit).
+        start, end: seconds of every unit in run order; None for a streamed order.
     """
 
     makespan: float
@@ -254,7 +453,25 @@ class Simulation:
     peak: tuple[int, ...]
     peak_tokens: tuple[int, ...] | None
     peak_bytes: tuple[int, ...] | None
-    timeline: Timeline
+    memory: PeakMemory | None
+    period: float | None
+    slack: tuple[tuple[float, ...], ...] | None
+    critical_path: tuple[Unit, ...] | None
+    schedule: Schedule | None = field(repr=False)
+    start: tuple[memoryview[float], ...] | None = field(repr=False, hash=False)
+    end: tuple[memoryview[float], ...] | None = field(repr=False, hash=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """(unit, start, end) of every unit in run order.
+
+        Raises:
+            ValueError: the order was streamed.
+        """
+        if self.schedule is None or self.start is None or self.end is None:
+            raise ValueError("a streamed order has no timeline: build_schedule makes one that has")
+        tracks = zip(self.schedule.ranks, self.start, self.end, strict=True)
+        return tuple(tuple(zip(*track, strict=True)) for track in tracks)
 
     @property
     def bubble_ratio(self) -> float:

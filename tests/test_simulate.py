@@ -1,14 +1,17 @@
-"""Does the simulation give the makespans of the formulas, and those of a second one that works backwards?"""
+"""Does the simulation give the makespans of the formulas, and the times and bytes of plain Python from the rules?"""
 
 import itertools
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from orders import random_order
 
 from seq1f1b import Schedule, Unit, _core, build_schedule
+from seq1f1b.schedule import PeakMemory, StepMemory, StreamedSchedule
 
 GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
 
@@ -121,105 +124,426 @@ def test_measured_durations_are_replayed() -> None:
 # -- against a simulation that asks for each time backwards from its causes --------------------------------------------
 
 
-def reference(
-    schedule: Schedule,
-    seconds: list[list[float]],
-    latency: float,
-    per_byte: float,
-    sizes: list[int],
-    send: float,
-    prefetch: int,
-) -> tuple[list[list[tuple[float, float]]], list[float]]:
-    """Start and end of every unit, and the time that each rank waits."""
-    edges = _core.program_edges(_core.program_lower(schedule.handle, prefetch))
-    places = {(source, destination): count for source, destination, _, _, _, count, _ in edges}
-    where = {unit: (rank, i) for rank, order in enumerate(schedule.ranks) for i, unit in enumerate(order)}
-    has_backward = any(unit.kind != "F" for unit in where)
+class Reference:
+    """The rules in plain Python: who waits for whom, and how many places a receiver has."""
 
-    def target(unit: Unit) -> tuple[int, int] | None:
-        step = {"F": 1, "B": -1, "I": -1}.get(unit.kind)
-        edge = (unit.stage, unit.stage + step) if step else None
-        return edge if edge in places else None
+    def __init__(self, schedule: Schedule, prefetch: int) -> None:
+        self.schedule = schedule
+        self.where = {unit: (rank, i) for rank, order in enumerate(schedule.ranks) for i, unit in enumerate(order)}
+        has_backward = any(unit.kind != "F" for unit in self.where)
+        last_readers = "BW" if has_backward else "F"
+        neighbours = [(s, s + 1) for s in range(schedule.num_stages - 1)]
+        if has_backward:
+            neighbours += [(b, a) for a, b in neighbours]
+        rank_of = schedule.rank_of_stage
+        self.edges = [(a, b) for a, b in neighbours if rank_of[a] != rank_of[b]]
+        self.sent = {
+            edge: [u for order in schedule.ranks for u in order if self.target(u) == edge] for edge in self.edges
+        }
+        self.frees = {  # units that free a place of the edge, in the order of its receiver
+            (a, b): [u for u in schedule.ranks[rank_of[b]] if u.stage == b and u.kind in last_readers]
+            for a, b in self.edges
+        }
+        self.places = {edge: self.needed_places(edge, prefetch) for edge in self.edges}
+        lowered = {
+            (a, b): n for a, b, _, _, _, n, _ in _core.program_edges(_core.program_lower(schedule.handle, prefetch))
+        }
+        if not self.gets_through():  # then, and only then, some edges have more
+            assert all(lowered[edge] >= places for edge, places in self.places.items())
+            self.places = lowered
+            assert self.gets_through()
+        assert self.places == lowered
 
-    def source(unit: Unit) -> Unit | None:
-        if unit.kind == "W":
-            return None
-        stage = unit.stage + (-1 if unit.kind == "F" else 1)
-        if (stage, unit.stage) not in places:
+    def target(self, unit: Unit) -> tuple[int, int] | None:
+        """The edge on which its message leaves."""
+        step = {"F": 1, "B": -1, "I": -1, "W": 0}[unit.kind]
+        edge = (unit.stage, unit.stage + step)
+        return edge if edge in self.edges else None
+
+    def source(self, unit: Unit) -> Unit | None:
+        """The unit whose message it waits for."""
+        stage = unit.stage + {"F": -1, "B": 1, "I": 1, "W": 0}[unit.kind]
+        if (stage, unit.stage) not in self.edges:
             return None
         kinds = ["F"] if unit.kind == "F" else ["B", "I"]
-        return next(u for kind in kinds if (u := Unit(kind, stage, *unit[2:])) in where)
+        return next(u for kind in kinds if (u := Unit(kind, stage, *unit[2:])) in self.where)
 
-    sent = {edge: [u for order in schedule.ranks for u in order if target(u) == edge] for edge in places}
-    last = "BW" if has_backward else "F"
-    frees = {  # in the order of the receiver
-        (a, b): [u for u in schedule.ranks[schedule.rank_of_stage[b]] if u.stage == b and u.kind in last]
-        for a, b in places
-    }
+    def needed_places(self, edge: tuple[int, int], prefetch: int) -> int:
+        """Message n can be used when messages 0 to n have been posted: n + 1 places less those free again."""
+        most = freed = 0
+        for unit in self.schedule.ranks[self.schedule.rank_of_stage[edge[1]]]:
+            source = self.source(unit)
+            if source is not None and self.target(source) == edge:
+                most = max(most, self.sent[edge].index(source) + 1 - freed)
+            freed += unit in self.frees[edge]
+        return min(most + prefetch, len(self.sent[edge]))
 
-    @cache
-    def start(unit: Unit) -> float:
-        rank, i = where[unit]
-        message = source(unit)
-        return max(
-            left(schedule.ranks[rank][i - 1]) if i > 0 else 0.0,
-            passed(message) + latency if message is not None else 0.0,
-        )
+    def gets_through(self) -> bool:
+        """Whether no rank waits for ever where all have these places."""
+        done: set[Unit] = set()  # its rank is through with it, message sent
+        moved = True
+        while moved:
+            moved = False
+            for order in self.schedule.ranks:
+                for unit in order:
+                    if unit in done:
+                        continue
+                    source, edge = self.source(unit), self.target(unit)
+                    if source is not None and source not in done:
+                        break
+                    if edge is not None:
+                        n = self.sent[edge].index(unit) - self.places[edge]
+                        if n >= 0 and self.frees[edge][n] not in done:
+                            break
+                    done.add(unit)
+                    moved = True
+        return len(done) == len(self.where)
 
-    @cache
-    def end(unit: Unit) -> float:
-        rank, i = where[unit]
-        return start(unit) + seconds[rank][i]
+    def simulate(
+        self,
+        seconds: list[list[list[float]]],
+        latency: float,
+        per_byte: float,
+        sizes: list[int],
+        send: float,
+        optimizer: list[float] | None = None,
+        sync: bool = False,
+    ) -> tuple[list[list[list[tuple[float, float]]]], list[float]]:
+        """Start and end of every unit, [step][rank][i], for seconds [step][rank][i]; the first step's waits."""
+        ranks, where = self.schedule.ranks, self.where
 
-    @cache
-    def left(unit: Unit) -> float:
-        """When its rank is through with it: at once, or when the message could be put into a place."""
-        edge = target(unit)
-        if edge is None:
-            return end(unit)
-        n = sent[edge].index(unit)
-        credit = left(frees[edge][n - places[edge]]) if n >= places[edge] else 0.0
-        return max(end(unit), credit) + send
+        @cache
+        def begin(step: int, rank: int) -> float:
+            """When the rank begins the step: posts its places, and may run its first unit."""
+            if step == 0:
+                return 0.0
+            through = [left(step - 1, ranks[r][-1]) for r in (range(len(ranks)) if sync else [rank])]
+            return max(through) + (optimizer or [0.0] * len(ranks))[rank]
 
-    @cache
-    def passed(unit: Unit) -> float:
-        edge = target(unit)
-        n = sent[edge].index(unit)
-        return max(left(unit), passed(sent[edge][n - 1]) if n > 0 else 0.0) + sizes[unit.segment] * per_byte
+        @cache
+        def start(step: int, unit: Unit) -> float:
+            rank, i = where[unit]
+            message = self.source(unit)
+            return max(
+                left(step, ranks[rank][i - 1]) if i > 0 else begin(step, rank),
+                passed(step, message) + latency if message is not None else 0.0,
+            )
 
-    for order in schedule.ranks:  # from the first on, so that no recursion is deep
-        for unit in order:
-            left(unit)
-    times = [[(start(unit), end(unit)) for unit in order] for order in schedule.ranks]
-    waits = [
-        left(order[-1]) - sum(row) - send * sum(target(u) is not None for u in order)
-        for order, row in zip(schedule.ranks, seconds, strict=True)
-    ]
-    return times, waits
+        @cache
+        def end(step: int, unit: Unit) -> float:
+            rank, i = where[unit]
+            return start(step, unit) + seconds[step][rank][i]
+
+        @cache
+        def left(step: int, unit: Unit) -> float:
+            """When its rank is through with it: at once, or when the message could be put into a place."""
+            edge = self.target(unit)
+            if edge is None:
+                return end(step, unit)
+            n = self.sent[edge].index(unit) - self.places[edge]
+            credit = left(step, self.frees[edge][n]) if n >= 0 else begin(step, self.schedule.rank_of_stage[edge[1]])
+            return max(end(step, unit), credit) + send
+
+        @cache
+        def passed(step: int, unit: Unit) -> float:
+            edge = self.target(unit)
+            assert edge is not None
+            n = self.sent[edge].index(unit)
+            before = passed(step, self.sent[edge][n - 1]) if n > 0 else passed_last(step - 1, edge)
+            return max(left(step, unit), before) + sizes[unit.segment] * per_byte
+
+        def passed_last(step: int, edge: tuple[int, int]) -> float:
+            return passed(step, self.sent[edge][-1]) if step >= 0 else 0.0
+
+        times = []
+        for step in range(len(seconds)):
+            for order in ranks:  # from the first on, so that no recursion is deep
+                for unit in order:
+                    left(step, unit)
+            times.append([[(start(step, unit), end(step, unit)) for unit in order] for order in ranks])
+        waits = [
+            left(0, order[-1]) - sum(row) - send * sum(self.target(u) is not None for u in order)
+            for order, row in zip(ranks, seconds[0], strict=True)
+        ]
+        return times, waits
+
+
+class RandomCase:
+    """A random order with random costs: the arguments of ``simulate`` and what the reference makes of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.schedule = random_order(rng)
+        S, k = self.schedule.num_stages, self.schedule.num_segments
+
+        def costs(scale: float) -> list[list[float]]:
+            return [
+                [rng.choice([0.0, scale * rng.random(), 5 * scale * rng.random()]) for _ in range(k)] for _ in range(S)
+            ]
+
+        latency, send = rng.choice([0.0, rng.random()]), rng.choice([0.0, 0.3 * rng.random()])
+        bandwidth = rng.choice([None, 1 + 20 * rng.random()])
+        sizes = [rng.randint(0, 30) for _ in range(k)]
+        prefetch = rng.randint(0, 2)
+        self.arguments = {
+            "transfer": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send, "prefetch": prefetch,
+        }  # fmt: skip
+        self.transfers = (latency, 0.0 if bandwidth is None else 1 / bandwidth, sizes, send)
+        if rng.random() < 0.5:
+            self.seconds = [[rng.choice([0.0, rng.random(), 5 * rng.random()]) for _ in o] for o in self.schedule.ranks]
+            self.arguments["durations"] = self.seconds
+        else:
+            forward, inputs, weight = costs(1.0), costs(1.0), costs(0.5)
+            backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
+            table = {"F": forward, "B": backward, "W": weight}
+            table["I"] = [[b - w for b, w in zip(*rows, strict=True)] for rows in zip(backward, weight, strict=True)]
+            self.arguments |= {"forward": forward, "backward": backward, "weight": weight}
+            self.seconds = [[table[u.kind][u.stage][u.segment] for u in order] for order in self.schedule.ranks]
+        self.reference = Reference(self.schedule, prefetch)
+
+
+def close(value: object) -> object:
+    return pytest.approx(value, rel=1e-9, abs=1e-9)
 
 
 def test_random_orders_and_costs() -> None:
     rng = random.Random(4)
     for _ in range(250):
-        schedule = random_order(rng)
-        seconds = [[rng.choice([0.0, rng.random(), 5 * rng.random()]) for _ in order] for order in schedule.ranks]
-        latency, send = rng.choice([0.0, rng.random()]), rng.choice([0.0, 0.3 * rng.random()])
-        bandwidth = rng.choice([None, 1 + 20 * rng.random()])
-        sizes = [rng.randint(0, 30) for _ in range(schedule.num_segments)]
-        prefetch = rng.randint(0, 2)
-        simulation = schedule.simulate(
-            durations=seconds, transfer=latency, bandwidth=bandwidth, message_bytes=sizes, send=send, prefetch=prefetch
-        )
-        per_byte = 0.0 if bandwidth is None else 1 / bandwidth
-        times, waits = reference(schedule, seconds, latency, per_byte, sizes, send, prefetch)
+        case = RandomCase(rng)
+        simulation = case.schedule.simulate(**case.arguments)
+        (times,), waits = case.reference.simulate([case.seconds], *case.transfers)
         for track, expected in zip(simulation.timeline, times, strict=True):
-            assert [pair for _, *pair in track] == [pytest.approx(pair, rel=1e-12, abs=1e-12) for pair in expected]
+            assert [pair for _, *pair in track] == [close(list(pair)) for pair in expected]
         ends = [row[-1][1] for row in times]
-        assert simulation.makespan == pytest.approx(max(ends) - min(row[0][0] for row in times), rel=1e-12)
-        assert simulation.span == pytest.approx(
-            [end - row[0][0] for end, row in zip(ends, times, strict=True)], rel=1e-12
+        assert simulation.makespan == close(max(ends) - min(row[0][0] for row in times))
+        assert simulation.span == close(tuple(end - row[0][0] for end, row in zip(ends, times, strict=True)))
+        assert simulation.busy == close(tuple(map(sum, case.seconds)))
+        assert simulation.wait == close(tuple(waits))
+
+
+# -- steps in a row, jitter --------------------------------------------------------------------------------------------
+
+
+def splitmix64(state: int) -> Iterator[float]:
+    """Numbers in 0 .. 1."""
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        yield ((z ^ z >> 31) >> 11) / 2**53
+
+
+def test_random_steps_in_a_row() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        case = RandomCase(rng)
+        steps, sync, jitter, seed = rng.randint(2, 4), rng.random() < 0.5, rng.choice([0.0, 0.3]), rng.getrandbits(64)
+        optimizer = [rng.random() for _ in case.schedule.ranks]
+        draws = [splitmix64((seed + rank * 0xD1342543DE82EF95) % 2**64) for rank in range(case.schedule.num_ranks)]
+        seconds = [
+            [
+                [s * (1 + jitter * (2 * next(draw) - 1)) for s in row]
+                for draw, row in zip(draws, case.seconds, strict=True)
+            ]
+            for _ in range(steps)
+        ]
+        times, _ = case.reference.simulate(seconds, *case.transfers, optimizer, sync)
+        ends = [max(row[-1][1] for row in step) for step in times]
+        simulation = case.schedule.simulate(
+            **case.arguments, jitter=jitter, seed=seed, steps=steps, optimizer=optimizer, optimizer_sync=sync
         )
-        assert simulation.wait == pytest.approx(waits, rel=1e-9, abs=1e-9)
+        assert simulation.period == close((ends[-1] - ends[0]) / (steps - 1))
+        assert simulation.makespan == close(ends[0])
+        for start, end, expected in zip(simulation.start, simulation.end, times[0], strict=True):
+            assert list(zip(start, end, strict=True)) == [close(pair) for pair in expected]
+
+
+def test_period_of_known_orders() -> None:
+    """Without a common optimizer a step takes as long as the worst rank is at it: zb-h2's gain (M >= 2 P - 1)."""
+    for name, makespan, span in (("1f1b", 24 + 9, 24 + 9), ("zb-h1", 24 + 3, 24 + 3), ("zb-h2", 24 + 3, 24)):
+        schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
+        for sync, period in ((True, makespan + 0.5), (False, span + 0.5)):
+            simulation = schedule.simulate(prefetch=8, steps=5, optimizer=0.5, optimizer_sync=sync)
+            assert (simulation.makespan, max(simulation.span)) == (makespan, span)
+            assert simulation.period == period
+
+
+def test_jitter_is_seeded() -> None:
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)
+    plain = schedule.simulate()
+    assert schedule.simulate(jitter=0.1, seed=7) == schedule.simulate(jitter=0.1, seed=7)
+    assert schedule.simulate(jitter=0.1, seed=7) != schedule.simulate(jitter=0.1, seed=8)
+    durations = [[b - a for _, a, b in track] for track in schedule.simulate(jitter=0.1, seed=7).timeline]
+    shares = [new / (b - a) for row, track in zip(durations, plain.timeline, strict=True)
+              for new, (_, a, b) in zip(row, track, strict=True)]  # fmt: skip
+    assert 0.9 <= min(shares) < 0.93 and 1.07 < max(shares) <= 1.1
+
+
+# -- slack and critical path -------------------------------------------------------------------------------------------
+
+
+def test_slack_is_what_a_unit_may_take_longer() -> None:
+    """By as much the makespan stays; by one more second it takes one more second."""
+    rng = random.Random(6)
+    for _ in range(40):
+        case = RandomCase(rng)
+        arguments = case.arguments | {"durations": case.seconds}
+        simulation = case.schedule.simulate(**arguments, critical=True)
+        assert simulation.slack is not None
+        chosen = rng.sample(list(case.reference.where.values()), min(12, len(case.reference.where)))
+        for rank, i in chosen:
+            for more in (0.0, 1.0):
+                longer = [list(row) for row in case.seconds]
+                longer[rank][i] += simulation.slack[rank][i] + more
+                makespan = case.schedule.simulate(**(arguments | {"durations": longer})).makespan
+                assert makespan == close(simulation.makespan + more)
+
+
+def test_the_critical_path_alone_takes_the_makespan() -> None:
+    """Its units in order of time, without slack; were all others to take no time, nothing would end earlier."""
+    rng = random.Random(7)
+    for _ in range(80):
+        case = RandomCase(rng)
+        arguments = case.arguments | {"durations": case.seconds}
+        simulation = case.schedule.simulate(**arguments, critical=True)
+        path = simulation.critical_path
+        assert simulation.slack is not None and path is not None and len(set(path)) == len(path)
+        places = [case.reference.where[unit] for unit in path]
+        assert [simulation.slack[rank][i] for rank, i in places] == close([0.0] * len(path))
+        starts = [simulation.start[rank][i] for rank, i in places]
+        assert starts[0] == 0 and starts == sorted(starts)
+        alone = [
+            [s if (rank, i) in places else 0.0 for i, s in enumerate(row)] for rank, row in enumerate(case.seconds)
+        ]
+        makespan = case.schedule.simulate(**(arguments | {"durations": alone})).makespan
+        assert makespan == close(simulation.makespan)
+
+
+def test_slack_and_critical_path_of_pairs() -> None:
+    """The units of a pair have one slack; the path names it by its first unit."""
+    rng = random.Random(10)
+    for P in (2, 3, 3):
+        schedule = build_schedule("dualpipev", num_ranks=P, num_microbatches=2 * P, stages_per_rank=2)
+        seconds = [[rng.random() for _ in order] for order in schedule.ranks]
+        arguments = {"transfer": 0.3, "bandwidth": 4.0, "message_bytes": 1, "send": 0.05, "prefetch": 0}
+        simulation = schedule.simulate(durations=seconds, critical=True, **arguments)
+        for rank, i in [(rank, i) for rank, row in enumerate(seconds) for i in range(len(row))]:
+            for more in (0.0, 1.0):
+                longer = [list(row) for row in seconds]
+                longer[rank][i] += simulation.slack[rank][i] + more
+                assert schedule.simulate(durations=longer, **arguments).makespan == close(simulation.makespan + more)
+        where = {unit: (rank, i) for rank, order in enumerate(schedule.ranks) for i, unit in enumerate(order)}
+        kept = {where[unit] for unit in simulation.critical_path}
+        assert kept.isdisjoint((rank, i + 1) for rank, pairs in enumerate(schedule.pairs) for i in pairs)
+        kept |= {(rank, i + 1) for rank, i in kept if i in schedule.pairs[rank]}
+        alone = [[s if (rank, i) in kept else 0.0 for i, s in enumerate(row)] for rank, row in enumerate(seconds)]
+        assert schedule.simulate(durations=alone, **arguments).makespan == close(simulation.makespan)
+
+
+def test_critical_path_of_1f1b() -> None:
+    simulation = build_schedule("1f1b", num_ranks=2, num_microbatches=2).simulate(critical=True)
+    assert [str(unit) for unit in simulation.critical_path] == ["F0.0", "F0.0", "B0.0", "F1.0", "B1.0", "B1.0"]
+    assert simulation.slack[0] == (0.0, 2.0, 1.0, 0.0)
+    assert build_schedule("1f1b", num_ranks=2, num_microbatches=2).simulate().slack is None
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: int) -> list[int]:
+    """Bytes of each kind while a rank runs unit number ``now``: what began by then and has not ended before."""
+    number = {unit: i for i, unit in enumerate(order)}
+    split, goes_back = any(u.kind == "I" for u in order), any(u.kind != "F" for u in order)
+    back = "I" if split else "B" if goes_back else "F"
+    total = [0, 0, 0, 0]
+    for forward in (unit for unit in order if unit.kind == "F"):
+        stage, s = forward.stage, forward.segment
+        begin, middle = number[forward], number[forward._replace(kind=back)]
+        end = number[forward._replace(kind="W")] if split else middle
+        activation, kept = given.activations[stage][s], given.kept_activations[stage][s]
+        if begin <= now <= end:
+            total[0] += activation if now <= middle else kept
+        if split and middle <= now <= end:
+            total[1] += given.output_gradients[stage][s]
+        if s == 0:  # of the whole micro-batch
+            last = number[forward._replace(kind=back, segment=k - 1)]
+            freed = middle if goes_back else last
+            total[2] += given.kv[stage] * (begin <= now <= freed)
+            total[3] += given.kv_gradients[stage] * (goes_back and last <= now <= freed)
+    return [*total, place]
+
+
+def test_peaks_of_every_kind_of_memory() -> None:
+    rng = random.Random(8)
+    for _ in range(200):
+        schedule = random_order(rng)
+        S, k = schedule.num_stages, schedule.num_segments
+        activations = [[rng.randint(0, 99) for _ in range(k)] for _ in range(S)]
+        weights, optimizer, kv, kv_gradients = ([rng.randint(0, 99) for _ in range(S)] for _ in range(4))
+        given = StepMemory(
+            activations=activations,
+            kept_activations=[[rng.randint(0, most) for most in row] for row in activations],
+            output_gradients=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
+            kv=kv, kv_gradients=kv_gradients, weights=weights, optimizer=optimizer, logits=rng.randint(0, 99),
+        )  # fmt: skip
+        sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
+        peak = schedule.simulate(memory=given, message_bytes=sizes, prefetch=prefetch).memory
+        places = Reference(schedule, prefetch).places
+        for rank, order in enumerate(schedule.ranks):
+            mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
+            receive = sum(n for (_, b), n in places.items() if b in mine) * max(sizes)
+            curve = [held(order, now, given, k, receive) for now in range(len(order))]
+            assert [peak.activations[rank], peak.output_gradients[rank], peak.kv[rank], peak.kv_gradients[rank],
+                    peak.receive[rank]] == [max(kind) for kind in zip(*curve, strict=True)]  # fmt: skip
+            constant = [sum(of[s] for s in mine) for of in (weights, optimizer)] + [given.logits * (S - 1 in mine)]
+            assert [peak.weights[rank], peak.optimizer[rank], peak.logits[rank]] == constant
+            assert peak.total[rank] == max(map(sum, curve)) + sum(constant)
+
+
+def test_memory_by_hand() -> None:
+    """Two segments, split backward: I frees 3 of 10 bytes and leaves 4 of gradients; places fit all messages."""
+    schedule = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 W0.1 W0.0\nF0.0 F0.1 I0.1 I0.0 W0.1 W0.0")
+    memory = StepMemory(
+        activations=10, kept_activations=7, output_gradients=4, kv=100, kv_gradients=200, weights=1000,
+        optimizer=[3000, 4000], logits=50,
+    )  # fmt: skip
+    peak = schedule.simulate(memory=memory, message_bytes=[1, 2], prefetch=0).memory
+    assert peak == PeakMemory(
+        activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(4, 4),
+        weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
+        total=(4000 + 4 + 300 + 17 + 8, 5050 + 4 + 300 + 17 + 8),
+    )  # fmt: skip
+
+
+# -- orders that never exist as a list ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "gpipe", "terapipe"])
+def test_a_streamed_order_gives_what_the_listed_one_gives(name: str) -> None:
+    rng = random.Random(9)
+    for P, M, k, prefetch in itertools.product((1, 2, 3, 5), (1, 2, 7, 20), (1, 2, 5), (0, 1, 3)):
+        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k}
+        costs = [[[rng.random() for _ in range(k)] for _ in range(P)] for _ in range(2)]
+        arguments = {
+            "transfer": rng.random(), "bandwidth": 8.0, "message_bytes": [rng.randint(0, 9) for _ in range(k)],
+            "send": 0.1, "prefetch": prefetch, "jitter": 0.2, "seed": 3, "steps": 2, "optimizer_sync": False,
+            "memory": StepMemory(activations=3, kv=5, kv_gradients=7), "segment_sizes": list(range(k)), "unit_bytes": 2,
+        }  # fmt: skip
+        listed = build_schedule(name, **counts).simulate(*costs, **arguments)
+        streamed = StreamedSchedule(name, **counts).simulate(*costs, **arguments)
+        assert streamed == replace(listed, schedule=None, start=None, end=None)
+
+
+def test_streamed_orders_know_their_limits() -> None:
+    with pytest.raises(ValueError, match="zb-h1 has no formula for its units: build_schedule lists them"):
+        StreamedSchedule("zb-h1", num_ranks=2, num_microbatches=4)
+    with pytest.raises(ValueError, match="num_microbatches is 0"):
+        StreamedSchedule("seq1f1b", num_ranks=2, num_microbatches=0)
+    streamed = StreamedSchedule("seq1f1b", num_ranks=2, num_microbatches=4)
+    for arguments in ({"critical": True}, {"durations": [[1.0] * 8] * 2}):
+        with pytest.raises(ValueError, match="critical and durations need an order that is listed"):
+            streamed.simulate(**arguments)
+    with pytest.raises(ValueError, match="a streamed order has no timeline"):
+        streamed.simulate().timeline  # noqa: B018
 
 
 # -- bad costs ---------------------------------------------------------------------------------------------------------
@@ -248,6 +572,25 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
         ({"segment_sizes": [1, 2]}, "segment_sizes holds 2 values, must hold 3"),
         ({"prefetch": -1}, "prefetch is -1, must be at least 0"),
+        ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),
+        ({"seed": -1}, "seed is -1, must be in 0..2**64 - 1"),
+        ({"steps": 0}, "steps is 0, must be at least 1"),
+        ({"steps": 2}, "optimizer_sync must be True or False where there is more than one step"),
+        ({"optimizer": -1.0}, "the time of an optimizer is -1, must be finite and at least 0"),
+        (
+            {"optimizer": [1.0]},
+            "optimizer holds 1 values, must be one number or 2, one of each rank",
+        ),
+        ({"memory": StepMemory(kv=[1])}, "kv holds 1 values, must be one number or 2, one of each stage"),
+        ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
+        (
+            {"memory": StepMemory(activations=-1)},
+            "activation bytes of a unit is -1, must be in 0..153722867280912930",
+        ),
+        (
+            {"memory": StepMemory(activations=1, kept_activations=2)},
+            "2 bytes are kept for W, more than the 1 that the unit saved",
+        ),
     ],
 )
 def test_costs_of_the_wrong_shape(arguments: dict[str, object], message: str) -> None:

@@ -10,8 +10,11 @@
 
 #include "../status.h"
 
+#include <stdint.h>
+
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
+#define S1F_CAPSULE_TAPE "seq1f1b.tape"
 #define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
 #define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
@@ -30,8 +33,13 @@ extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 /* The core's pointer in a capsule, NULL with TypeError where it is not one of that name. */
 void *s1f_from_capsule(PyObject *capsule, const char *name);
 
+/* A new array (free) of exactly `count` numbers, at least 1, from a Python sequence; NULL with the exception set. */
+int64_t *s1f_read_int64s(PyObject *sequence, Py_ssize_t count, const char *name);
+double *s1f_read_doubles(PyObject *sequence, Py_ssize_t count, const char *name);
+
 extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];
+extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_p2p_methods[];
 extern PyMethodDef s1f_executor_methods[];

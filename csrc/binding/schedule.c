@@ -1,10 +1,9 @@
-/* schedule.c - conversions for the schedule room: schedules, lowered programs, simulations. */
+/* schedule.c - conversions for the schedule room: schedules and lowered programs. */
 #include "binding.h"
 
 #include "../check.h"
 #include "../lower.h"
 #include "../schedule.h"
-#include "../simulate.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -69,8 +68,7 @@ static PyObject *exact_tuple(PyObject *sequence, Py_ssize_t count, const char *n
     return items;
 }
 
-/* A new array of `count` numbers, at least 1; NULL with the exception set. */
-static int64_t *read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
+int64_t *s1f_read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
 {
     PyObject *items = exact_tuple(sequence, count, name);
     if (items == NULL)
@@ -89,7 +87,7 @@ static int64_t *read_int64s(PyObject *sequence, Py_ssize_t count, const char *na
     return values;
 }
 
-static double *read_doubles(PyObject *sequence, Py_ssize_t count, const char *name)
+double *s1f_read_doubles(PyObject *sequence, Py_ssize_t count, const char *name)
 {
     PyObject *items = exact_tuple(sequence, count, name);
     if (items == NULL)
@@ -106,20 +104,6 @@ static double *read_doubles(PyObject *sequence, Py_ssize_t count, const char *na
     }
     Py_DECREF(items);
     return values;
-}
-
-static PyObject *list_of_doubles(const double *values, int64_t count)
-{
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (int64_t i = 0; list != NULL && i < count; i++) {
-        PyObject *value = PyFloat_FromDouble(values[i]);
-        if (value == NULL) {
-            Py_DECREF(list);
-            return NULL;
-        }
-        PyList_SetItem(list, (Py_ssize_t)i, value); /* steals */
-    }
-    return list;
 }
 
 static PyObject *unit_tuple(s1f_unit unit)
@@ -187,7 +171,7 @@ static int read_costs(PyObject *value, read_options *read)
     PyObject *passes = exact_tuple(value, 3, "costs");
     for (Py_ssize_t pass = 0; passes != NULL && pass < 3; pass++) {
         free(read->costs[pass]);
-        read->costs[pass] = read_doubles(PyTuple_GetItem(passes, pass), read->num_costs, "costs of a pass");
+        read->costs[pass] = s1f_read_doubles(PyTuple_GetItem(passes, pass), read->num_costs, "costs of a pass");
         if (read->costs[pass] == NULL)
             Py_CLEAR(passes);
     }
@@ -201,7 +185,7 @@ static int read_costs(PyObject *value, read_options *read)
 static int read_bytes(PyObject *value, Py_ssize_t count, const char *name, int64_t **bytes, const int64_t **option)
 {
     free(*bytes);
-    *option = *bytes = read_int64s(value, count, name);
+    *option = *bytes = s1f_read_int64s(value, count, name);
     return *bytes != NULL;
 }
 
@@ -557,7 +541,7 @@ static PyObject *program_peak_tokens(PyObject *self, PyObject *arguments)
     const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
     if (program == NULL || !require_stage(stage, s1f_program_num_stages(program)))
         return NULL;
-    int64_t *segment_sizes = read_int64s(sizes, s1f_program_num_segments(program), "segment_sizes");
+    int64_t *segment_sizes = s1f_read_int64s(sizes, s1f_program_num_segments(program), "segment_sizes");
     if (segment_sizes == NULL)
         return NULL;
     int64_t tokens = s1f_program_peak_tokens(program, stage, segment_sizes);
@@ -576,115 +560,12 @@ static PyObject *program_rank_peak(PyObject *self, PyObject *arguments)
     if (program == NULL || !require_rank(rank, s1f_program_num_ranks(program)))
         return NULL;
     Py_ssize_t count = (Py_ssize_t)s1f_program_num_stages(program) * s1f_program_num_segments(program);
-    int64_t *weights = read_int64s(sequence, count, "weights");
+    int64_t *weights = s1f_read_int64s(sequence, count, "weights");
     if (weights == NULL)
         return NULL;
     int64_t peak = s1f_program_rank_peak(program, rank, weights);
     free(weights);
     return PyLong_FromLongLong(peak);
-}
-
-/* -- simulation -------------------------------------------------------------------------------------------------- */
-
-static PyObject *list_per_rank(const s1f_simulation *simulation, double *const *values)
-{
-    PyObject *list = PyList_New(0);
-    for (int32_t rank = 0; list != NULL && rank < simulation->num_ranks; rank++)
-        if (append_new(list, list_of_doubles(values[rank], simulation->num_units[rank])) < 0)
-            Py_CLEAR(list);
-    return list;
-}
-
-static PyObject *simulation_tuple(const s1f_simulation *simulation)
-{
-    int32_t P = simulation->num_ranks;
-    return Py_BuildValue("(dNNNNN)", simulation->makespan, list_of_doubles(simulation->span, P),
-                         list_of_doubles(simulation->busy, P), list_of_doubles(simulation->wait, P),
-                         list_per_rank(simulation, simulation->start), list_per_rank(simulation, simulation->end));
-}
-
-/* Durations of every unit, [rank][i]; NULL with the exception set. Freed by free_unit_seconds. */
-static double **read_unit_seconds(const s1f_program *program, PyObject *sequence)
-{
-    int32_t num_ranks = s1f_program_num_ranks(program);
-    PyObject *ranks = PySequence_Tuple(sequence);
-    if (ranks == NULL)
-        return NULL;
-    double **seconds = calloc((size_t)num_ranks, sizeof *seconds);
-    int failed = 1;
-    if (seconds == NULL) {
-        PyErr_NoMemory();
-    } else if (PyTuple_Size(ranks) != num_ranks) {
-        PyErr_Format(PyExc_ValueError, "durations hold %zd ranks, the schedule has %d", PyTuple_Size(ranks),
-                     (int)num_ranks);
-    } else {
-        failed = 0;
-        for (int32_t rank = 0; rank < num_ranks && !failed; rank++) {
-            seconds[rank] = read_doubles(PyTuple_GetItem(ranks, rank), (Py_ssize_t)s1f_program_num_units(program, rank),
-                                         "durations of one rank");
-            failed = seconds[rank] == NULL;
-        }
-    }
-    Py_DECREF(ranks);
-    if (failed && seconds != NULL) {
-        for (int32_t rank = 0; rank < num_ranks; rank++)
-            free(seconds[rank]);
-        free(seconds);
-        seconds = NULL;
-    }
-    return seconds;
-}
-
-static PyObject *program_simulate(PyObject *self, PyObject *arguments)
-{
-    (void)self;
-    PyObject *capsule, *per_pass, *per_unit, *bytes, *result = NULL;
-    s1f_costs costs = {0};
-    if (!PyArg_ParseTuple(arguments, "OOOddOdd", &capsule, &per_pass, &per_unit, &costs.latency,
-                          &costs.seconds_per_byte, &bytes, &costs.send, &costs.overlap))
-        return NULL;
-    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
-    if (program == NULL)
-        return NULL;
-    int32_t num_segments = s1f_program_num_segments(program);
-    Py_ssize_t num_costs = (Py_ssize_t)s1f_program_num_stages(program) * num_segments;
-    double *pass_seconds[S1F_NUM_PASSES] = {NULL}, **unit_seconds = NULL;
-    int64_t *message_bytes = NULL;
-    s1f_simulation *simulation = NULL;
-    if (per_unit != Py_None) {
-        if ((unit_seconds = read_unit_seconds(program, per_unit)) == NULL)
-            goto done;
-    } else {
-        if (!PyTuple_Check(per_pass) || PyTuple_Size(per_pass) != S1F_NUM_PASSES) {
-            PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
-            goto done;
-        }
-        for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
-            if ((pass_seconds[pass] = read_doubles(PyTuple_GetItem(per_pass, pass), num_costs, "costs")) == NULL)
-                goto done;
-    }
-    if (bytes != Py_None && (message_bytes = read_int64s(bytes, num_segments, "message_bytes")) == NULL)
-        goto done;
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
-        costs.pass_seconds[pass] = pass_seconds[pass];
-    costs.unit_seconds = (const double *const *)unit_seconds;
-    costs.message_bytes = message_bytes;
-
-    s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_program_simulate(program, &costs, &simulation);
-    Py_END_ALLOW_THREADS
-    result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
-
-done:
-    s1f_simulation_free(simulation);
-    free(message_bytes);
-    for (int32_t rank = 0; unit_seconds != NULL && rank < s1f_program_num_ranks(program); rank++)
-        free(unit_seconds[rank]);
-    free(unit_seconds);
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
-        free(pass_seconds[pass]);
-    return result;
 }
 
 PyMethodDef s1f_schedule_methods[] = {
@@ -721,7 +602,4 @@ PyMethodDef s1f_schedule_methods[] = {
     {"program_rank_peak", program_rank_peak, METH_VARARGS,
      "program_rank_peak(program, rank, weights): peak of the live units' weights, given as [stage * num_segments + "
      "segment]."},
-    {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, pass_seconds, unit_seconds, latency, seconds_per_byte, message_bytes, send, overlap): "
-     "(makespan, span, busy, wait, start, end)."},
     {NULL, NULL, 0, NULL}};

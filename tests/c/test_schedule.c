@@ -2,7 +2,9 @@
 #include "check.h"
 
 #include "../../csrc/check.h"
+#include "../../csrc/critical.h"
 #include "../../csrc/lower.h"
+#include "../../csrc/memory.h"
 #include "../../csrc/schedule.h"
 #include "../../csrc/simulate.h"
 
@@ -147,6 +149,53 @@ static s1f_status simulate(void)
     return status;
 }
 
+/* Slack and memory of the tape. */
+static s1f_status simulate_tape(void)
+{
+    static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    static const int64_t bytes[16] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
+    s1f_costs costs = {.num_steps = 3, .jitter = 0.5};
+    s1f_memory_bytes memory = {.activation = bytes, .kv = bytes, .message = bytes};
+    s1f_memory_peak peaks[4];
+    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+        costs.pass_seconds[pass] = seconds;
+    s1f_tape *tape = NULL;
+    s1f_simulation *simulation = NULL;
+    s1f_status status = s1f_tape_of_program(given_program, &tape);
+    CHECK((status == S1F_OK) == (tape != NULL));
+    if (status == S1F_OK)
+        status = s1f_tape_simulate(tape, &costs, S1F_KEEP_CAUSES, &simulation);
+    if (status == S1F_OK)
+        status = s1f_simulation_find_slack(tape, &costs, simulation);
+    if (status == S1F_OK) {
+        CHECK(simulation->path_length > 0 && simulation->period > 0);
+        CHECK_STATUS(s1f_tape_memory(tape, &memory, peaks), S1F_OK, "");
+        CHECK(peaks[0].total >= peaks[0].activations && peaks[0].activations >= 8);
+    }
+    s1f_simulation_free(simulation);
+    s1f_tape_free(tape);
+    return status;
+}
+
+static s1f_status stream(void)
+{
+    static const double seconds[6] = {1, 1, 1, 1, 1, 1};
+    s1f_costs costs = {.pass_seconds = {seconds, seconds}};
+    s1f_tape *tape = NULL;
+    s1f_simulation *simulation = NULL;
+    s1f_status status = s1f_tape_of_family("seq1f1b", 3, 40, 2, 1, &tape);
+    CHECK((status == S1F_OK) == (tape != NULL));
+    if (status == S1F_OK)
+        status = s1f_tape_simulate(tape, &costs, S1F_KEEP_TOTALS, &simulation);
+    if (status == S1F_OK) {
+        CHECK(simulation->makespan == 160 + 2 * 2 && simulation->start == NULL);
+        CHECK_STATUS(s1f_simulation_find_slack(tape, &costs, simulation), S1F_ERR_STATE, "needs a listed order");
+    }
+    s1f_simulation_free(simulation);
+    s1f_tape_free(tape);
+    return status;
+}
+
 /* A failed allocation is S1F_ERR_MEMORY, leaves *out alone and nothing behind; a shrinking realloc may fail unnoticed. */
 static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
 {
@@ -180,6 +229,7 @@ static void test_failing_allocations(void)
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
     fail_each_allocation(build_auto, 40);
+    fail_each_allocation(stream, 15);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
@@ -189,6 +239,7 @@ static void test_failing_allocations(void)
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);
         fail_each_allocation(simulate, 10);
+        fail_each_allocation(simulate_tape, 30);
         s1f_program_free(given_program);
         s1f_schedule_free(given_schedule);
     }
@@ -232,6 +283,7 @@ static void test_append(void)
     s1f_schedule_free(NULL);
     s1f_program_free(NULL);
     s1f_simulation_free(NULL);
+    s1f_tape_free(NULL);
 }
 
 static void test_unit_text(void)
