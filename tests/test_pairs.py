@@ -166,3 +166,11 @@ def test_pairs_pay_where_they_hide_something() -> None:
         together = 0.5 + 1.0 - overlap * 0.5
         bubble = [result.makespan - busy for busy in result.busy]
         assert max(bubble) == pytest.approx((P - 1) * (together + 1.0 - 3 * 0.5)), (P, overlap)
+
+
+def test_dualpipev_with_pairs_taken_apart() -> None:
+    """Where F and B need not start together the bubble is half as long."""
+    for P in (1, 2, 4, 7, 8):
+        schedule = build_schedule("dualpipev", num_ranks=P, num_microbatches=3 * P, stages_per_rank=2)
+        loose = Schedule.from_text(schedule.to_text().replace("(", "").replace(";", " ").replace(")", ""))
+        assert loose.simulate(0.5, 1.0, prefetch=3 * P).makespan == pytest.approx(9 * P + (P - 1) / 2)
