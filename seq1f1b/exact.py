@@ -1,0 +1,246 @@
+"""The shortest order there is, with a proof, for small cases: every order that the rules allow as a constraint program.
+
+Needs OR-tools (CP-SAT): ``pip install "seq1f1b[exact]"``. For large cases use ``build_schedule("auto", ...)``, which
+takes the same options and is measured against this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from seq1f1b.schedule import Schedule, Simulation, Unit, _per_unit
+
+__all__ = ["Optimum", "shortest_schedule"]
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What the solver found.
+
+    Attributes:
+        schedule: the shortest order found; backward is split into I and W.
+        makespan: its time, in the unit of the costs.
+        bound: no order takes less.
+        proved: ``makespan == bound``.
+        seconds: that the solver took.
+    """
+
+    schedule: Schedule
+    makespan: int
+    bound: int
+    proved: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Problem:
+    num_ranks: int
+    num_microbatches: int
+    num_segments: int
+    rank_of_stage: tuple[int, ...]
+    costs: dict[str, list[int]]  # of F, I and W: [stage * num_segments + segment]
+    transfer: int
+    unit_bytes: list[int]  # [stage * num_segments + segment]
+    cap_bytes: list[int] | None  # [rank]
+
+    def units(self) -> list[Unit]:
+        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
+        return [Unit(kind, *place) for kind in "FIW" for place in itertools.product(*map(range, counts))]
+
+    def cell(self, unit: Unit) -> int:
+        return unit.stage * self.num_segments + unit.segment
+
+    def cost(self, unit: Unit) -> int:
+        return self.costs[unit.kind][self.cell(unit)]
+
+    def lag(self, source: Unit, unit: Unit) -> int:
+        is_same = self.rank_of_stage[source.stage] == self.rank_of_stage[unit.stage]
+        return 0 if is_same else self.transfer
+
+    def waits_for(self, unit: Unit) -> list[Unit]:
+        """The units that must end before it starts, as check.h has them; I stands for B."""
+        kind, stage, _, segment = unit
+        if kind == "F":
+            earlier = [unit._replace(segment=segment - 1)] if segment > 0 else []
+            return earlier + ([unit._replace(stage=stage - 1)] if stage > 0 else [])
+        if kind == "W":
+            return [unit._replace(kind="I")]
+        is_last = segment == self.num_segments - 1
+        earlier = [unit._replace(kind="F") if is_last else unit._replace(segment=segment + 1)]
+        return earlier + ([unit._replace(stage=stage + 1)] if stage < len(self.rank_of_stage) - 1 else [])
+
+    def least_life(self, forward: Unit) -> int:
+        """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""
+        after = {forward: self.cost(forward)}
+        stages, segments = range(len(self.rank_of_stage)), range(self.num_segments)
+        forwards = [forward._replace(stage=i, segment=s) for i in stages for s in segments]
+        inputs = [unit._replace(kind="I") for unit in reversed(forwards)]
+        for unit in forwards + inputs:
+            ends = [after[source] + self.lag(source, unit) for source in self.waits_for(unit) if source in after]
+            if ends:
+                after[unit] = max(ends) + self.cost(unit)
+        return after[forward._replace(kind="I")] + self.cost(forward._replace(kind="W"))
+
+
+def shortest_schedule(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int = 1,
+    stages_per_rank: int = 1,
+    options: Mapping[str, Any] | None = None,
+    start: Schedule | None = None,
+    seconds: float = 10.0,
+    workers: int = 1,
+) -> Optimum:
+    """Looks for the order of least makespan, and for the proof that it is.
+
+    Times are those of :meth:`Schedule.simulate` with a place for every message. Micro-batches are alike, so that some
+    shortest order runs each (pass, stage, segment) in their order; only such orders are looked at.
+
+    Args:
+        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
+        options: as those of the schedule ``"auto"``: ``costs``, ``transfer``, ``placement`` (the loop unless given),
+            ``cap`` or ``unit_bytes`` with ``cap_bytes``; costs and ``transfer`` are whole numbers, costs above 0.
+        start: an order with these counts, placement and cap, to start from.
+        seconds: time limit.
+        workers: threads.
+    Raises:
+        ValueError: an option is unknown or out of range.
+        TimeoutError: no order was found in time; without ``start`` only.
+    """
+    from ortools.sat.python import cp_model
+
+    problem = _read(num_ranks, num_microbatches, num_segments, stages_per_rank, dict(options or {}))
+    started = _starts(problem, start)
+    units = problem.units()
+    model = cp_model.CpModel()
+    messages = len(units) * problem.transfer
+    horizon = sum(map(problem.cost, units)) + messages if started is None else started[1]
+    begin = {unit: model.new_int_var(0, horizon, str(unit)) for unit in units}
+    makespan = model.new_int_var(0, horizon, "makespan")
+    for unit in units:
+        model.add(begin[unit] + problem.cost(unit) <= makespan)
+        for source in problem.waits_for(unit):
+            model.add(begin[source] + problem.cost(source) + problem.lag(source, unit) <= begin[unit])
+        if unit.microbatch > 0:
+            before = unit._replace(microbatch=unit.microbatch - 1)
+            model.add(begin[before] + problem.cost(before) <= begin[unit])
+    for rank in range(num_ranks):
+        own = [unit for unit in units if problem.rank_of_stage[unit.stage] == rank]
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(begin[unit], problem.cost(unit), str(unit)) for unit in own]
+        )
+        held = [unit for unit in own if unit.kind == "F"]
+        demands = [problem.unit_bytes[problem.cell(unit)] for unit in held]
+        if problem.cap_bytes is not None and sum(demands) > problem.cap_bytes[rank]:
+            lives, sizes = [], []
+            for unit in held:
+                weight = unit._replace(kind="W")
+                size = model.new_int_var(problem.least_life(unit), horizon, "")
+                sizes.append(size)
+                lives.append(model.new_interval_var(begin[unit], size, begin[weight] + problem.cost(weight), ""))
+            cap = problem.cap_bytes[rank]
+            model.add_cumulative(lives, demands, cap)
+            if cap > 0:  # implied: bytes times seconds
+                model.add(sum(d * size for d, size in zip(demands, sizes, strict=True)) <= cap * makespan)
+    model.minimize(makespan)
+    if started is not None:
+        for unit, time in started[0].items():
+            model.add_hint(begin[unit], time)
+        model.add_hint(makespan, started[1])
+
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(model)
+    bound = round(solver.best_objective_bound)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        if start is None or started is None:
+            raise TimeoutError(f"no order was found in {seconds} s; give more, or a start")
+        return Optimum(start, started[1], bound, False, solver.wall_time)
+    orders: list[list[Unit]] = [[] for _ in range(num_ranks)]
+    for unit in sorted(units, key=lambda unit: solver.value(begin[unit])):
+        orders[problem.rank_of_stage[unit.stage]].append(unit)
+    schedule = Schedule(orders)
+    found = _makespan(problem, schedule)
+    assert found <= solver.value(makespan), "the simulator and the solver disagree"
+    return Optimum(schedule, found, bound, status == cp_model.OPTIMAL, solver.wall_time)
+
+
+def _read(
+    num_ranks: int, num_microbatches: int, num_segments: int, stages_per_rank: int, options: dict[str, Any]
+) -> _Problem:
+    num_stages = num_ranks * stages_per_rank
+    known = ("costs", "transfer", "placement", "cap", "unit_bytes", "cap_bytes")
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"there is no option {unknown[0]!r}; there are {', '.join(known)}")
+    placement = options.get("placement", "loop")
+    if placement not in ("loop", "v"):
+        raise ValueError(f"placement is {placement!r}, must be 'loop' or 'v'")
+    stages = range(num_stages)
+    loop = tuple(stage % num_ranks for stage in stages)
+    wave = tuple(
+        place if stage // num_ranks % 2 == 0 else num_ranks - 1 - place
+        for stage, place in zip(stages, loop, strict=True)
+    )
+    costs = {
+        kind: _per_unit(cost, f"costs of {kind}", num_stages, num_segments)
+        for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)
+    }
+    transfer = options.get("transfer", 0)
+    if any(cost != int(cost) or cost < 1 for row in costs.values() for cost in row):
+        raise ValueError("costs must be whole numbers of at least 1: scale and round seconds")
+    if transfer != int(transfer) or transfer < 0:
+        raise ValueError(f"transfer is {transfer}, must be a whole number of at least 0: scale and round seconds")
+    cap_bytes = options.get("cap_bytes", options.get("cap"))
+    if isinstance(cap_bytes, int):
+        cap_bytes = [cap_bytes] * num_ranks
+    return _Problem(
+        num_ranks,
+        num_microbatches,
+        num_segments,
+        loop if placement == "loop" else wave,
+        {kind: list(map(int, row)) for kind, row in costs.items()},
+        int(transfer),
+        _per_unit(options.get("unit_bytes", 1), "unit_bytes", num_stages, num_segments),
+        cap_bytes,
+    )
+
+
+def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
+    """Exact: sums of whole numbers."""
+    rows = {
+        kind: [row[i : i + problem.num_segments] for i in range(0, len(row), problem.num_segments)]
+        for kind, row in problem.costs.items()
+    }
+    backward = [[i + w for i, w in zip(*pair, strict=True)] for pair in zip(rows["I"], rows["W"], strict=True)]
+    places = problem.num_microbatches * problem.num_segments
+    return schedule.simulate(rows["F"], backward, rows["W"], problem.transfer, prefetch=places)
+
+
+def _makespan(problem: _Problem, schedule: Schedule) -> int:
+    return round(_simulate(problem, schedule).makespan)
+
+
+def _starts(problem: _Problem, start: Schedule | None) -> tuple[dict[Unit, int], int] | None:
+    """When each unit of a given order starts, and its makespan; a B is an I, then a W."""
+    if start is None:
+        return None
+    counts = (start.num_ranks, start.num_microbatches, start.num_segments, start.rank_of_stage)
+    if counts != (problem.num_ranks, problem.num_microbatches, problem.num_segments, problem.rank_of_stage):
+        raise ValueError("start must have the counts and the placement that are asked for")
+    simulation = _simulate(problem, start)
+    times: dict[Unit, int] = {}
+    for unit, begin, _ in itertools.chain.from_iterable(simulation.timeline):
+        if unit.kind == "B":
+            first = unit._replace(kind="I")
+            times[first] = round(begin)
+            times[unit._replace(kind="W")] = round(begin) + problem.cost(first)
+        else:
+            times[unit] = round(begin)
+    return times, round(simulation.makespan)
