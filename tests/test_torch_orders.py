@@ -1,0 +1,200 @@
+"""Do torch's own checker, lowering and dry run accept our orders, and agree with ours about their messages?
+
+An order goes to torch with the flat index m k + s in place of the micro-batch. Torch knows no segments: that they go
+forward ascending and back descending is for our check alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from orders import random_order
+
+from seq1f1b import Schedule, ScheduleError, _core, build_schedule, schedules
+from seq1f1b.schedule import families
+
+torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="needs torch")
+FAMILIES = {family.name: family for family in families()}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "group": [{"group": 1}, {"group": 3}],
+    "round": [{"round": 3}],
+    "extra_warmup": [{"extra_warmup": 1}],
+    "cap": [{"cap": 20}],
+    "costs": [{"costs": (10, 21, 3)}],
+}
+
+
+def small_counts(name: str) -> Iterator[dict[str, Any]]:
+    """Of every order of the family for few ranks, with its stages per rank, segments and options."""
+    family = FAMILIES[name]
+    options = [{}, *(given for option in family.options for given in OPTIONS.get(option, []))]
+    for P, M, k, v, given in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 4), (1, 2, 3), options):
+        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v, "options": given}
+        if family.broken_rule(**counts) is None:
+            yield counts
+
+
+def torch_actions(schedule: Schedule) -> dict[int, list[Any]]:
+    """As torch reads our CSV."""
+    return {
+        rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        for rank, line in enumerate(schedule.to_csv().splitlines())
+    }
+
+
+def torch_lowers(schedule: Schedule) -> dict[int, list[Any]]:
+    """Torch's checker and lowering; AssertionError where it refuses the order."""
+    S, num_units = schedule.num_stages, schedule.num_microbatches * schedule.num_segments
+    actions = torch_actions(schedule)
+    placement = torch_schedules._validate_schedule(actions, schedule.num_ranks, S, num_units)
+    assert tuple(placement[stage] for stage in range(S)) == schedule.rank_of_stage
+    return torch_schedules._add_send_recv(actions, schedule.rank_of_stage.__getitem__, S)
+
+
+def torch_runs(schedule: Schedule, lowered: dict[int, list[Any]]) -> None:
+    """Torch's dry run, which knows no pairs, ends with every action in it."""
+    lowered = {
+        rank: [part for action in actions for part in action.sub_actions or [action]]
+        for rank, actions in lowered.items()
+    }
+    steps = torch_schedules._simulate_comms_compute(lowered, schedule.rank_of_stage.__getitem__, schedule.num_stages)
+    for rank, actions in lowered.items():
+        assert [action for action in steps[rank] if action is not None] == actions
+
+
+def messages_of_torch(lowered: dict[int, list[Any]], which: str) -> dict[tuple[int, int], list[int]]:
+    """Flat indices of each directed edge, (source stage, destination stage), in the order of one of its ends."""
+    steps = {"SEND_F": (0, 1), "SEND_B": (0, -1), "RECV_F": (-1, 0), "RECV_B": (1, 0)}
+    edges: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for action in itertools.chain(*lowered.values()):
+        kind = action.computation_type.value
+        if kind.startswith(which):
+            source, destination = steps[kind]
+            edges[action.stage_index + source, action.stage_index + destination].append(action.microbatch_index)
+    return dict(edges)
+
+
+def messages_of_ours(schedule: Schedule) -> dict[tuple[int, int], list[int]]:
+    program = _core.program_lower(schedule.handle, 1)
+    ends = [edge[:2] for edge in _core.program_edges(program)]
+    edges: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in range(schedule.num_ranks):
+        for opcode, edge, (_, _, microbatch, segment), *_ in _core.program_instructions(program, rank):
+            if opcode == "SEND":
+                edges[ends[edge]].append(microbatch * schedule.num_segments + segment)
+    return dict(edges)
+
+
+def check(schedule: Schedule, case: object) -> None:
+    lowered = torch_lowers(schedule)
+    torch_runs(schedule, lowered)
+    ours = messages_of_ours(schedule)
+    assert messages_of_torch(lowered, "SEND") == ours, case
+    assert messages_of_torch(lowered, "RECV") == ours, case
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_slice_of_grid(name: str) -> None:
+    """At most some 20 orders of each family, evenly from the grid."""
+    cases = list(small_counts(name))
+    assert cases
+    for counts in cases[:: len(cases) // 20 + 1]:
+        check(build_schedule(name, **counts), (name, counts))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", schedules())
+def test_whole_grid(name: str) -> None:
+    for counts in small_counts(name):
+        check(build_schedule(name, **counts), (name, counts))
+
+
+def test_random_orders_in_both_placements() -> None:
+    """With whole and split backward; torch has no forward-only orders."""
+    rng = random.Random(11)
+    placements = set()
+    for _ in range(300):
+        schedule = random_order(rng)
+        if all(unit.kind == "F" for unit in schedule.ranks[0]):
+            continue
+        check(schedule, schedule.to_text())
+        placements.add((schedule.rank_of_stage, schedule.ranks[0][-1].kind))
+    assert {((0, 1, 1, 0), "W"), ((0, 1, 0, 1), "W"), ((0, 1, 1, 0), "B"), ((0, 1, 0, 1), "B")} <= placements
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_the_other_passes_leave_the_order_alone(name: str) -> None:
+    """Parameters fetched and dropped, gradients reduced, I and W merged, receives put off."""
+    cases = list(small_counts(name))
+    for counts in cases[:: len(cases) // 3 + 1]:
+        schedule = build_schedule(name, **counts)
+        num_units = schedule.num_microbatches * schedule.num_segments
+        rank_of = schedule.rank_of_stage.__getitem__
+        for rank, actions in torch_actions(schedule).items():
+            lowered = torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), num_units)
+            assert [action for action in lowered if action.is_compute_op] == torch_actions(schedule)[rank]
+        deferred = torch_schedules._defer_recv_ops(torch_lowers(schedule), rank_of)
+        torch_runs(schedule, deferred)
+        merged = {rank: torch_schedules._merge_bw(actions) for rank, actions in torch_actions(schedule).items()}
+        S = schedule.num_stages
+        torch_schedules._validate_schedule(merged, schedule.num_ranks, S, num_units)
+        torch_runs(schedule, torch_schedules._add_send_recv(merged, rank_of, S))
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "seq1f1b-interleaved", "seq-zbv"])
+def test_csv_files_of_torch(name: str, tmp_path: Path) -> None:
+    """Torch's _load_csv reads what we write, and we read what its _dump_csv writes."""
+    base = torch_schedules.PipelineScheduleMulti
+    v = FAMILIES[name].stages_per_rank
+    schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=2, stages_per_rank=v)
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    ours.write_text(schedule.to_csv())
+    runtime = SimpleNamespace(pipeline_order={}, _validate_and_set_stage_mapping=lambda order: None)
+    base._load_csv(runtime, ours)
+    assert runtime.pipeline_order == torch_actions(schedule)
+    base._dump_csv(runtime, theirs)
+    assert Schedule.from_csv(theirs.read_text(), num_segments=2) == schedule
+
+
+def test_we_refuse_what_torch_refuses_and_more() -> None:
+    """Orders with two units exchanged: no refusal of torch's passes our check, and segments are our own affair."""
+    rng = random.Random(3)
+    both, ours_alone = 0, 0
+    while both < 40 or ours_alone < 40:
+        ranks = [list(order) for order in random_order(rng).ranks]
+        if all(unit.kind == "F" for unit in ranks[0]):
+            continue
+        order = rng.choice(ranks)
+        i = rng.randrange(len(order) - 1)
+        order[i], order[i + 1] = order[i + 1], order[i]
+        schedule = Schedule(ranks)
+        try:
+            torch_runs(schedule, torch_lowers(schedule))
+            torch_accepts = True
+        except (
+            AssertionError,
+            ValueError,
+            IndexError,
+        ):  # the last where its message fails over ranks of unequal length
+            torch_accepts = False
+        try:
+            schedule.check()
+        except ScheduleError:
+            both += not torch_accepts
+            ours_alone += torch_accepts
+        else:
+            assert torch_accepts, schedule.to_text()
+
+
+def test_torch_does_not_see_the_order_of_segments() -> None:
+    schedule = Schedule.from_text("F0.1 F0.0 B0.0 B0.1\nF0.1 F0.0 B0.0 B0.1")
+    torch_runs(schedule, torch_lowers(schedule))
+    with pytest.raises(ScheduleError, match="a segment goes forward after the one before it"):
+        schedule.check()
