@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -331,7 +332,7 @@ class Schedule(_Order):
         """
         if max_live_units is not None and max_live_units < 1:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        _core.schedule_check(self.handle, max_live_units or 0)
+        _core.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
 
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
@@ -583,7 +584,7 @@ def build_schedule(
         ScheduleError: the family cannot be built for these counts; names its rule.
     """
     if name not in schedules():
-        raise ValueError(f"there is no schedule named {name!r}; there are {', '.join(schedules())}")
+        raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
     return Schedule._from_handle(_core.schedule_build(name, *counts, flat))
@@ -592,3 +593,10 @@ def build_schedule(
 def schedules() -> tuple[str, ...]:
     """Names that :func:`build_schedule` takes."""
     return tuple(family.name for family in families())
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """How a message that refuses an unknown name goes on: with the nearest known one, or with all."""
+    known = tuple(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -5,6 +5,7 @@
 #include "../lower.h"
 #include "../schedule.h"
 
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -68,6 +69,31 @@ static PyObject *exact_tuple(PyObject *sequence, Py_ssize_t count, const char *n
     return items;
 }
 
+/* A number that does not fit raises OverflowError, which is no ValueError: the caller's mistake is named as one. */
+static void name_overflow(const char *name, PyObject *value)
+{
+    if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+        return;
+    PyErr_Clear();
+    PyErr_Format(PyExc_ValueError, "%s: %R is too large", name, value);
+}
+
+/* A count that fits, or 0 with the exception set. The core refuses what is below 1. */
+static int read_int(PyObject *value, const char *name, int *count)
+{
+    int64_t number = PyLong_AsLongLong(value);
+    if (number == -1 && PyErr_Occurred()) {
+        name_overflow(name, value);
+        return 0;
+    }
+    if (number < INT_MIN || number > INT_MAX) {
+        PyErr_Format(PyExc_ValueError, "%s is %R, must be in 1..%d", name, value, INT_MAX);
+        return 0;
+    }
+    *count = (int)number;
+    return 1;
+}
+
 int64_t *s1f_read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
 {
     PyObject *items = exact_tuple(sequence, count, name);
@@ -79,6 +105,7 @@ int64_t *s1f_read_int64s(PyObject *sequence, Py_ssize_t count, const char *name)
     for (Py_ssize_t i = 0; values != NULL && i < count; i++) {
         values[i] = PyLong_AsLongLong(PyTuple_GetItem(items, i));
         if (values[i] == -1 && PyErr_Occurred()) {
+            name_overflow(name, PyTuple_GetItem(items, i));
             free(values);
             values = NULL;
         }
@@ -98,6 +125,7 @@ double *s1f_read_doubles(PyObject *sequence, Py_ssize_t count, const char *name)
     for (Py_ssize_t i = 0; values != NULL && i < count; i++) {
         values[i] = PyFloat_AsDouble(PyTuple_GetItem(items, i));
         if (values[i] == -1.0 && PyErr_Occurred()) {
+            name_overflow(name, PyTuple_GetItem(items, i));
             free(values);
             values = NULL;
         }
@@ -157,8 +185,10 @@ static void free_options(read_options *read)
 static int read_count(PyObject *value, const char *name, int64_t least, int64_t most, int64_t *count)
 {
     *count = PyLong_AsLongLong(value);
-    if (*count == -1 && PyErr_Occurred())
+    if (*count == -1 && PyErr_Occurred()) {
+        name_overflow(name, value);
         return 0;
+    }
     if (*count >= least && *count <= most)
         return 1;
     PyErr_Format(PyExc_ValueError, "%s is %lld, must be in %lld..%lld", name, (long long)*count, (long long)least,
@@ -266,9 +296,13 @@ typedef struct {
 /* 0 with the exception set. free_options(&arguments->read) is due either way. */
 static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
 {
-    PyObject *dict;
-    if (!PyArg_ParseTuple(tuple, "siiiiO!", &arguments->family, &arguments->num_ranks, &arguments->num_microbatches,
-                          &arguments->num_segments, &arguments->stages_per_rank, &PyDict_Type, &dict))
+    PyObject *counts[4], *dict;
+    if (!PyArg_ParseTuple(tuple, "sOOOOO!", &arguments->family, &counts[0], &counts[1], &counts[2], &counts[3],
+                          &PyDict_Type, &dict) ||
+        !read_int(counts[0], "num_ranks", &arguments->num_ranks) ||
+        !read_int(counts[1], "num_microbatches", &arguments->num_microbatches) ||
+        !read_int(counts[2], "num_segments", &arguments->num_segments) ||
+        !read_int(counts[3], "stages_per_rank", &arguments->stages_per_rank))
         return 0;
     int64_t num_costs = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
     if (arguments->num_segments < 1 || num_costs > S1F_MAX_FORWARD_UNITS / arguments->num_segments)
@@ -440,8 +474,9 @@ static PyObject *schedule_from_csv(PyObject *self, PyObject *arguments)
 {
     (void)self;
     const char *text;
+    PyObject *count;
     int num_segments;
-    if (!PyArg_ParseTuple(arguments, "si", &text, &num_segments))
+    if (!PyArg_ParseTuple(arguments, "sO", &text, &count) || !read_int(count, "num_segments", &num_segments))
         return NULL;
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_from_csv(text, num_segments, &schedule);
@@ -453,9 +488,9 @@ static PyObject *schedule_from_csv(PyObject *self, PyObject *arguments)
 static PyObject *program_lower(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *capsule;
+    PyObject *capsule, *count;
     int prefetch;
-    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &prefetch))
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &count) || !read_int(count, "prefetch", &prefetch))
         return NULL;
     const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
     if (schedule == NULL)
@@ -531,6 +566,25 @@ static PyObject *program_stage_peak(PyObject *self, PyObject *arguments)
     return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);
 }
 
+/* Weights whose sums cannot overflow: at least 0, and all micro-batches of them within int64. 0 with the exception set.
+ * */
+static int check_weights(const s1f_program *program, const int64_t *weights, Py_ssize_t count, const char *name)
+{
+    int64_t sum = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (weights[i] < 0) {
+            PyErr_Format(PyExc_ValueError, "%s hold %lld, must be at least 0", name, (long long)weights[i]);
+            return 0;
+        }
+        if (weights[i] > INT64_MAX / s1f_program_num_microbatches(program) - sum) {
+            PyErr_Format(PyExc_ValueError, "%s of all micro-batches sum to more than %lld", name, (long long)INT64_MAX);
+            return 0;
+        }
+        sum += weights[i];
+    }
+    return 1;
+}
+
 static PyObject *program_peak_tokens(PyObject *self, PyObject *arguments)
 {
     (void)self;
@@ -544,9 +598,11 @@ static PyObject *program_peak_tokens(PyObject *self, PyObject *arguments)
     int64_t *segment_sizes = s1f_read_int64s(sizes, s1f_program_num_segments(program), "segment_sizes");
     if (segment_sizes == NULL)
         return NULL;
-    int64_t tokens = s1f_program_peak_tokens(program, stage, segment_sizes);
+    PyObject *tokens = NULL;
+    if (check_weights(program, segment_sizes, s1f_program_num_segments(program), "segment_sizes"))
+        tokens = PyLong_FromLongLong(s1f_program_peak_tokens(program, stage, segment_sizes));
     free(segment_sizes);
-    return PyLong_FromLongLong(tokens);
+    return tokens;
 }
 
 static PyObject *program_rank_peak(PyObject *self, PyObject *arguments)
@@ -563,9 +619,11 @@ static PyObject *program_rank_peak(PyObject *self, PyObject *arguments)
     int64_t *weights = s1f_read_int64s(sequence, count, "weights");
     if (weights == NULL)
         return NULL;
-    int64_t peak = s1f_program_rank_peak(program, rank, weights);
+    PyObject *peak = NULL;
+    if (check_weights(program, weights, count, "sizes of the units"))
+        peak = PyLong_FromLongLong(s1f_program_rank_peak(program, rank, weights));
     free(weights);
-    return PyLong_FromLongLong(peak);
+    return peak;
 }
 
 PyMethodDef s1f_schedule_methods[] = {
