@@ -1,0 +1,230 @@
+"""Families side by side: equal ranks, micro-batches and work; what each takes in time, memory and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import Any
+
+from seq1f1b.partition import check_segment_sizes
+from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
+
+__all__ = ["Comparison", "Row", "compare"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family at its counts. Times in seconds; span and peaks are those of the worst rank.
+
+    Attributes:
+        stages_per_rank, num_segments: as it was built; 1 segment where the family cuts none.
+        makespan: first start to last end over all ranks.
+        span: first start to last end of one rank: the time per step where ranks do not wait for each other between
+            steps.
+        bubble_ratio: share of the ranks' time within the makespan that is bubble.
+        peak_units: (stage, segment) units live at once.
+        peak_microbatches: the same as activations of whole micro-batches of a rank.
+        peak_tokens: the same in tokens of one stage, where the segments' sizes were given.
+        peak_bytes: activation bytes, where the bytes of a token were given too.
+        messages: activations and gradients that pass between ranks in a step.
+        sent_bytes: bytes of these, where the bytes of a token's message were given.
+    """
+
+    family: str
+    stages_per_rank: int
+    num_segments: int
+    makespan: float
+    span: float
+    bubble_ratio: float
+    peak_units: int
+    peak_microbatches: float
+    peak_tokens: int | None
+    peak_bytes: int | None
+    messages: int
+    sent_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Families that fit, fastest first, and of the others the rule that they break."""
+
+    rows: tuple[Row, ...]
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """A table, one line per family, and below it those that are left out."""
+        columns = [(head, form) for head, form in _COLUMNS if any(form(row) for row in self.rows)]
+        cells = [[head for head, _ in columns], *([form(row) for _, form in columns] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells
+        ]
+        if self.refused:
+            widest = max(map(len, self.refused))
+            lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
+        return "\n".join(lines) + "\n"
+
+
+_COLUMNS = (
+    ("family", lambda row: row.family),
+    ("v", lambda row: str(row.stages_per_rank)),
+    ("k", lambda row: str(row.num_segments)),
+    ("makespan", lambda row: f"{row.makespan:.6g}"),
+    ("span", lambda row: f"{row.span:.6g}"),
+    ("bubble", lambda row: f"{row.bubble_ratio:.1%}"),
+    ("peak units", lambda row: str(row.peak_units)),
+    ("= micro-batches", lambda row: f"{row.peak_microbatches:.2f}"),
+    ("tokens", lambda row: "" if row.peak_tokens is None else str(row.peak_tokens)),
+    ("MiB", lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"),
+    ("messages", lambda row: str(row.messages)),
+    ("sent MiB", lambda row: "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}"),
+)
+
+
+def compare(
+    names: Sequence[str] = (),
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int = 1,
+    stages_per_rank: int | None = None,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    weight: float | None = None,
+    transfer: float = 0.0,
+    bandwidth: float | None = None,
+    segment_sizes: Sequence[int] | None = None,
+    token_bytes: int | None = None,
+    message_bytes: int | None = None,
+    cap_microbatches: float | None = None,
+    cap_bytes: int | None = None,
+) -> Comparison:
+    """Builds and simulates families over the same work.
+
+    The work of a rank per micro-batch is the same for all: its stages and the segments share it equally. A family that
+    cuts no segments runs whole micro-batches; one that cannot have ``stages_per_rank`` has the fewest that it can.
+
+    Args:
+        names: families; none: all.
+        num_ranks, num_microbatches, num_segments: P, M, k.
+        stages_per_rank: v; None: each family's fewest.
+        forward, backward, weight: seconds of one rank for a micro-batch; ``weight`` is the part of ``backward`` that a
+            split backward puts off (None: half).
+        transfer, bandwidth: of a message, as in :meth:`Schedule.simulate`.
+        segment_sizes: tokens of each segment.
+        token_bytes: activation bytes that a token keeps on a rank, over all of its stages; needs ``segment_sizes``.
+        message_bytes: bytes of a token between two stages; needs ``segment_sizes``.
+        cap_microbatches, cap_bytes: most activations that a rank may hold, in whole micro-batches of its own, in bytes.
+    Raises:
+        ValueError: unknown name, a number out of range, a size that is missing; or no family is left, which names the
+            least cap that one fits.
+    """
+    known = {family.name: family for family in families()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    if segment_sizes is None and (token_bytes is not None or message_bytes is not None):
+        raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
+    if cap_bytes is not None and token_bytes is None:
+        raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes")
+    if segment_sizes is not None:
+        if len(segment_sizes) != num_segments:
+            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {num_segments}")
+        check_segment_sizes(segment_sizes, sum(segment_sizes))
+    for name, value in (("token_bytes", token_bytes), ("message_bytes", message_bytes)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} is {value}, must be at least 0")
+    for name, cap in (("cap_microbatches", cap_microbatches), ("cap_bytes", cap_bytes)):
+        if cap is not None and not cap > 0:
+            raise ValueError(f"{name} is {cap}, must be above 0")
+
+    rows, refused = [], {}
+    for family in [known[name] for name in dict.fromkeys(names)] or known.values():
+        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank)
+        if isinstance(found, str):
+            refused[family.name] = f"needs {found}"
+            continue
+        v, k = found.num_stages // num_ranks, found.num_segments
+        sizes = segment_sizes if segment_sizes is None or k == num_segments else [sum(segment_sizes)]
+        run = found.simulate(
+            forward / (v * k),
+            backward / (v * k),
+            None if weight is None else weight / (v * k),
+            transfer,
+            bandwidth=bandwidth,
+            message_bytes=[size * message_bytes for size in sizes] if sizes and message_bytes else 0,
+            segment_sizes=sizes,
+            unit_bytes=[[-(-size * token_bytes // v) for size in sizes]] * found.num_stages
+            if sizes and token_bytes is not None
+            else None,
+        )
+        crossings = sum(a != b for a, b in pairwise(found.rank_of_stage))  # edges in either direction
+        rows.append(
+            Row(
+                family=family.name,
+                stages_per_rank=v,
+                num_segments=k,
+                makespan=run.makespan,
+                span=max(run.span),
+                bubble_ratio=run.bubble_ratio,
+                peak_units=max(run.peak),
+                peak_microbatches=max(run.peak) / (v * k),
+                peak_tokens=None if run.peak_tokens is None else max(run.peak_tokens),
+                peak_bytes=None if run.peak_bytes is None else max(run.peak_bytes),
+                messages=2 * crossings * num_microbatches * k,
+                sent_bytes=2 * crossings * num_microbatches * sum(sizes) * message_bytes
+                if sizes and message_bytes is not None
+                else None,
+            )
+        )
+    fitting = []
+    for row in rows:
+        excess = _excess(row, cap_microbatches, cap_bytes)
+        if excess is None:
+            fitting.append(row)
+        else:
+            refused[row.family] = excess
+    if not fitting:
+        raise ValueError(_nothing_fits(rows, refused, cap_bytes))
+    return Comparison(tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused)
+
+
+def _build(family: Family, P: int, M: int, k: int, v: int | None) -> Schedule | str:
+    """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
+    rule = None
+    for stages, segments in product(
+        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)), (k, 1)
+    ):
+        counts: dict[str, Any] = {
+            "num_ranks": P,
+            "num_microbatches": M,
+            "num_segments": segments,
+            "stages_per_rank": stages,
+        }
+        broken = family.broken_rule(**counts)
+        if broken is None:
+            return build_schedule(family.name, **counts)
+        rule = rule or broken
+    assert rule is not None
+    return rule
+
+
+def _excess(row: Row, cap_microbatches: float | None, cap_bytes: int | None) -> str | None:
+    if cap_microbatches is not None and row.peak_microbatches > cap_microbatches:
+        return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {cap_microbatches:g}"
+    if cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > cap_bytes:
+        return f"holds {row.peak_bytes} bytes, the cap is {cap_bytes}"
+    return None
+
+
+def _nothing_fits(rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None) -> str:
+    if not rows:
+        return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
+    if cap_bytes is not None:
+        least = min(rows, key=lambda row: row.peak_bytes or 0)
+        return f"no family fits the cap; the least possible is {least.peak_bytes} bytes, of {least.family}"
+    least = min(rows, key=lambda row: row.peak_microbatches)
+    return (
+        f"no family fits the cap; the least possible is {least.peak_microbatches:.2f} micro-batches, of {least.family}"
+    )

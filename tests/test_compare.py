@@ -1,0 +1,123 @@
+"""Does the comparison show the figures of the formulas, count messages and bytes, and say why a family is out?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from seq1f1b import _core, build_schedule, schedules
+from seq1f1b.compare import Row, compare
+from seq1f1b.schedule import families
+
+COUNTS = {"num_ranks": 4, "num_microbatches": 8}
+
+
+def row(name: str, **counts: Any) -> Row:
+    (found,) = compare([name], **(COUNTS | counts)).rows
+    return found
+
+
+def test_known_figures() -> None:
+    """P 4, M 8, F 1, B 2: 3 M + 3 (P - 1) / (v k) where the backward is whole, in (P - 1 + k) / k micro-batches."""
+    plain, segmented = row("1f1b"), row("seq1f1b", num_segments=4)
+    assert (plain.makespan, plain.span, plain.peak_units, plain.peak_microbatches) == (33, 33, 4, 4)
+    assert (segmented.makespan, segmented.peak_units, segmented.peak_microbatches) == (26.25, 7, 1.75)
+    assert (plain.messages, segmented.messages) == (3 * 8 * 2, 3 * 32 * 2)
+    assert plain.bubble_ratio == 9 / 33
+
+
+def test_families_have_the_segments_and_stages_they_can() -> None:
+    """zb-h1 cuts no segments and is no worse for it; zbv needs two stages; interleaving takes four where asked."""
+    assert (row("zb-h1", num_segments=4).num_segments, row("zbv").stages_per_rank) == (1, 2)
+    assert row("zb-h1", num_segments=4) == row("zb-h1")
+    wide = row("seq1f1b-interleaved", num_segments=2, stages_per_rank=4)
+    assert (wide.stages_per_rank, wide.num_segments, row("1f1b", stages_per_rank=4).stages_per_rank) == (4, 2, 1)
+
+
+def test_all_families_are_there_once_fastest_first() -> None:
+    table = compare(**COUNTS, num_segments=4)
+    assert sorted([row.family for row in table.rows] + list(table.refused)) == sorted(schedules())
+    assert [row.makespan for row in table.rows] == sorted(row.makespan for row in table.rows)
+
+
+def test_messages_are_those_of_the_lowered_program() -> None:
+    for found in compare(**COUNTS, num_segments=2, segment_sizes=[10, 6], message_bytes=3).rows:
+        counts = COUNTS | {"num_segments": found.num_segments, "stages_per_rank": found.stages_per_rank}
+        program = _core.program_lower(build_schedule(found.family, **counts).handle, 1)
+        edges = _core.program_edges(program)
+        assert found.messages == sum(num_messages for *_, num_messages in edges), found.family
+        sizes = [10, 6] if found.num_segments == 2 else [16]
+        sent = sum(
+            3 * sizes[segment]
+            for rank in range(4)
+            for opcode, _, (_, _, _, segment), *_ in _core.program_instructions(program, rank)
+            if opcode == "SEND"
+        )
+        assert found.sent_bytes == sent, found.family
+
+
+def test_tokens_and_bytes_of_uneven_segments() -> None:
+    """Counted by walking the order: tokens come with F and go with B, or W; bytes likewise."""
+    sizes = [7, 4, 3, 2]
+    for name in ("seq1f1b", "gpipe", "seq-zbv", "seq-zb-h1"):
+        found = row(name, num_segments=4, segment_sizes=sizes, token_bytes=5)
+        schedule = build_schedule(name, **COUNTS, num_segments=4, stages_per_rank=found.stages_per_rank)
+        per_unit = [-(-5 * size // found.stages_per_rank) for size in sizes]
+        most = {"tokens": 0, "bytes": 0}
+        for order in schedule.ranks:
+            tokens = held = 0
+            last = "W" if any(unit.kind == "W" for unit in order) else "B"
+            for unit in order:
+                sign = {"F": 1, last: -1}.get(unit.kind, 0)
+                tokens += sign * sizes[unit.segment]
+                held += sign * per_unit[unit.segment]
+                most = {"tokens": max(most["tokens"], tokens), "bytes": max(most["bytes"], held)}
+        assert (found.peak_tokens, found.peak_bytes) == (most["tokens"], most["bytes"]), name
+
+
+def test_what_is_left_out_says_why() -> None:
+    table = compare(num_ranks=4, num_microbatches=2, cap_microbatches=2)
+    assert table.refused["interleaved-1f1b"] == "needs M >= P"
+    assert "gpipe" not in table.refused and all(row.peak_microbatches <= 2 for row in table.rows)
+    capped = compare(["gpipe", "1f1b", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
+    assert [row.family for row in capped.rows] == ["seq1f1b"]
+    assert capped.refused["gpipe"] == "holds 8.00 micro-batches, the cap is 3"
+    rule = next(f for f in families() if f.name == "slimpipe").broken_rule(**COUNTS, num_segments=2)
+    assert compare(**COUNTS, num_segments=2).refused["slimpipe"] == f"needs {rule}"
+
+
+def test_a_cap_in_bytes() -> None:
+    sizes = {"num_segments": 4, "segment_sizes": [8] * 4, "token_bytes": 10}
+    held = row("seq1f1b", **sizes).peak_bytes
+    assert held == 7 * 80
+    assert row("seq1f1b", **sizes, cap_bytes=held).peak_bytes == held
+    with pytest.raises(ValueError, match=r"no family fits the cap; the least possible is 560 bytes, of seq1f1b$"):
+        row("seq1f1b", **sizes, cap_bytes=held - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"names": ["seq1fb1"]}, r"no schedule named 'seq1fb1'; did you mean 'seq1f1b'\?"),
+        ({"num_ranks": 0}, "num_ranks is 0, must be at least 1"),
+        ({"num_ranks": 2**40}, "num_ranks is 1099511627776, must be in 1..2147483647"),
+        ({"stages_per_rank": 0}, "stages_per_rank is 0, must be at least 1"),
+        ({"forward": float("nan")}, "is nan, must be finite and at least 0"),
+        ({"backward": -1.0}, "is -1, must be finite and at least 0"),
+        ({"weight": 3.0}, "weight is more than backward, of which it is a part"),
+        ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
+        ({"segment_sizes": [1, 2]}, "segment_sizes holds 2 values, must hold 1"),
+        ({"segment_sizes": [0]}, "segment 0 has 0 tokens, must have at least 1"),
+        ({"token_bytes": 8}, "give segment_sizes"),
+        ({"segment_sizes": [8], "token_bytes": -1}, "token_bytes is -1, must be at least 0"),
+        ({"segment_sizes": [2**40], "token_bytes": 2**30}, "too large|sum to more than 9223372036854775807"),
+        ({"cap_bytes": 8}, "a cap in bytes needs the bytes of a token"),
+        ({"cap_microbatches": float("nan")}, "cap_microbatches is nan, must be above 0"),
+        ({"names": ["1f1b", "gpipe"], "cap_microbatches": 2}, "the least possible is 4.00 micro-batches, of 1f1b"),
+        ({"names": ["zbv"], "num_microbatches": 2}, "no family can be built: zbv needs "),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare(**(COUNTS | arguments))
