@@ -1,8 +1,13 @@
-"""Pictures of a timeline, simulated or measured: text, PNG, and a trace for chrome://tracing or ui.perfetto.dev."""
+"""Pictures of a timeline, simulated or measured: text, PNG, SVG, and a trace for chrome://tracing or ui.perfetto.dev.
+
+A file is written whole or not at all. ``seq1f1b.page`` makes the page to zoom into.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline, Unit
 
-__all__ = ["timeline_png", "timeline_text", "trace_json"]
+__all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json", "write_whole"]
 
 _PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
@@ -119,11 +124,20 @@ def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *,
         ImportError: matplotlib is not installed.
         ValueError: a timeline holds no unit.
     """
+    _save_figure(path, tracks, title, Path(path).suffix[1:] or "png")
+
+
+def timeline_svg(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
+    """The picture of :func:`timeline_png` as SVG, which stays sharp at any size."""
+    _save_figure(path, tracks, title, "svg")
+
+
+def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], title: str | None, form: str) -> None:
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ModuleNotFoundError as error:
-        raise ImportError("a PNG timeline needs matplotlib; run: pip install matplotlib") from error
+        raise ImportError("a picture of a timeline needs matplotlib; run: pip install matplotlib") from error
 
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
     longest = max(end - begin for begin, end in map(_extent, named.values()))
@@ -145,7 +159,9 @@ def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *,
     handles = _legend_handles(named)
     columns = -(-len(handles) // -(-len(handles) // 8))  # at most 8, rows equally long
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=form)
+    write_whole(path, picture.getvalue())
 
 
 def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
@@ -230,4 +246,23 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
                         "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
                     }
                 )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Writes a file under a temporary name beside it and renames it: whole, or as it was before.
+
+    What is no file, a pipe or a terminal for instance, is written as it comes.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    temporary = target.with_name(f".seq1f1b-{os.urandom(8).hex()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
+    finally:
+        temporary.unlink(missing_ok=True)
