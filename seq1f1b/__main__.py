@@ -1,8 +1,10 @@
 """Command line: ``python -m seq1f1b`` or ``seq1f1b``.
 
 seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --segments 4          the order as a text timeline
-seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --png timeline.png    or as a picture, or --trace timeline.json
+seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --png timeline.png    or as a picture; or --svg, --html, --trace FILE
+seq1f1b draw 1f1b seq1f1b --segments 4 --html both.html               one above the other, in a page to zoom into
 seq1f1b simulate seq1f1b 1f1b --ranks 4 --microbatches 8 --segments 4 makespan, bubble and peaks of each
+seq1f1b compare --ranks 4 --microbatches 8 --segments 4 --cap 4       families side by side in 4 micro-batches of memory
 seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16 --memory 80GiB   the fastest orders that fit
 seq1f1b doctor                                                        what was found here, and what each absence costs
 """
@@ -12,17 +14,28 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import seq1f1b
-from seq1f1b import Schedule, Simulation, _core, draw
+from seq1f1b import Schedule, Simulation, _core, draw, page
+from seq1f1b.compare import compare
 from seq1f1b.cost import RECOMPUTE, Layout, load_hardware, load_model, presets
 from seq1f1b.plan import search_plans
-from seq1f1b.schedule import families
+from seq1f1b.schedule import families, nearest_name
+
+MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
+PICTURES = {
+    "png": "a picture (needs matplotlib)",
+    "svg": "the same as SVG",
+    "html": "a page to zoom into, for any browser, without a network (needs bokeh)",
+    "trace": "for ui.perfetto.dev or chrome://tracing",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,18 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="seq1f1b", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    drawing = commands.add_parser("draw", help="draw a schedule as text, PNG or Perfetto trace")
-    drawing.add_argument("schedule", help=f"one of {', '.join(seq1f1b.schedules())}, or a file of Schedule.to_text")
+    kinds = f"one of {', '.join(seq1f1b.schedules())}, or a file of Schedule.to_text, or of to_csv if it ends in .csv"
+    drawing = commands.add_parser("draw", help="draw schedules as text, PNG, SVG, HTML page or Perfetto trace")
+    drawing.add_argument("schedule", nargs="+", help=kinds)
     drawing.add_argument("--width", type=int, default=100, help="columns of the text timeline")
-    drawing.add_argument("--png", metavar="FILE")
-    drawing.add_argument("--trace", metavar="FILE")
+    for form, what in PICTURES.items():
+        drawing.add_argument(f"--{form}", metavar="FILE", help=what)
     simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
-    simulating.add_argument("schedule", nargs="+")
-    for command in (drawing, simulating):
+    simulating.add_argument("schedule", nargs="+", help=kinds)
+    comparing = commands.add_parser("compare", help="table of families over the same work, within a cap")
+    comparing.add_argument("schedule", nargs="*", help="families (default: all)")
+    comparing.add_argument("--weight", type=float, help="seconds of B that a split backward puts off (default: half)")
+    comparing.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
+    comparing.add_argument("--seq", type=int, metavar="TOKENS", help="of a micro-batch, in segments of equal length")
+    comparing.add_argument("--sizes", metavar="N,N,...", help="or the tokens of each segment")
+    comparing.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps of a token")
+    comparing.add_argument("--message-bytes", metavar="BYTES", help="of a token between two stages")
+    comparing.add_argument("--cap", help="activations of a rank at most: 4 micro-batches, or 4GiB (with --token-bytes)")
+    for command in (drawing, simulating, comparing):
         command.add_argument("--ranks", type=int, default=4)
         command.add_argument("--microbatches", type=int, default=8)
         command.add_argument("--segments", type=int, default=1)
         command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the family's least)")
+        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one rank")
+        command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
+        command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
+    for command in (drawing, simulating):
         command.add_argument(
             "--option",
             action="append",
@@ -49,32 +76,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metavar="NAME=NUMBER",
             help="; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
         )
-        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one rank")
-        command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
-        command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
     add_plan_options(commands.add_parser("plan", help="the fastest schedule, segments and split that fit in memory"))
     commands.add_parser("doctor", help="what was found on this machine")
     options = parser.parse_args(arguments)
     try:
-        return {"draw": draw_schedule, "simulate": simulate, "plan": plan, "doctor": doctor}[options.command](options)
-    except (ValueError, OSError) as error:
+        check_seconds(options)
+        commands_of = {
+            "draw": draw_schedules,
+            "simulate": simulate,
+            "compare": compare_families,
+            "plan": plan,
+            "doctor": doctor,
+        }
+        return commands_of[options.command](options)
+    except (ValueError, OSError, ImportError, MemoryError, OverflowError) as error:
         print(f"seq1f1b: {error}", file=sys.stderr)
         return 2
 
 
+def check_seconds(options: argparse.Namespace) -> None:
+    for name in ("forward", "backward", "weight", "transfer"):
+        seconds = getattr(options, name, None)
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
+
+
+def read_bytes(text: str) -> int:
+    """4096, 1.5e9, 80GiB or 25GB."""
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    size = 0.0
+    if match is not None:
+        number, prefix, binary = match.groups()
+        size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    if not 1 <= size < 1 << 60:
+        raise ValueError(f"{text!r} is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB")
+    return int(size)
+
+
+def read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--cap {text}: a cap is written 4 (micro-batches) or 4GiB") from None
+
+
+def check_size(name: str, options: argparse.Namespace, stages_per_rank: int) -> None:
+    num_units = 2 * options.ranks * stages_per_rank * options.microbatches * options.segments
+    if num_units > MOST_UNITS:
+        raise ValueError(f"{name}: {num_units} units, more than the {MOST_UNITS} that the command line takes")
+
+
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
-    if name not in seq1f1b.schedules() and os.path.isfile(name):
-        with open(name) as file:
-            return Schedule.from_text(file.read())
-    known = next((family for family in families() if family.name == name), None)
+    if name not in seq1f1b.schedules():
+        if os.path.isfile(name):
+            return read_schedule(name, options.segments)
+        raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
+    known = next(family for family in families() if family.name == name)
+    stages = known.stages_per_rank if options.stages is None else options.stages
+    check_size(name, options, stages)
     return seq1f1b.build_schedule(
         name,
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_segments=options.segments,
-        stages_per_rank=options.stages or (known.stages_per_rank if known else 1),
+        stages_per_rank=stages,
         options=dict(map(read_option, options.option)),
     )
+
+
+def read_schedule(name: str, num_segments: int) -> Schedule:
+    """A hand-written order: torch's CSV or our text."""
+    try:
+        with open(name) as file:
+            text = file.read()
+        schedule = (
+            Schedule.from_csv(text, num_segments=num_segments) if name.endswith(".csv") else Schedule.from_text(text)
+        )
+        schedule.check()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return schedule
 
 
 def read_option(text: str) -> tuple[str, int]:
@@ -95,23 +176,64 @@ def run(schedule: Schedule, options: argparse.Namespace) -> Simulation:
     return schedule.simulate(options.forward / parts, options.backward / parts, transfer=options.transfer)
 
 
-def draw_schedule(options: argparse.Namespace) -> int:
-    schedule = make_schedule(options.schedule, options)
-    simulation = run(schedule, options)
+def draw_schedules(options: argparse.Namespace) -> int:
+    runs = {name: run(make_schedule(name, options), options) for name in options.schedule}
+    tracks = {name: simulation.timeline for name, simulation in runs.items()}
+    [first, *others] = tracks
+    drawn = tracks if others else tracks[first]
     if options.png:
-        draw.timeline_png(options.png, simulation.timeline, title=options.schedule)
+        draw.timeline_png(options.png, drawn, title=None if others else first)
+    if options.svg:
+        draw.timeline_svg(options.svg, drawn, title=None if others else first)
+    if options.html:
+        page.timeline_html(options.html, drawn, title=" and ".join(tracks))
     if options.trace:
-        draw.trace_json(options.trace, simulation.timeline)
-    if not options.png and not options.trace:
-        print(simulation.to_text(options.width))
+        draw.trace_json(options.trace, drawn)
+    if not any(getattr(options, form) for form in PICTURES):
+        for name, simulation in runs.items():
+            print(f"{name}\n" * bool(others) + simulation.to_text(options.width))
+    return 0
+
+
+def compare_families(options: argparse.Namespace) -> int:
+    sizes = None
+    if options.sizes is not None:
+        if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
+            raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
+        sizes = [int(size) for size in options.sizes.split(",")]
+    elif options.seq is not None:
+        sizes = seq1f1b.partition_sequence(options.seq, options.segments, strategy="even")
+    bytes_of: dict[str, Any] = {}
+    for name in ("bandwidth", "token_bytes", "message_bytes"):
+        if (text := getattr(options, name)) is not None:
+            bytes_of[name] = read_bytes(text)
+    cap = options.cap
+    in_bytes = cap is not None and cap.endswith("B")
+    check_size("compare", options, 2 if options.stages is None else options.stages)
+    table = compare(
+        options.schedule,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_segments=options.segments,
+        stages_per_rank=options.stages,
+        forward=options.forward,
+        backward=options.backward,
+        weight=options.weight,
+        transfer=options.transfer,
+        segment_sizes=sizes,
+        cap_microbatches=None if cap is None or in_bytes else read_number(cap),
+        cap_bytes=read_bytes(cap) if in_bytes else None,
+        **bytes_of,
+    )
+    print(table.to_text(), end="")
     return 0
 
 
 def simulate(options: argparse.Namespace) -> int:
+    schedules = [make_schedule(name, options) for name in options.schedule]
+    simulations = [run(schedule, options) for schedule in schedules]
     print(f"{'schedule':<24}{'makespan':>10}{'bubble':>9}{'peak units':>12}{'= micro-batches':>17}")
-    for name in options.schedule:
-        schedule = make_schedule(name, options)
-        simulation = run(schedule, options)
+    for name, schedule, simulation in zip(options.schedule, schedules, simulations, strict=True):
         peak = max(simulation.peak)
         print(
             f"{name:<24}{simulation.makespan:>10.3f}{simulation.bubble_ratio:>9.1%}{peak:>12d}"
@@ -147,17 +269,6 @@ def read_names(text: str) -> list[str]:
 
 def read_counts(text: str) -> list[int]:
     return [int(count) for count in text.split(",")]
-
-
-def read_bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(text)
-    number, prefix, binary = match.groups()
-    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
-    if not 1 <= size < 1 << 60:
-        raise ValueError(text)
-    return int(size)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -211,7 +322,11 @@ def doctor(options: argparse.Namespace) -> int:
     print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{pairs}; SEQ1F1B_ISA forces other kernels")
     print("CUDA: no kernels in this release; modules must lie on the CPU")
     print("NCCL: no transport in this release; ranks talk over shared memory, or torch's own groups across hosts")
-    for package, loss in (("matplotlib", "no PNG timelines"), ("tokenizers", "no examples/train_gpt.py")):
+    for package, loss in (
+        ("matplotlib", "no PNG timelines"),
+        ("bokeh", "no HTML pages"),
+        ("tokenizers", "no examples/train_gpt.py"),
+    ):
         found = importlib.util.find_spec(package) is not None
         print(f"{package}: {'found' if found else 'not found: ' + loss}")
     return 0

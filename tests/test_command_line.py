@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -41,20 +43,110 @@ def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0
     drawn = capsys.readouterr().out
     assert [line.split()[:2] for line in drawn.splitlines()[:2]] == [["rank", "0"], ["rank", "1"]]
-    png, trace, text = tmp_path / "t.png", tmp_path / "t.json", tmp_path / "order.txt"
-    assert main(["draw", "gpipe", "--png", str(png), "--trace", str(trace)]) == 0
+    png, svg, trace, text = (tmp_path / name for name in ("t.png", "t.svg", "t.json", "order.txt"))
+    assert main(["draw", "gpipe", "--png", str(png), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
+    drawn = ElementTree.parse(svg).getroot()
+    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 4 * 8 * 2  # an element for each unit
     assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 4 * 8 * 2
     text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
     assert main(["simulate", str(text)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[1] == "6.000"
 
 
-def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys):
-    assert main(["draw", "nonsense"]) == 2
-    assert capsys.readouterr().err.startswith("seq1f1b: there is no schedule named 'nonsense'")
-    assert main(["simulate", "seq1f1b", "--ranks", "0"]) == 2
-    assert main(["draw", "1f1b", "--png", str(tmp_path / "none" / "t.png")]) == 2
+def test_compare_prints_a_table(capsys):
+    arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
+    assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
+    assert capsys.readouterr().out == (
+        "family   v  k  makespan  span  bubble  peak units  = micro-batches  tokens   MiB  messages  sent MiB\n"
+        "seq1f1b  1  2      28.5  28.5   15.8%           5             2.50    5120  10.0        96      96.0\n"
+        "\n"
+        "left out:\n"
+        "1f1b   holds 16777216 bytes, the cap is 12582912\n"
+        "gpipe  holds 33554432 bytes, the cap is 12582912\n"
+    )
+
+
+def test_a_page_of_two(tmp_path):
+    pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
+    path = tmp_path / "two.html"
+    assert main(["draw", "1f1b", "seq1f1b", "--html", str(path)]) == 0
+    page = path.read_text()
+    assert "<title>1f1b and seq1f1b</title>" in page and '"[0]' not in page and '"B7.0"' in page
+
+
+MISTAKES = {
+    "draw nonsense": "there is no schedule and no file named 'nonsense'; there are seq1f1b, 1f1b, ",
+    "draw seq1f1": "there is no schedule and no file named 'seq1f1'; did you mean 'seq1f1b'?",
+    "compare ZBV v-hlaf": "there is no schedule named 'ZBV'; did you mean 'zbv'?",
+    "simulate seq1f1b --ranks 0": "num_ranks is 0, must be at least 1",
+    "simulate seq1f1b --stages 0": "stages_per_rank is 0, must be at least 1",
+    "simulate seq1f1b --ranks 99999999999 --microbatches -1": "num_ranks is 99999999999, must be in 1..2147483647",
+    "simulate gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
+    "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
+    "simulate kfkb --option group=99999999999999999999": "group: 99999999999999999999 is too large",
+    "simulate kfkb --option gruop=2": "kfkb takes no option 'gruop'; it takes group, extra_warmup",
+    "simulate gpipe --forward nan": "--forward is nan, must be finite and at least 0",
+    "draw gpipe --backward -1": "--backward is -1, must be finite and at least 0",
+    "simulate gpipe --transfer inf": "--transfer is inf, must be finite and at least 0",
+    "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
+    "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
+    "compare --cap 1": "no family fits the cap; the least possible is ",
+    "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
+    "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 6400000000000000000, must be in 0..",
+    "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",
+    "compare --sizes 1,-2": "--sizes 1,-2: the tokens of each segment are written 10880,8448,7168",
+    "compare --seq 2 --segments 4": "num_segments is 4, more than the 2 tokens of the sequence",
+    "draw rule.txt": "rule.txt: a segment goes back after its own forward: ",
+    "draw garbage.txt": "garbage.txt: line 2, unit 1, 'what?': a unit is written F1.0 or [2]F1.0",
+    "simulate garbage.csv": "garbage.csv: line 1, unit 2, '0SEND_F0': a cell is written 2F3",
+    "simulate bytes.txt": "bytes.txt: 'utf-8' codec can't decode byte 0xff",
+    "draw 1f1b --png none/t.png": "No such file or directory: 'none/t.png'",
+    "draw 1f1b --trace .": "Is a directory: ",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rule.txt").write_text("B0.0 F0.0\n")
+    Path("garbage.txt").write_text("F0.0 B0.0\nwhat?\n")
+    Path("garbage.csv").write_text("0F0,0SEND_F0\n")
+    Path("bytes.txt").write_bytes(b"F0.0 \xff")
+    files = sorted(Path().iterdir())
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("seq1f1b: ") and err.count("\n") == 1
+    assert MISTAKES[line] in err
+    assert sorted(Path().iterdir()) == files
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path):
+    """The disk refuses a file of more than 4000 bytes: the old one stays, and nothing else is left."""
+    script = (
+        "import resource, signal, sys; from seq1f1b.__main__ import main;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
+        "sys.exit(main(['draw', 'gpipe', '--trace', sys.argv[1]]))"
+    )
+    path = tmp_path / "t.json"
+    path.write_text("as it was")
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"seq1f1b: [Errno 27] File too large: '{path}'\n")
+    assert path.read_text() == "as it was" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_csv_is_read_with_its_segments(tmp_path, capsys):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n")
+    assert main(["simulate", str(path), "--segments", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["3.000", "0.0%", "2", "1.00"]
+
+
+def test_several_as_text(capsys):
+    assert main(["draw", "1f1b", "gpipe", "--ranks", "2", "--microbatches", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[5]) == ("1f1b", "gpipe")
 
 
 def test_doctor_in_a_process_of_its_own():
