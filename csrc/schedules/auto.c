@@ -200,7 +200,7 @@ static double standing(const lister *l, int32_t rank, s1f_unit unit)
 static choice choose_on_path(const lister *l, int32_t rank, int *is_full)
 {
     int32_t v = l->problem->num_stages / l->problem->num_ranks;
-    choice found, best = {.begin = INFINITY};
+    choice found = {.begin = INFINITY}, best = found;
     double now = l->rank_free[rank], earliest = INFINITY, best_standing = INFINITY, full_standing = INFINITY;
     for (int round = 0; round < 2; round++) /* first: when could any start? */
         for (int32_t i = 0; i < 2 * v; i++) {
