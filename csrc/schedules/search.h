@@ -28,8 +28,8 @@ void s1f_problem_tails(const s1f_problem *problem, double *tails);
 
 typedef struct s1f_search s1f_search; /* opaque */
 
-/* Fewest units that a search can hold: 3 per (stage, micro-batch, segment), at most INT32_MAX. S1F_ERR_MEMORY.
- * *out is owned by the caller and untouched on error. The problem is borrowed until the search is freed. */
+/* Holds 3 units per (stage, micro-batch, segment), which must be at most INT32_MAX. S1F_ERR_MEMORY. *out is owned by
+ * the caller and untouched on error. The problem is borrowed until the search is freed. */
 s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out);
 void s1f_search_free(s1f_search *search); /* NULL is fine */
 
