@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any
@@ -20,8 +20,8 @@ class Row:
     Attributes:
         stages_per_rank, num_segments: as it was built; 1 segment where the family cuts none.
         makespan: first start to last end over all ranks.
-        span: first start to last end of one rank: the time per step where ranks do not wait for each other between
-            steps.
+        span: first start to last end of one rank.
+        period: time per step over several steps where ranks do not wait for each other between steps.
         bubble_ratio: share of the ranks' time within the makespan that is bubble.
         peak_units: (stage, segment) units live at once.
         peak_microbatches: the same as activations of whole micro-batches of a rank.
@@ -36,6 +36,7 @@ class Row:
     num_segments: int
     makespan: float
     span: float
+    period: float
     bubble_ratio: float
     peak_units: int
     peak_microbatches: float
@@ -66,12 +67,14 @@ class Comparison:
         return "\n".join(lines) + "\n"
 
 
+_STEPS = 3  # simulated for the period
 _COLUMNS = (
     ("family", lambda row: row.family),
     ("v", lambda row: str(row.stages_per_rank)),
     ("k", lambda row: str(row.num_segments)),
     ("makespan", lambda row: f"{row.makespan:.6g}"),
     ("span", lambda row: f"{row.span:.6g}"),
+    ("period", lambda row: f"{row.period:.6g}"),
     ("bubble", lambda row: f"{row.bubble_ratio:.1%}"),
     ("peak units", lambda row: str(row.peak_units)),
     ("= micro-batches", lambda row: f"{row.peak_microbatches:.2f}"),
@@ -104,6 +107,7 @@ def compare(
 
     The work of a rank per micro-batch is the same for all: its stages and the segments share it equally. A family that
     cuts no segments runs whole micro-batches; one that cannot have ``stages_per_rank`` has the fewest that it can.
+    Families that time their W by costs are given them, and ``auto`` the cap in micro-batches, too.
 
     Args:
         names: families; none: all.
@@ -139,9 +143,24 @@ def compare(
         if cap is not None and not cap > 0:
             raise ValueError(f"{name} is {cap}, must be above 0")
 
+    put_off = backward / 2 if weight is None else weight
+    if weight is not None and weight > backward:
+        raise ValueError("weight is more than backward, of which it is a part")
+
+    def options(family: Family, v: int, k: int) -> dict[str, Any]:
+        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer."""
+        parts: dict[str, Any] = {
+            "costs": tuple(seconds / (v * k) for seconds in (forward, backward - put_off, put_off))
+        }
+        if family.name == "auto":
+            parts["transfer"] = transfer
+            if cap_microbatches is not None and cap_microbatches < num_microbatches:
+                parts["cap"] = max(int(cap_microbatches * v * k), 1)
+        return {name: value for name, value in parts.items() if name in family.options}
+
     rows, refused = [], {}
     for family in [known[name] for name in dict.fromkeys(names)] or known.values():
-        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank)
+        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
             continue
@@ -158,6 +177,8 @@ def compare(
             unit_bytes=[[-(-size * token_bytes // v) for size in sizes]] * found.num_stages
             if sizes and token_bytes is not None
             else None,
+            steps=_STEPS,
+            optimizer_sync=False,
         )
         crossings = sum(a != b for a, b in pairwise(found.rank_of_stage))  # edges in either direction
         rows.append(
@@ -167,6 +188,7 @@ def compare(
                 num_segments=k,
                 makespan=run.makespan,
                 span=max(run.span),
+                period=run.period or 0.0,
                 bubble_ratio=run.bubble_ratio,
                 peak_units=max(run.peak),
                 peak_microbatches=max(run.peak) / (v * k),
@@ -190,7 +212,9 @@ def compare(
     return Comparison(tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused)
 
 
-def _build(family: Family, P: int, M: int, k: int, v: int | None) -> Schedule | str:
+def _build(
+    family: Family, P: int, M: int, k: int, v: int | None, options: Callable[[Family, int, int], dict[str, Any]]
+) -> Schedule | str:
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
     for stages, segments in product(
@@ -201,6 +225,7 @@ def _build(family: Family, P: int, M: int, k: int, v: int | None) -> Schedule | 
             "num_microbatches": M,
             "num_segments": segments,
             "stages_per_rank": stages,
+            "options": options(family, stages, segments) if stages > 0 and segments > 0 else {},
         }
         broken = family.broken_rule(**counts)
         if broken is None:

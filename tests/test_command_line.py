@@ -58,8 +58,8 @@ def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
     assert capsys.readouterr().out == (
-        "family   v  k  makespan  span  bubble  peak units  = micro-batches  tokens   MiB  messages  sent MiB\n"
-        "seq1f1b  1  2      28.5  28.5   15.8%           5             2.50    5120  10.0        96      96.0\n"
+        "family   v  k  makespan  span  period  bubble  peak units  = micro-batches  tokens   MiB  messages  sent MiB\n"
+        "seq1f1b  1  2      28.5  28.5    28.5   15.8%           5             2.50    5120  10.0        96      96.0\n"
         "\n"
         "left out:\n"
         "1f1b   holds 16777216 bytes, the cap is 12582912\n"
@@ -91,7 +91,7 @@ MISTAKES = {
     "simulate gpipe --transfer inf": "--transfer is inf, must be finite and at least 0",
     "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
-    "compare --cap 1": "no family fits the cap; the least possible is ",
+    "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
     "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 6400000000000000000, must be in 0..",
     "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",

@@ -25,6 +25,7 @@ def test_known_figures() -> None:
     assert (segmented.makespan, segmented.peak_units, segmented.peak_microbatches) == (26.25, 7, 1.75)
     assert (plain.messages, segmented.messages) == (3 * 8 * 2, 3 * 32 * 2)
     assert plain.bubble_ratio == 9 / 33
+    assert (plain.period, row("zb-h2").period) == (plain.span, row("zb-h2").span)
 
 
 def test_families_have_the_segments_and_stages_they_can() -> None:
@@ -85,6 +86,15 @@ def test_what_is_left_out_says_why() -> None:
     assert capped.refused["gpipe"] == "holds 8.00 micro-batches, the cap is 3"
     rule = next(f for f in families() if f.name == "slimpipe").broken_rule(**COUNTS, num_segments=2)
     assert compare(**COUNTS, num_segments=2).refused["slimpipe"] == f"needs {rule}"
+
+
+def test_auto_is_made_for_the_costs_and_the_cap() -> None:
+    """It is no slower than any other family with as many stages that fits, under costs of long sequences."""
+    costs = {"forward": 10.0, "backward": 24.0, "weight": 3.0, "transfer": 1.0}
+    rows = {row.family: row for row in compare(**COUNTS, num_segments=2, cap_microbatches=4, **costs).rows}
+    assert rows["auto"].peak_microbatches <= 4
+    one_stage = [row for row in rows.values() if row.stages_per_rank == 1]
+    assert rows["auto"].makespan <= min(row.makespan for row in one_stage) * (1 + 1e-9)
 
 
 def test_a_cap_in_bytes() -> None:
