@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import random_order
 
-from seq1f1b import Schedule, ScheduleError
+from seq1f1b import Schedule, ScheduleError, build_schedule
 
 EDGES = ["0", "1", "2", "00", "7", "2147483647", "2147483648", "4294967296", "99999999999999999999", "", "-1", "٣"]
 numbers = st.one_of(st.integers(0, 3).map(str), st.sampled_from(EDGES))
@@ -36,12 +36,17 @@ def near_text(tokens: st.SearchStrategy[str], between: st.SearchStrategy[str]) -
 @st.composite
 def mistyped(draw: st.DrawFn, as_csv: bool) -> tuple[str, int]:
     """A valid order with a few characters changed, dropped or doubled; and its segments."""
-    schedule = random_order(random.Random(draw(st.integers(0, 200))))
+    if draw(st.booleans()):
+        schedule = random_order(random.Random(draw(st.integers(0, 200))))
+    else:  # with pairs of F and B
+        schedule = build_schedule("dualpipev", num_ranks=draw(st.integers(1, 2)), num_microbatches=4, stages_per_rank=2)
     text = schedule.to_csv() if as_csv else schedule.to_text()
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(text) - 1))
         text = (
-            text[:at] + draw(st.sampled_from(["", text[at] * 2, "9", "\n", " ", ",", "B", "\0", "é"])) + text[at + 1 :]
+            text[:at]
+            + draw(st.sampled_from(["", text[at] * 2, "9", "\n", " ", ",", ";", ")", "(", "B", "\0", "é"]))
+            + text[at + 1 :]
         )
     return text or " ", schedule.num_segments
 
