@@ -141,7 +141,7 @@ class Page:
             "function text(root) {"
             "  for (const element of root.querySelectorAll('*')) {"
             "    if (element.classList.contains('bk-Tooltip') && element.style.display !== 'none')"
-            "      return (element.shadowRoot ?? element).textContent;"
+            "      return element.shadowRoot.querySelector('.bk-tooltip-content').innerText;"
             "    const found = element.shadowRoot ? text(element.shadowRoot) : null;"
             "    if (found) return found;"
             "  }"
