@@ -249,7 +249,7 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
-def write_whole(path: str | Path, content: bytes) -> None:
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file under a temporary name beside it and renames it: whole, or as it was before.
 
     What is no file, a pipe or a terminal for instance, is written as it comes.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from seq1f1b import _core
 from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, RankBytes, UnitSeconds, make_model
+from seq1f1b.draw import write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.schedule import Family, Schedule, build_schedule, families
 
@@ -111,15 +112,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole, or not at all."""
-        text, beside = self.to_json() + "\n", f"{os.fspath(path)}.{os.getpid()}.tmp"
-        try:
-            with open(beside, "x") as file:
-                file.write(text)
-            os.replace(beside, path)
-        except BaseException:
-            if os.path.exists(beside):
-                os.unlink(beside)
-            raise
+        write_whole(path, (self.to_json() + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
