@@ -254,6 +254,7 @@ def search_plans(
     stages_per_rank: Sequence[int] = (1, 2, 4),
     recompute: Sequence[str] = RECOMPUTE,
     best: int = 5,
+    within: float = 1.2,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanSearch:
     """Simulates every family that these counts allow, and keeps the fastest that fit.
@@ -267,7 +268,8 @@ def search_plans(
         layout: degrees beside the pipeline; its ``recompute`` and ``layers`` are the search's, which gives the stage
             with the head fewer layers, or as many as others.
         names: families; None: all but ``auto``, whose own search takes seconds per candidate.
-        segments: None: powers of two up to 16. best: how many plans to return.
+        segments: None: powers of two up to 16. best: how many plans to return at most, none slower than
+            ``within`` times the fastest.
         progress: called with the candidates done, and how many there are.
     Raises:
         ValueError: a count out of range; or nothing fits: says the least that could.
@@ -299,16 +301,15 @@ def search_plans(
     possible = [(candidate, i) for i, candidate in enumerate(candidates) if search.rule(candidate) is None]
     allowed = sorted((search.bound(candidate), i) for candidate, i in possible if not search.is_repeated(candidate))
     fitting: list[_Found] = []
-    for done, (bound, i) in enumerate(allowed):
+    for done, (_, i) in enumerate(allowed):
         if progress is not None:
             progress(done, len(allowed))
-        search.consider(candidates[i], bound, cap, fitting, best)
+        search.consider(candidates[i], fitting, cap, best, within)
     if not fitting:
         raise ValueError(search.explain_nothing(cap))
     for found in list(fitting):
         for mix in _MIXES if found.candidate.num_segments > 1 else ():
-            mixed = found.candidate._replace(mix=mix)
-            search.consider(mixed, search.bound(mixed), cap, fitting, best)
+            search.consider(found.candidate._replace(mix=mix), fitting, cap, best, within)
     uncertain = search.uncertain(fitting[0])
     plans = tuple(search.plan(found, cap, uncertain if i == 0 else None) for i, found in enumerate(fitting))
     shown = {plan.schedule for plan in plans}
@@ -405,17 +406,20 @@ class _Search:
             up += seconds.input[stage][0] + (0.0 if is_split else seconds.weight[stage][0])
         return cost.step_seconds() + least
 
-    def consider(self, candidate: _Candidate, bound: float, cap: int, fitting: list[_Found], best: int) -> None:
+    def consider(self, candidate: _Candidate, fitting: list[_Found], cap: int, best: int, within: float) -> None:
         """Prices a candidate unless it cannot be among the best; keeps it if it fits and is."""
-        name = candidate.family.name
-        if len(fitting) >= best and bound >= fitting[-1].seconds:
+        name, bound = candidate.family.name, self.bound(candidate)
+        limit = within * fitting[0].seconds if fitting else math.inf
+        if len(fitting) >= best:
+            limit = min(limit, fitting[-1].seconds)
+        if bound >= limit:
             if bound < self._slower.get(name, (math.inf, True))[0]:
                 self._slower[name] = (bound, True)
             return
-        found = self._price(candidate)
-        if found.peak > cap:
-            if found.peak < self._least.get(name, (math.inf, candidate))[0]:
-                self._least[name] = (found.peak, candidate)
+        found = self._price(candidate, cap)
+        if isinstance(found, int):
+            if found < self._least.get(name, (math.inf, candidate))[0]:
+                self._least[name] = (found, candidate)
             return
         if found.seconds < self._slower.get(name, (math.inf, True))[0] or self._slower[name][1]:
             self._slower[name] = (found.seconds, False)
@@ -425,9 +429,10 @@ class _Search:
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
         fitting.sort(key=lambda each: (each.seconds, each.peak))
-        del fitting[best:]
+        fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
 
-    def _price(self, candidate: _Candidate) -> _Found:
+    def _price(self, candidate: _Candidate, cap: int) -> _Found | int:
+        """The candidate simulated, or the bytes that it needs where they are more than the cap."""
         cost, sizes = self._cost(candidate), self._split(candidate)
         is_split = self._is_split(candidate.family)
         seconds = cost.unit_seconds(sizes, split_backward=is_split)
@@ -440,10 +445,13 @@ class _Search:
             stages_per_rank=candidate.stages_per_rank,
             options=options,
         )
+        ranks = cost.rank_bytes(schedule, sizes)
+        peak = max(rank.total for rank in ranks)
+        if peak > cap:
+            return peak
         makespan, busy = _simulate(cost, schedule, seconds, sizes)
         self.num_simulated += 1
         bubble = 1 - sum(busy) / (makespan * self.num_ranks)
-        ranks = cost.rank_bytes(schedule, sizes)
         total = makespan + cost.step_seconds()
         return _Found(candidate, sizes, total, bubble, ranks, schedule, is_split, options)
 

@@ -53,7 +53,7 @@ def price(plan, machine=MACHINE):
 @pytest.fixture(scope="module")
 def everything():
     """All candidates of an equal-time split, found by asking for more plans than there are."""
-    found = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=10_000)
+    found = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=10_000, within=1e9)
     return found.plans
 
 
@@ -65,7 +65,7 @@ def test_the_best_is_the_best_of_all(everything):
         assert plan.seconds == pytest.approx(seconds)
         assert list(plan.peak) == peak
     cap = sorted(max(plan.peak) for plan in everything)[len(everything) // 3]
-    few = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=3, memory=cap)
+    few = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=3, within=1e9, memory=cap)
     fitting = [plan.seconds for plan in everything if max(plan.peak) <= cap]
     assert few.num_simulated < len(everything)
     assert few.plans[0].seconds <= min(fitting) * (1 + 1e-12)
@@ -98,7 +98,7 @@ def test_nothing_fits_and_the_least_that_would():
         search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
     assert "recompute full" in str(error.value)
     machine = replace(MACHINE, context_bytes=0.0)
-    plans = search_plans(SHAPE, machine, **COUNTS, **SOME, best=10_000).plans
+    plans = search_plans(SHAPE, machine, **COUNTS, **SOME, best=10_000, within=1e9).plans
     least = min(max(plan.peak) for plan in plans if plan.mix == 1.0)
     assert max(search_plans(SHAPE, machine, **COUNTS, **SOME, memory=least, best=1).plans[0].peak) <= least
     with pytest.raises(ValueError, match="nothing fits"):
