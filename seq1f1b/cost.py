@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from seq1f1b import _core
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.schedule import Schedule
+from seq1f1b.schedule import Schedule, nearest_name
 
 __all__ = ["CostModel", "Hardware", "Layout", "RankBytes", "UnitSeconds", "load_hardware", "load_model", "presets"]
 
@@ -155,7 +155,9 @@ def _read(kind: str, name: str) -> dict[str, Any]:
     elif name in presets(kind) or name == "default":
         text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
     else:
-        raise ValueError(f"there is no preset {name!r} among {kind}: {', '.join(presets(kind))}, or a path to a .json")
+        raise ValueError(
+            f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
+        )
     try:
         data = json.loads(text)
     except ValueError as error:

@@ -13,13 +13,14 @@ from seq1f1b import _core
 from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, RankBytes, UnitSeconds, make_model
 from seq1f1b.draw import write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes
-from seq1f1b.schedule import Family, Schedule, build_schedule, families
+from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
 
 __all__ = ["Plan", "PlanSearch", "Uncertain", "search_plans"]
 
 _FORMAT = "seq1f1b plan 1"
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _GIB = 1 << 30
+_MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
@@ -283,7 +284,7 @@ def search_plans(
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}; there are {', '.join(known)}")
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
     for kind in recompute:
         if kind not in RECOMPUTE:
             raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")
@@ -341,11 +342,14 @@ class _Search:
         v, k = candidate.stages_per_rank, candidate.num_segments
         key = (candidate.family.name, v, k)
         if key not in self._rules:
-            broken = candidate.family.broken_rule(
-                num_ranks=self.num_ranks, num_microbatches=self.num_microbatches, num_segments=k, stages_per_rank=v
-            )
-            if broken is None and self.num_ranks * v > self.model.layers:
-                broken = f"P v <= {self.model.layers} layers"
+            if self.num_ranks * v > self.model.layers:
+                broken: str | None = f"P v <= {self.model.layers} layers"
+            elif 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
+                broken = f"2 P v M k <= {_MOST_UNITS} units"
+            else:
+                broken = candidate.family.broken_rule(
+                    num_ranks=self.num_ranks, num_microbatches=self.num_microbatches, num_segments=k, stages_per_rank=v
+                )
             self._rules[key] = broken
         return self._rules[key]
 

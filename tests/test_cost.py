@@ -182,7 +182,7 @@ def test_bad_files(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_model(str(path))
-    base = json.loads(json.dumps({"peak": {"value": 1.0}}))
+    base = {"peak": {"value": 1.0}}
     for change, message in (
         ({}, "missing fields"),
         ({"speed": {"value": 1}}, r"unknown fields \['speed'\]"),
@@ -202,7 +202,7 @@ def test_bad_files(tmp_path):
         path.write_text(json.dumps({**full, "peak": entry}))
         with pytest.raises(ValueError, match=message):
             load_hardware(str(path))
-    with pytest.raises(ValueError, match="there is no preset 'b100' among hardware: a100"):
+    with pytest.raises(ValueError, match="there is no preset 'b100' among hardware; did you mean 'h100'"):
         load_hardware("b100")
     with pytest.raises(OSError):
         load_model(str(tmp_path / "none.json"))

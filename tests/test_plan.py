@@ -120,6 +120,7 @@ def test_nothing_fits_and_the_least_that_would():
         ({"segments": [9000]}, "must be in 1..8192"),
         ({"recompute": ["all"]}, "recompute is 'all'"),
         ({"layout": Layout(tensor=3)}, "tensor is 3, must divide 8"),
+        ({"num_microbatches": 10**12}, "needs 2 P v M k <= 10000000 units"),
         ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
     ],
 )
