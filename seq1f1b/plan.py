@@ -432,7 +432,8 @@ class _Search:
             return  # another mix of the same is as fast
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
-        fitting.sort(key=lambda each: (each.seconds, each.peak))
+        # Of equal times to four digits, beyond what the model knows, the one that needs least memory goes first.
+        fitting.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.peak))
         fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
 
     def _price(self, candidate: _Candidate, cap: int) -> _Found | int:

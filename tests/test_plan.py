@@ -68,8 +68,9 @@ def test_the_best_is_the_best_of_all(everything):
     few = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=3, within=1e9, memory=cap)
     fitting = [plan.seconds for plan in everything if max(plan.peak) <= cap]
     assert few.num_simulated < len(everything)
-    assert few.plans[0].seconds <= min(fitting) * (1 + 1e-12)
-    assert [plan.seconds for plan in few.plans] == sorted(plan.seconds for plan in few.plans)
+    assert few.plans[0].seconds <= min(fitting) * (1 + 1e-3)  # four digits: equal ones are sorted by their bytes
+    shown = [(float(f"{plan.seconds:.4g}"), max(plan.peak)) for plan in few.plans]
+    assert shown == sorted(shown)
     for plan in few.plans:
         assert max(plan.peak) <= cap and min(plan.margin) >= 0
         assert plan.low <= plan.seconds <= plan.high
