@@ -31,6 +31,7 @@ context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "seq1f1b.e
 
 
 def run_child(fn: Callable[..., Any], rank: int, store: str, kind: str, pipe: Connection, arguments: tuple) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=P)
     try:

@@ -38,6 +38,7 @@ context.set_forkserver_preload(["torch.distributed", "seq1f1b.transport"])
 
 
 def _child(fn: Callable[..., Any], rank: int, size: int, store: str, kind: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     if kind == "two hosts":  # as seen from rank 2, the others are elsewhere
