@@ -68,7 +68,10 @@ def measure_listed(runs: int) -> None:
     schedule.simulate()
     print(row("build", units, [built - begin]))
     print(row("check, lower, first simulation", units, [time.process_time() - built]))
-    for name, more in (("random costs, transfers, bytes", {}), ("the same with jitter", {"jitter": 0.1})):
+    for name, more in (
+        ("random costs, transfers, bytes", {}),
+        ("the same with jitter", {"jitter": 0.1, "transfer_jitter": 0.1}),
+    ):
         seconds = []
         for run in range(WARM_UP + runs):
             given = arguments(rng, LISTED["num_ranks"], LISTED["num_segments"]) | more

@@ -81,9 +81,10 @@ static void find_ends(walk *w)
         }
 }
 
-static double transfer_seconds(const walk *w, int32_t segment)
+/* Seconds of the edge's link for one byte, or its latency. */
+static double of_edge(const walk *w, const double *values, int32_t edge)
 {
-    return w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[segment] * w->costs->seconds_per_byte;
+    return values == NULL ? 0 : values[s1f_edge_boundary(&w->tape->edges[edge])];
 }
 
 static double lesser(double a, double b)
@@ -115,8 +116,11 @@ static void walk_back_over(walk *w, int32_t rank)
     if (kind->out >= 0) {
         int32_t e = kind->out;
         int64_t message = w->first[e] + --w->num_sent[e];
-        double passed = lesser(w->latest_arrival[message] - w->costs->latency, w->latest_transfer[e]);
-        w->latest_transfer[e] = passed - transfer_seconds(w, unit->segment);
+        double scale = s1f_message_scale(w->tape, w->costs, e, w->num_sent[e]);
+        double latency = scale * of_edge(w, w->costs->latency, e);
+        double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[unit->segment];
+        double passed = lesser(w->latest_arrival[message] - latency, w->latest_transfer[e]);
+        w->latest_transfer[e] = passed - scale * (bytes * of_edge(w, w->costs->seconds_per_byte, e));
         latest_end = lesser(through, w->latest_transfer[e]) - w->costs->send;
         w->latest_credit[message] = latest_end;
     }

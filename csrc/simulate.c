@@ -11,6 +11,7 @@ typedef struct {
     int64_t num_posted, num_sent;
     int64_t first, num_messages; /* of the receiver's step */
     double link_free;            /* when the link has passed its last message */
+    double latency, seconds_per_byte;
     int32_t source_rank, destination_rank, num_places;
     int32_t receiver_waits, sender_waits; /* the rank stands before the next message, or before a place for it */
     int32_t next_incoming;                /* edge into the same rank, -1 ends */
@@ -35,11 +36,11 @@ typedef struct {
     const s1f_tape *tape;
     const s1f_costs *costs;
     int32_t num_steps;
-    double *kind_seconds;     /* [kind][segment], where given by what a unit is */
-    double *transfer_seconds; /* [segment]: on the link */
-    link *links;              /* [edge] */
-    rank_state *ranks;        /* [rank] */
-    int32_t *queue;           /* ranks that can go on: each at most once, as a rank waits for one thing */
+    double *kind_seconds;  /* [kind][segment], where given by what a unit is */
+    double *message_bytes; /* [segment] */
+    link *links;           /* [edge] */
+    rank_state *ranks;     /* [rank] */
+    int32_t *queue;        /* ranks that can go on: each at most once, as a rank waits for one thing */
     int32_t num_queued;
     int32_t num_through; /* ranks that wait for the others before their optimizer */
     double *step_end;    /* [step] last end of a unit */
@@ -63,6 +64,22 @@ static double draw(uint64_t *state)
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
+}
+
+int32_t s1f_edge_boundary(const s1f_edge *edge)
+{
+    return edge->is_gradient ? edge->destination_stage : edge->source_stage;
+}
+
+/* splitmix64 goes from state to state by a constant: draw n is reached at once. */
+double s1f_message_scale(const s1f_tape *tape, const s1f_costs *costs, int32_t edge, int64_t message)
+{
+    if (!(costs->transfer_jitter > 0))
+        return 1;
+    const s1f_edge *e = &tape->edges[edge];
+    uint64_t stream = (uint64_t)tape->num_ranks + 2 * (uint64_t)s1f_edge_boundary(e) + (uint64_t)e->is_gradient;
+    uint64_t state = costs->seed + stream * 0xd1342543de82ef95u + (uint64_t)message * 0x9e3779b97f4a7c15u;
+    return 1 + costs->transfer_jitter * (2 * draw(&state) - 1);
 }
 
 static void wake(simulator *s, int32_t rank)
@@ -181,8 +198,10 @@ static void send(simulator *s, rank_state *r, link *l, int32_t segment)
     r->now += s->costs->send;
     if (l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
-    l->link_free = (l->link_free > r->now ? l->link_free : r->now) + s->transfer_seconds[segment];
-    l->arrived[l->num_sent++ & l->mask] = l->link_free + s->costs->latency;
+    double scale = s1f_message_scale(s->tape, s->costs, (int32_t)(l - s->links), l->num_sent);
+    double transfer = scale * (s->message_bytes[segment] * l->seconds_per_byte);
+    l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
+    l->arrived[l->num_sent++ & l->mask] = l->link_free + scale * l->latency;
     if (l->receiver_waits) {
         l->receiver_waits = 0;
         wake(s, l->destination_rank);
@@ -292,14 +311,21 @@ static s1f_status run_all(simulator *s)
 static s1f_status check_costs(const s1f_tape *tape, const s1f_costs *costs)
 {
     s1f_status status;
-    if ((status = require_cost("the latency of a transfer", costs->latency)) != S1F_OK ||
-        (status = require_cost("the time per byte", costs->seconds_per_byte)) != S1F_OK ||
-        (status = require_cost("the time of a send", costs->send)) != S1F_OK)
+    for (int32_t s = 0; s + 1 < tape->num_stages; s++)
+        if ((costs->latency != NULL &&
+             (status = require_cost("the latency of a transfer", costs->latency[s])) != S1F_OK) ||
+            (costs->seconds_per_byte != NULL &&
+             (status = require_cost("the time per byte", costs->seconds_per_byte[s])) != S1F_OK))
+            return status;
+    if ((status = require_cost("the time of a send", costs->send)) != S1F_OK)
         return status;
     if (!(costs->overlap >= 0 && costs->overlap <= 1))
         return s1f_fail(S1F_ERR_ARG, "overlap is %g, must be in 0..1", costs->overlap);
     if (!(costs->jitter >= 0 && costs->jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "jitter is %g, must be in 0..1: a share of a unit's seconds", costs->jitter);
+    if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
+        return s1f_fail(S1F_ERR_ARG, "transfer_jitter is %g, must be in 0..1: a share of a message's seconds",
+                        costs->transfer_jitter);
     if (costs->num_steps < 0)
         return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
     for (int32_t rank = 0; costs->optimizer != NULL && rank < tape->num_ranks; rank++)
@@ -322,8 +348,7 @@ static s1f_status fill_seconds(simulator *s)
     const s1f_tape *tape = s->tape;
     int32_t k = tape->num_segments;
     for (int32_t segment = 0; segment < k; segment++)
-        s->transfer_seconds[segment] =
-            s->costs->message_bytes == NULL ? 0 : (double)s->costs->message_bytes[segment] * s->costs->seconds_per_byte;
+        s->message_bytes[segment] = s->costs->message_bytes == NULL ? 0 : (double)s->costs->message_bytes[segment];
     for (int32_t kind = 0; s->kind_seconds != NULL && kind < tape->num_stages * S1F_NUM_PASSES; kind++)
         for (int32_t segment = 0; tape->kinds[kind].num_units > 0 && segment < k; segment++) {
             const double *of_pass = s->costs->pass_seconds[kind % S1F_NUM_PASSES];
@@ -347,6 +372,9 @@ static int create_links(simulator *s)
             .source_rank = edge->source_rank,
             .destination_rank = edge->destination_rank,
             .num_places = edge->num_places,
+            .latency = s->costs->latency == NULL ? 0 : s->costs->latency[s1f_edge_boundary(edge)],
+            .seconds_per_byte =
+                s->costs->seconds_per_byte == NULL ? 0 : s->costs->seconds_per_byte[s1f_edge_boundary(edge)],
             .next_incoming = s->ranks[edge->destination_rank].first_incoming,
         };
         s->ranks[edge->destination_rank].first_incoming = e;
@@ -366,8 +394,8 @@ static int create_arrays(simulator *s)
     s->ranks = calloc(num_ranks, sizeof *s->ranks);
     s->queue = calloc(num_ranks, sizeof *s->queue);
     s->step_end = calloc((size_t)s->num_steps, sizeof *s->step_end);
-    s->transfer_seconds = calloc((size_t)tape->num_segments, sizeof *s->transfer_seconds);
-    if (!s->links || !s->ranks || !s->queue || !s->step_end || !s->transfer_seconds)
+    s->message_bytes = calloc((size_t)tape->num_segments, sizeof *s->message_bytes);
+    if (!s->links || !s->ranks || !s->queue || !s->step_end || !s->message_bytes)
         return 0;
     if (s->costs->unit_seconds == NULL &&
         (s->kind_seconds = calloc(num_cells, S1F_NUM_PASSES * sizeof *s->kind_seconds)) == NULL)
@@ -449,7 +477,7 @@ s1f_status s1f_tape_simulate(const s1f_tape *tape, const s1f_costs *costs, s1f_k
         free(s.links[e].posted);
         free(s.links[e].arrived);
     }
-    free(s.transfer_seconds);
+    free(s.message_bytes);
     free(s.kind_seconds);
     free(s.step_end);
     free(s.queue);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,9 +119,9 @@ class _Order:
         forward: Costs = 1.0,
         backward: Costs = 2.0,
         weight: Costs | None = None,
-        transfer: float = 0.0,
+        transfer: float | Sequence[float] = 0.0,
         *,
-        bandwidth: float | None = None,
+        bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
         prefetch: int = 1,
@@ -131,6 +132,7 @@ class _Order:
         memory: StepMemory | None = None,
         critical: bool = False,
         jitter: float = 0.0,
+        transfer_jitter: float = 0.0,
         seed: int = 0,
         steps: int = 1,
         optimizer: float | Sequence[float] = 0.0,
@@ -143,8 +145,11 @@ class _Order:
         Args:
             forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
             weight: share of ``backward`` that is W where the order splits it (the rest is I); default: half.
-            transfer: seconds from the end of a message's transfer to its arrival (latency).
-            bandwidth: bytes per second of each directed edge between two stages; None: infinite.
+            transfer: seconds from the end of a message's transfer to its arrival (latency); a number, or one for each
+                two neighbouring stages, ``[stage]``, where edges are not alike: of those between ``stage`` and
+                ``stage + 1``, either way.
+            bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
+                None: infinite.
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
             send: seconds that a sender itself spends on a message.
             prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
@@ -156,6 +161,7 @@ class _Order:
             memory: bytes of everything a step holds, for ``memory``.
             critical: also find ``slack`` and ``critical_path``.
             jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
+            transfer_jitter: the same of every message's time on its link and its latency.
             seed: of the draws; the same one gives the same times.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
@@ -165,8 +171,10 @@ class _Order:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
-        if bandwidth is not None and not bandwidth > 0:
-            raise ValueError(f"bandwidth is {bandwidth}, must be above 0")
+        rates = self._per_edge(math.inf if bandwidth is None else bandwidth, "bandwidth")
+        for rate in rates:
+            if not rate > 0:
+                raise ValueError(f"bandwidth is {rate}, must be above 0")
         fully = self._per_unit(backward, "backward")
         weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in fully]
         inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
@@ -191,9 +199,9 @@ class _Order:
             tape,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
             durations,
-            (transfer, 0.0 if bandwidth is None else 1.0 / bandwidth, send, overlap),
+            (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send, overlap),
             sizes,
-            (jitter, seed),
+            (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _TOTALS if listed is None else _CAUSES if critical else _TIMELINE,
         )
@@ -219,6 +227,10 @@ class _Order:
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
         return _per_unit(costs, name, self.num_stages, self.num_segments)
+
+    def _per_edge(self, values: Any, name: str) -> list[Any]:
+        """One value for each two neighbouring stages."""
+        return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
         return tuple(peak[1] for peak in _core.tape_memory(tape, activations, None, None, None, None, None))

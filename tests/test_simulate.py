@@ -75,6 +75,14 @@ def test_a_link_passes_one_message_after_the_other() -> None:
     assert [start for _, start, _ in simulation.timeline[1]] == [5.5, 9.5]
 
 
+def test_edges_that_are_not_alike() -> None:
+    """Between stages 0 and 1 four bytes take 2 s and 0.5 to arrive, between 1 and 2 they take 4 s and 1; both ways."""
+    schedule = Schedule.from_text("F0.0 B0.0\nF0.0 B0.0\nF0.0 B0.0")
+    simulation = schedule.simulate(transfer=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)
+    starts = [[start for _, start, _ in track] for track in simulation.timeline]
+    assert starts == [[0.0, 22.0], [3.5, 17.5], [9.5, 10.5]]
+
+
 def test_bytes_of_each_segment() -> None:
     simulation = Schedule.from_text("F0.0 F0.1\nF0.0 F0.1").simulate(bandwidth=1.0, message_bytes=[3, 1])
     assert [start for _, start, _ in simulation.timeline[1]] == [4.0, 5.0]
@@ -202,15 +210,31 @@ class Reference:
     def simulate(
         self,
         seconds: list[list[list[float]]],
-        latency: float,
-        per_byte: float,
+        latency: list[float],
+        per_byte: list[float],
         sizes: list[int],
         send: float,
         optimizer: list[float] | None = None,
         sync: bool = False,
+        scales: dict[tuple[int, int], list[float]] | None = None,
     ) -> tuple[list[list[list[tuple[float, float]]]], list[float]]:
-        """Start and end of every unit, [step][rank][i], for seconds [step][rank][i]; the first step's waits."""
+        """Start and end of every unit, [step][rank][i], for seconds [step][rank][i]; the first step's waits.
+
+        Latency and seconds per byte of the edges between stages s and s + 1 are those at [s]; ``scales`` multiply
+        both for every message of an edge, counted over all steps."""
         ranks, where = self.schedule.ranks, self.where
+
+        def scale(step: int, unit: Unit) -> float:
+            """Of the unit's message."""
+            edge = self.target(unit)
+            assert edge is not None
+            messages = self.sent[edge]
+            return scales[edge][step * len(messages) + messages.index(unit)] if scales else 1.0
+
+        def arrived(step: int, unit: Unit) -> float:
+            edge = self.target(unit)
+            assert edge is not None
+            return passed(step, unit) + latency[min(edge)] * scale(step, unit)
 
         @cache
         def begin(step: int, rank: int) -> float:
@@ -226,7 +250,7 @@ class Reference:
             message = self.source(unit)
             return max(
                 left(step, ranks[rank][i - 1]) if i > 0 else begin(step, rank),
-                passed(step, message) + latency if message is not None else 0.0,
+                arrived(step, message) if message is not None else 0.0,
             )
 
         @cache
@@ -250,7 +274,7 @@ class Reference:
             assert edge is not None
             n = self.sent[edge].index(unit)
             before = passed(step, self.sent[edge][n - 1]) if n > 0 else passed_last(step - 1, edge)
-            return max(left(step, unit), before) + sizes[unit.segment] * per_byte
+            return max(left(step, unit), before) + sizes[unit.segment] * per_byte[min(edge)] * scale(step, unit)
 
         def passed_last(step: int, edge: tuple[int, int]) -> float:
             return passed(step, self.sent[edge][-1]) if step >= 0 else 0.0
@@ -280,14 +304,21 @@ class RandomCase:
                 [rng.choice([0.0, scale * rng.random(), 5 * scale * rng.random()]) for _ in range(k)] for _ in range(S)
             ]
 
+        edges = range(S - 1)
         latency, send = rng.choice([0.0, rng.random()]), rng.choice([0.0, 0.3 * rng.random()])
         bandwidth = rng.choice([None, 1 + 20 * rng.random()])
+        if rng.random() < 0.5:  # edges that are not alike
+            latency = [rng.choice([0.0, rng.random()]) for _ in edges]
+        if rng.random() < 0.5:
+            bandwidth = [rng.choice([math.inf, 1 + 20 * rng.random()]) for _ in edges]
         sizes = [rng.randint(0, 30) for _ in range(k)]
         prefetch = rng.randint(0, 2)
         self.arguments = {
             "transfer": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send, "prefetch": prefetch,
         }  # fmt: skip
-        self.transfers = (latency, 0.0 if bandwidth is None else 1 / bandwidth, sizes, send)
+        rates = bandwidth if isinstance(bandwidth, list) else [bandwidth or math.inf] * (S - 1)
+        latencies = latency if isinstance(latency, list) else [latency] * (S - 1)
+        self.transfers = (latencies, [1 / rate for rate in rates], sizes, send)
         if rng.random() < 0.5:
             self.seconds = [[rng.choice([0.0, rng.random(), 5 * rng.random()]) for _ in o] for o in self.schedule.ranks]
             self.arguments["durations"] = self.seconds
@@ -346,11 +377,18 @@ def test_random_steps_in_a_row() -> None:
             ]
             for _ in range(steps)
         ]
-        times, _ = case.reference.simulate(seconds, *case.transfers, optimizer, sync)
+        transfer_jitter, P = rng.choice([0.0, 0.8]), case.schedule.num_ranks
+        scales = {}
+        for a, b in case.reference.edges:
+            stream = splitmix64((seed + (P + 2 * min(a, b) + (b < a)) * 0xD1342543DE82EF95) % 2**64)
+            count = steps * len(case.reference.sent[a, b])
+            scales[a, b] = [1 + transfer_jitter * (2 * u - 1) for u in itertools.islice(stream, count)]
+        times, _ = case.reference.simulate(seconds, *case.transfers, optimizer, sync, scales)
         ends = [max(row[-1][1] for row in step) for step in times]
         simulation = case.schedule.simulate(
-            **case.arguments, jitter=jitter, seed=seed, steps=steps, optimizer=optimizer, optimizer_sync=sync
-        )
+            **case.arguments, jitter=jitter, transfer_jitter=transfer_jitter, seed=seed, steps=steps,
+            optimizer=optimizer, optimizer_sync=sync,
+        )  # fmt: skip
         assert simulation.period == close((ends[-1] - ends[0]) / (steps - 1))
         assert simulation.makespan == close(ends[0])
         for start, end, expected in zip(simulation.start, simulation.end, times[0], strict=True):
@@ -386,7 +424,7 @@ def test_slack_is_what_a_unit_may_take_longer() -> None:
     rng = random.Random(6)
     for _ in range(40):
         case = RandomCase(rng)
-        arguments = case.arguments | {"durations": case.seconds}
+        arguments = case.arguments | {"durations": case.seconds, "transfer_jitter": rng.choice([0.0, 0.5])}
         simulation = case.schedule.simulate(**arguments, critical=True)
         assert simulation.slack is not None
         chosen = rng.sample(list(case.reference.where.values()), min(12, len(case.reference.where)))
@@ -403,7 +441,7 @@ def test_the_critical_path_alone_takes_the_makespan() -> None:
     rng = random.Random(7)
     for _ in range(80):
         case = RandomCase(rng)
-        arguments = case.arguments | {"durations": case.seconds}
+        arguments = case.arguments | {"durations": case.seconds, "transfer_jitter": rng.choice([0.0, 0.5])}
         simulation = case.schedule.simulate(**arguments, critical=True)
         path = simulation.critical_path
         assert simulation.slack is not None and path is not None and len(set(path)) == len(path)
@@ -524,8 +562,9 @@ def test_a_streamed_order_gives_what_the_listed_one_gives(name: str) -> None:
         counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k}
         costs = [[[rng.random() for _ in range(k)] for _ in range(P)] for _ in range(2)]
         arguments = {
-            "transfer": rng.random(), "bandwidth": 8.0, "message_bytes": [rng.randint(0, 9) for _ in range(k)],
-            "send": 0.1, "prefetch": prefetch, "jitter": 0.2, "seed": 3, "steps": 2, "optimizer_sync": False,
+            "transfer": [rng.random() for _ in range(P - 1)], "bandwidth": [rng.randint(1, 9) for _ in range(P - 1)],
+            "message_bytes": [rng.randint(0, 9) for _ in range(k)], "send": 0.1, "prefetch": prefetch,
+            "jitter": 0.2, "transfer_jitter": 0.4, "seed": 3, "steps": 2, "optimizer_sync": False,
             "memory": StepMemory(activations=3, kv=5, kv_gradients=7), "segment_sizes": list(range(k)), "unit_bytes": 2,
         }  # fmt: skip
         listed = build_schedule(name, **counts).simulate(*costs, **arguments)
@@ -570,6 +609,20 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"message_bytes": [1, 2]}, "message_bytes holds 2 values, must hold 3"),
         ({"message_bytes": -1}, "message_bytes of segment 0 is -1, must be at least 0"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
+        ({"bandwidth": [math.nan]}, "bandwidth is nan, must be above 0"),
+        (
+            {"bandwidth": [1.0, 1.0]},
+            "bandwidth holds 2 values, must be one number or 1, one of each pair of neighbouring stages",
+        ),
+        (
+            {"transfer": []},
+            "transfer holds 0 values, must be one number or 1, one of each pair of neighbouring stages",
+        ),
+        ({"transfer": [-1.0]}, "the latency of a transfer is -1, must be finite and at least 0"),
+        (
+            {"transfer_jitter": -0.5},
+            "transfer_jitter is -0.5, must be in 0..1: a share of a message's seconds",
+        ),
         ({"segment_sizes": [1, 2]}, "segment_sizes holds 2 values, must hold 3"),
         ({"prefetch": -1}, "prefetch is -1, must be at least 0"),
         ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),

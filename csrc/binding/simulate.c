@@ -113,7 +113,7 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
 typedef struct {
     double *pass_seconds[S1F_NUM_PASSES];
     double **unit_seconds; /* [rank][i] */
-    double *optimizer;
+    double *latency, *seconds_per_byte, *optimizer;
     int64_t *message_bytes;
 } cost_arrays;
 
@@ -124,6 +124,8 @@ static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
     for (int32_t rank = 0; arrays->unit_seconds != NULL && rank < num_ranks; rank++)
         free(arrays->unit_seconds[rank]);
     free(arrays->unit_seconds);
+    free(arrays->latency);
+    free(arrays->seconds_per_byte);
     free(arrays->optimizer);
     free(arrays->message_bytes);
 }
@@ -165,23 +167,31 @@ static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arra
     return is_read;
 }
 
+static int read_links(const s1f_tape *tape, PyObject *latency, PyObject *seconds_per_byte, cost_arrays *arrays)
+{
+    return (arrays->latency = s1f_read_doubles(latency, tape->num_stages - 1, "transfer")) != NULL &&
+           (arrays->seconds_per_byte = s1f_read_doubles(seconds_per_byte, tape->num_stages - 1, "bandwidth")) != NULL;
+}
+
 static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *capsule, *per_pass, *per_unit, *message_bytes, *optimizer, *result = NULL;
+    PyObject *capsule, *per_pass, *per_unit, *latency, *seconds_per_byte, *message_bytes, *optimizer, *result = NULL;
     s1f_costs costs = {0};
     cost_arrays arrays = {.unit_seconds = NULL};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "OOO(dddd)O(dK)(ipO)i", &capsule, &per_pass, &per_unit, &costs.latency,
-                          &costs.seconds_per_byte, &costs.send, &costs.overlap, &message_bytes, &costs.jitter, &seed,
-                          &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep))
+    if (!PyArg_ParseTuple(arguments, "OOO(OOdd)O(ddK)(ipO)i", &capsule, &per_pass, &per_unit, &latency,
+                          &seconds_per_byte, &costs.send, &costs.overlap, &message_bytes, &costs.jitter,
+                          &costs.transfer_jitter, &seed, &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep))
         return NULL;
     const s1f_tape *tape = s1f_from_capsule(capsule, S1F_CAPSULE_TAPE);
     if (tape == NULL)
         return NULL;
     int is_read =
         per_unit != Py_None ? read_unit_seconds(tape, per_unit, &arrays) : read_pass_seconds(tape, per_pass, &arrays);
+    if (is_read)
+        is_read = read_links(tape, latency, seconds_per_byte, &arrays);
     if (is_read)
         is_read = (arrays.message_bytes = s1f_read_int64s(message_bytes, tape->num_segments, "message_bytes")) != NULL;
     if (is_read)
@@ -190,6 +200,8 @@ static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
         for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
             costs.pass_seconds[pass] = arrays.pass_seconds[pass];
         costs.unit_seconds = (const double *const *)arrays.unit_seconds;
+        costs.latency = arrays.latency;
+        costs.seconds_per_byte = arrays.seconds_per_byte;
         costs.message_bytes = arrays.message_bytes;
         costs.optimizer = arrays.optimizer;
         costs.seed = seed;
@@ -260,9 +272,9 @@ PyMethodDef s1f_simulate_methods[] = {
      "tape_of_family(family, num_ranks, num_microbatches, num_segments, prefetch): a tape handle of an order that is "
      "never listed."},
     {"tape_simulate", tape_simulate, METH_VARARGS,
-     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, overlap), message_bytes, (jitter, seed), "
-     "(steps, optimizer_sync, optimizer), keep): (makespan, period, span, busy, wait, start, end, slack, path); keep 0: "
-     "totals, 1: start and end, 2: slack and path."},
+     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, overlap), message_bytes, "
+     "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep): (makespan, period, span, busy, wait, "
+     "start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path."},
     {"tape_memory", tape_memory, METH_VARARGS,
      "tape_memory(tape, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
      "of units and of the bytes of each kind, and of all together."},

@@ -137,7 +137,8 @@ static s1f_status simulate(void)
 {
     static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     static const int64_t bytes[4] = {8, 8, 8, 8};
-    s1f_costs costs = {.latency = 0.5, .seconds_per_byte = 0.25, .message_bytes = bytes, .send = 0.125};
+    static const double latency[3] = {0.5, 0.25, 0.5}, seconds_per_byte[3] = {0.25, 0.5, 0.125};
+    s1f_costs costs = {.latency = latency, .seconds_per_byte = seconds_per_byte, .message_bytes = bytes, .send = 0.125};
     for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
         costs.pass_seconds[pass] = seconds;
     s1f_simulation *simulation = NULL;
@@ -154,7 +155,7 @@ static s1f_status simulate_tape(void)
 {
     static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     static const int64_t bytes[16] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
-    s1f_costs costs = {.num_steps = 3, .jitter = 0.5};
+    s1f_costs costs = {.num_steps = 3, .jitter = 0.5, .transfer_jitter = 0.5};
     s1f_memory_bytes memory = {.activation = bytes, .kv = bytes, .message = bytes};
     s1f_memory_peak peaks[4];
     for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
