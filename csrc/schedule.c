@@ -94,19 +94,24 @@ void s1f_schedule_free(s1f_schedule *schedule)
     free(schedule);
 }
 
+static s1f_status require_index(s1f_unit unit, const char *name, int32_t index, int32_t count)
+{
+    if (index >= 0 && index < count)
+        return S1F_OK;
+    char text[64];
+    s1f_unit_text(unit, 1, text, sizeof text);
+    return s1f_fail(S1F_ERR_ARG, "%s: %s %d must be in 0..%d", text, name, index, count - 1);
+}
+
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
 {
     if (unit.pass < 0 || unit.pass >= S1F_NUM_PASSES)
         return s1f_fail(S1F_ERR_ARG, "pass is %d, must be in 0..%d", unit.pass, S1F_NUM_PASSES - 1);
-    char text[64];
-    s1f_unit_text(unit, 1, text, sizeof text);
-    if (unit.stage < 0 || unit.stage >= schedule->num_stages)
-        return s1f_fail(S1F_ERR_ARG, "%s: stage %d must be in 0..%d", text, unit.stage, schedule->num_stages - 1);
-    if (unit.microbatch < 0 || unit.microbatch >= schedule->num_microbatches)
-        return s1f_fail(S1F_ERR_ARG, "%s: micro-batch %d must be in 0..%d", text, unit.microbatch,
-                        schedule->num_microbatches - 1);
-    if (unit.segment < 0 || unit.segment >= schedule->num_segments)
-        return s1f_fail(S1F_ERR_ARG, "%s: segment %d must be in 0..%d", text, unit.segment, schedule->num_segments - 1);
+    s1f_status status = S1F_OK;
+    if ((status = require_index(unit, "stage", unit.stage, schedule->num_stages)) != S1F_OK ||
+        (status = require_index(unit, "micro-batch", unit.microbatch, schedule->num_microbatches)) != S1F_OK ||
+        (status = require_index(unit, "segment", unit.segment, schedule->num_segments)) != S1F_OK)
+        return status;
 
     order *own = &schedule->orders[schedule->rank_of_stage[unit.stage]];
     if (own->count == own->capacity) {
