@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { BLOCK_PERIOD = 6 }; /* F, I and W of two stages */
 
@@ -15,16 +16,19 @@ typedef struct {
     s1f_unit *inputs;                /* in the order they ran, W after W follows it */
     int32_t num_ahead;
     double free; /* when the running unit ends */
+    s1f_unit running;
 } rank_state;
 
 typedef struct {
     const s1f_request *request;
+    s1f_placement *placement;
     int64_t cap;
     int is_equal;                    /* all units take 1 second */
     int may_delay;                   /* W may run into the time of the plan's next unit */
     double now, tolerance;           /* seconds */
     double *forward_end, *input_end; /* [stage][i], INFINITY: not started */
     rank_state *ranks;
+    unsigned char *look; /* [rank] whether what it may do can have changed since it was looked at last */
     s1f_schedule *out;
 } walk;
 
@@ -139,6 +143,7 @@ static int choose(const walk *w, const rank_state *r, s1f_unit *unit, int64_t *p
 static s1f_status start(walk *w, rank_state *r, s1f_unit unit, int64_t place)
 {
     r->free = w->now + seconds(w, unit);
+    r->running = unit;
     if (unit.pass == S1F_PASS_BACKWARD_WEIGHT) {
         r->num_weights++;
         r->live--;
@@ -159,23 +164,52 @@ static s1f_status start(walk *w, rank_state *r, s1f_unit unit, int64_t place)
     return s1f_schedule_append(w->out, unit);
 }
 
-/* Starts what can start now; *later: when the next unit ends, INFINITY if none runs. */
-static s1f_status step(walk *w, double *later, int64_t *num_started)
+/* The unit that the rank ran has ended: the rank that waits for it may go on. Nothing but a unit of its own or one that
+ * it waits for changes what a rank may do. */
+static void end_unit(walk *w, const rank_state *r)
+{
+    int32_t step = r->running.pass == S1F_PASS_FORWARD ? 1 : r->running.pass == S1F_PASS_BACKWARD_INPUT ? -1 : 0;
+    int32_t stage = r->running.stage + step;
+    if (stage >= 0 && stage < w->request->num_ranks * w->request->stages_per_rank)
+        w->look[w->placement(w->request->num_ranks, stage)] = 1;
+}
+
+/* Starts what can start now, rank after rank; again, where a unit that takes no time woke a rank before its own. */
+static s1f_status start_units(walk *w, int64_t *num_started)
 {
     s1f_status status = S1F_OK;
-    *later = INFINITY;
-    for (int32_t rank = 0; rank < w->request->num_ranks && status == S1F_OK; rank++) {
-        rank_state *r = &w->ranks[rank];
+    unsigned char *end = w->look + w->request->num_ranks, *look = w->look;
+    for (;; look++) {
+        look = memchr(look, 1, (size_t)(end - look));
+        if (look == NULL && (look = memchr(w->look, 1, (size_t)(end - w->look))) == NULL)
+            return S1F_OK;
+        rank_state *r = &w->ranks[look - w->look];
         s1f_unit unit;
         int64_t place;
-        while (r->free <= w->now + w->tolerance && status == S1F_OK && choose(w, r, &unit, &place)) {
-            status = start(w, r, unit, place);
+        *look = 0;
+        while (r->free <= w->now + w->tolerance && choose(w, r, &unit, &place)) {
+            if ((status = start(w, r, unit, place)) != S1F_OK)
+                return status;
             ++*num_started;
+            if (r->free <= w->now + w->tolerance)
+                end_unit(w, r);
         }
-        if (r->free > w->now + w->tolerance && r->free < *later)
-            *later = r->free;
     }
-    return status;
+}
+
+/* Goes on to the time at which the next unit ends; INFINITY: none runs. */
+static void end_units(walk *w)
+{
+    double before = w->now + w->tolerance, next = INFINITY;
+    for (int32_t rank = 0; rank < w->request->num_ranks; rank++)
+        if (w->ranks[rank].free > before && w->ranks[rank].free < next)
+            next = w->ranks[rank].free;
+    w->now = next;
+    for (int32_t rank = 0; rank < w->request->num_ranks; rank++)
+        if (w->ranks[rank].free > before && w->ranks[rank].free <= next + w->tolerance) {
+            w->look[rank] = 1;
+            end_unit(w, &w->ranks[rank]);
+        }
 }
 
 static void reset(walk *w, const s1f_schedule *plan)
@@ -184,6 +218,7 @@ static void reset(walk *w, const s1f_schedule *plan)
     for (int64_t i = 0; i < cells; i++)
         w->forward_end[i] = w->input_end[i] = INFINITY;
     w->now = 0;
+    memset(w->look, 1, (size_t)w->request->num_ranks);
     for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
         rank_state *r = &w->ranks[rank];
         unsigned char *ran = r->ran;
@@ -200,18 +235,15 @@ static void reset(walk *w, const s1f_schedule *plan)
 static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 {
     int64_t total = 3 * units_per_stage(w->request) * w->request->num_ranks * w->request->stages_per_rank, started = 0;
-    double later;
     s1f_status status = S1F_OK;
     reset(w, plan);
-    while (started < total && status == S1F_OK) {
-        int64_t before = started;
-        status = step(w, &later, &started);
-        if (status != S1F_OK || started > before)
-            continue;
-        if (isinf(later))
+    while (started < total) {
+        if ((status = start_units(w, &started)) != S1F_OK || started == total)
+            break;
+        end_units(w);
+        if (isinf(w->now))
             return s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other under a cap of %lld units",
                             (long long)w->cap);
-        w->now = later;
     }
     return status;
 }
@@ -223,7 +255,8 @@ static s1f_status create_walk(walk *w, const s1f_schedule *plan)
     w->forward_end = malloc(cells * sizeof *w->forward_end);
     w->input_end = malloc(cells * sizeof *w->input_end);
     w->ranks = calloc(num_ranks, sizeof *w->ranks);
-    int is_short = w->forward_end == NULL || w->input_end == NULL || w->ranks == NULL;
+    w->look = malloc(num_ranks);
+    int is_short = w->forward_end == NULL || w->input_end == NULL || w->ranks == NULL || w->look == NULL;
     for (int32_t rank = 0; !is_short && rank < w->request->num_ranks; rank++) {
         int64_t num_units;
         s1f_schedule_units(plan, rank, &num_units);
@@ -240,6 +273,7 @@ static void free_walk(walk *w)
         free(w->ranks[rank].inputs);
         free(w->ranks[rank].ran);
     }
+    free(w->look);
     free(w->ranks);
     free(w->input_end);
     free(w->forward_end);
@@ -299,7 +333,7 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
 {
     int has_costs = request->options.forward_costs != NULL;
     double tolerance = has_costs ? 1e-9 * largest_cost(request) : 0, shortest = INFINITY;
-    walk w = {.request = request, .cap = cap};
+    walk w = {.request = request, .placement = placement, .cap = cap};
     s1f_schedule *best = NULL;
     s1f_status status = create_walk(&w, plan);
     for (int way = 0; way < (has_costs ? 3 : 1) && status == S1F_OK; way++) {
