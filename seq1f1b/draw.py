@@ -9,6 +9,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,15 +74,28 @@ def _extent(timeline: Timeline) -> tuple[float, float]:
     return begin, end
 
 
+def _is_pair(first: tuple[Unit, float, float], second: tuple[Unit, float, float]) -> bool:
+    """Units that run together."""
+    return first[1:] == second[1:] and first[1] < first[2]
+
+
 def _side_by_side(track: Sequence[tuple[Unit, float, float]]) -> list[tuple[Unit, float, float]]:
     """The units of a pair, which take the same time, get a half of it each."""
     shown = list(track)
-    for i in range(len(shown) - 1):
-        (unit, start, stop), (other, other_start, _) = shown[i : i + 2]
-        if start == other_start < stop:
-            middle = (start + stop) / 2
-            shown[i : i + 2] = (unit, start, middle), (other, middle, stop)
+    for i, (first, second) in enumerate(pairwise(track)):
+        if _is_pair(first, second):
+            middle = sum(first[1:]) / 2
+            shown[i : i + 2] = (first[0], first[1], middle), (second[0], middle, second[2])
     return shown
+
+
+def _halves(track: Sequence[tuple[Unit, float, float]]) -> dict[Unit, tuple[float, float]]:
+    """Of the units of pairs, the part of a row's height, from its top, that each gets."""
+    halves: dict[Unit, tuple[float, float]] = {}
+    for first, second in pairwise(track):
+        if _is_pair(first, second):
+            halves |= {first[0]: (0.0, 0.5), second[0]: (0.5, 1.0)}
+    return halves
 
 
 def _first_stages(timeline: Timeline) -> list[int]:
@@ -109,6 +123,12 @@ def _color(unit: Unit) -> tuple[float, ...]:
     color = _MICROBATCH_COLORS[unit.microbatch % len(_MICROBATCH_COLORS)]
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(1 - _STRENGTH[unit.kind] * (1 - channel) for channel in channels)
+
+
+def _ink(color: Sequence[float]) -> str:
+    """Of a label on that colour: dark where it is light (relative luminance, ITU-R BT.709)."""
+    red, green, blue = color
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"
 
 
 def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
@@ -169,18 +189,27 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
     begin, _ = _extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
     room = 0.005 * ax.get_xlim()[1]  # that one character takes
+    centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, (track, first_stage) in enumerate(zip(timeline, _first_stages(timeline), strict=True)):
+        halves = _halves(track)
         for hatch in (None, "////"):
-            shown = [entry for entry in _side_by_side(track) if (entry[0].stage != first_stage) is (hatch is not None)]
-            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
-            colors = [_color(unit) for unit, _, _ in shown]
-            ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
-            for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
-                text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
-                if width >= room * len(text):
-                    ink = "0.15" if unit.kind == "F" else "white"
-                    box = {"facecolor": _color(unit), "edgecolor": "none", "pad": 1.5} if hatch else None
-                    ax.text(left + width / 2, rank, text, ha="center", va="center", fontsize=8, color=ink, bbox=box)
+            for part in ((0.0, 1.0), (0.0, 0.5), (0.5, 1.0)):  # of the row's height
+                shown = [
+                    entry
+                    for entry in track
+                    if (entry[0].stage != first_stage) is (hatch is not None)
+                    and halves.get(entry[0], (0.0, 1.0)) == part
+                ]
+                bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
+                colors = [_color(unit) for unit, _, _ in shown]
+                top, height = rank - 0.42 + 0.84 * part[0], 0.84 * (part[1] - part[0])
+                ax.broken_barh(bars, (top, height), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
+                for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
+                    text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
+                    if width >= room * len(text):
+                        color = _color(unit)
+                        box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
+                        ax.text(left + width / 2, top + height / 2, text, color=_ink(color), bbox=box, **centred)
     ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     ax.set_ylim(len(timeline) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
