@@ -216,6 +216,7 @@ class _Order:
             peak_tokens=None if segment_sizes is None else self._peak(tape, [*segment_sizes] * self.num_stages),
             peak_bytes=None if unit_bytes is None else self._peak(tape, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
+            given=memory,
             period=period if steps > 1 else None,
             slack=None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
             critical_path=None if path is None or listed is None else tuple(listed.ranks[rank][i] for rank, i in path),
@@ -449,7 +450,7 @@ class Simulation:
         peak: most units live at once, from forward to the end of backward.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
-        memory: peaks of every kind of memory, where these were given.
+        memory: peaks of every kind of memory, where these were given; ``given``: what was given.
         period: seconds per step where several were simulated: from the last end of the first step to that of the last.
         slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
             stays (a pair has one slack).
@@ -467,6 +468,7 @@ class Simulation:
     peak_tokens: tuple[int, ...] | None
     peak_bytes: tuple[int, ...] | None
     memory: PeakMemory | None
+    given: StepMemory | None = field(repr=False)
     period: float | None
     slack: tuple[tuple[float, ...], ...] | None
     critical_path: tuple[Unit, ...] | None

@@ -7,6 +7,7 @@ SEQ1F1B_REQUIRE_BROWSER=1, as CI does.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ import pytest
 from orders import small_schedule
 
 from seq1f1b import Simulation, build_schedule, schedules
-from seq1f1b.page import live_units, predecessors, timeline_html
+from seq1f1b.page import MOST_UNITS, live_units, memory_curves, predecessors, timeline_html
+from seq1f1b.schedule import StepMemory, StreamedSchedule
 
 # -- without a browser -------------------------------------------------------------------------------------------------
 
@@ -56,6 +58,68 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         for track in timeline:
             for unit, start, _ in track:
                 assert start == max((ends[other] for other in after[unit]), default=0.0), (name, unit)
+
+
+def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> StepMemory:
+    def table(most: int) -> list[list[int]]:
+        return [[rng.randrange(1, most) for _ in range(num_segments)] for _ in range(num_stages)]
+
+    def row() -> list[int]:
+        return [rng.randrange(1, 1000) for _ in range(num_stages)]
+
+    kept = table(500)
+    return StepMemory(
+        activations=[[a + b for a, b in zip(*rows, strict=True)] for rows in zip(kept, table(500), strict=True)],
+        kept_activations=kept,
+        output_gradients=table(300),
+        kv=row(),
+        kv_gradients=row(),
+        weights=row(),
+        optimizer=row(),
+        logits=rng.randrange(1000),
+    )
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_curves_in_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> None:
+    """The core adds up by the order, the curves by the times."""
+    rng = random.Random(name)
+    for P, M, k in ((1, 2, 1), (2, 4, 1), (3, 6, 3), (4, 8, 4)):
+        schedule = small_schedule(name, P, M, k)
+        if schedule is None:
+            continue
+        for order in (schedule, schedule.forward_only()):
+            memory = random_memory(rng, order.num_stages, order.num_segments)
+            run = order.simulate(1.0, 2.0, 0.75, message_bytes=7, memory=memory)
+            assert run.memory is not None
+            for rank, curves in enumerate(memory_curves(run)):
+                for kind, curve in curves.items():
+                    held = max((held for _, held in curve), default=0)
+                    assert held == getattr(run.memory, kind)[rank], (kind, rank)
+                moments = {moment for curve in curves.values() for moment, _ in curve}
+                total = {
+                    moment: sum(max((at, held) for at, held in [(-1.0, 0), *curve] if at <= moment)[1]
+                                for curve in curves.values())
+                    for moment in moments
+                }  # fmt: skip
+                assert max(total.values()) == run.memory.total[rank]
+                assert total[max(moments)] == 0
+
+
+def test_what_a_page_refuses(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh", reason='the HTML page needs the optional bokeh: pip install "seq1f1b[plot]"')
+    path = tmp_path / "none.html"
+    with pytest.raises(
+        ValueError, match=f"a page of {MOST_UNITS + 2} units, more than the {MOST_UNITS} that a browser"
+    ):
+        timeline_html(path, simulate("gpipe", num_ranks=1, num_microbatches=MOST_UNITS // 2 + 1))
+    with pytest.raises(ValueError, match="the timeline holds no unit"):
+        timeline_html(path, [[]])
+    with pytest.raises(ValueError, match="a streamed order has no timeline"):
+        timeline_html(path, StreamedSchedule("gpipe", num_ranks=2, num_microbatches=2).simulate())
+    with pytest.raises(ValueError, match=r"need simulate\(memory=StepMemory"):
+        memory_curves(simulate("gpipe", num_ranks=2, num_microbatches=2))
+    assert not path.exists()
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -179,14 +243,15 @@ def test_the_page_needs_nothing_but_itself(two: Page) -> None:
 
 def test_both_schedules_are_drawn(two: Page, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="reads the screenshot")
-    assert [two.plot(i, "return plot.title.text") for i in (0, 1)] == ["1f1b", "seq1f1b"]
+    titles = [two.plot(i, "return plot.title.text") for i in (0, 1)]
+    assert titles == ["1f1b: 16.5 s, bubble 27.3%", "seq1f1b: 16.5 s, bubble 27.3%"]  # 3 M + 3 (P - 1) / k
     two.browser.save_screenshot(str(tmp_path / "page.png"))
     pixels = image.imread(tmp_path / "page.png")[:, :, :3].reshape(-1, 3)
     for red, green, blue in ((0x1F, 0x77, 0xB4), (0xE6, 0x86, 0x2D), (0x2C, 0x9A, 0x45), (0xCC, 0x3B, 0x3B)):
         for strength in (1.0, 0.38):  # backward, forward
             color = [1 - strength * (1 - channel / 255) for channel in (red, green, blue)]
             assert (abs(pixels - color).max(axis=1) < 0.01).mean() > 0.003
-    memory = [channel / 255 for channel in (0x9A, 0xA7, 0xB4)]
+    memory = [channel / 255 for channel in (0xA9, 0xB4, 0xC0)]
     assert (abs(pixels - memory).max(axis=1) < 0.01).mean() > 0.01
 
 
@@ -213,21 +278,117 @@ def test_the_wheel_zooms_both(two: Page) -> None:
     assert before[0] < after[0] < 6.0 < after[1] < before[1]
 
 
+@pytest.fixture(scope="module")
+def bytes_of_two(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """Two ranks, two micro-batches of two segments: F 1 s, B 2 s, bytes of everything, causes kept; zbv below."""
+    path = tmp_path_factory.mktemp("page") / "bytes.html"
+    memory = StepMemory(activations=2**30, kv=2**30, kv_gradients=2**29, weights=2**31, optimizer=2**31, logits=2**30)
+    runs = {
+        name: build_schedule(
+            name, num_ranks=2, num_microbatches=4, num_segments=segments, stages_per_rank=stages
+        ).simulate(memory=memory, message_bytes=2**28, critical=True)
+        for name, segments, stages in (("seq1f1b", 2, 1), ("dualpipev", 1, 2))
+    }
+    timeline_html(path, runs)
+    page = Page(browser, path)
+    page.runs = runs
+    return page
+
+
+def test_hovering_tells_slack_and_the_critical_path(bytes_of_two: Page) -> None:
+    page = bytes_of_two
+    for index, run in enumerate(page.runs.values()):
+        path = set(run.critical_path)
+        told = {True: 0, False: 0}
+        for rank, (track, slack) in enumerate(zip(run.timeline, run.slack, strict=True)):
+            seconds_of_pairs = {track[i + 1][0] for i in run.schedule.pairs[rank]}
+            path |= {track[i + 1][0] for i in run.schedule.pairs[rank] if track[i][0] in path}
+            for (unit, start, end), seconds in list(zip(track, slack, strict=True))[::3]:
+                half = 0.4 if unit in seconds_of_pairs else 0.15  # the second of a pair is drawn below the first
+                text = page.hover(index, (start + end) / 2, rank + half)
+                assert f"{unit}, " in text
+                if unit in path:
+                    assert "on the critical path" in text
+                else:
+                    assert f"may take {seconds:g} s longer" in text, (unit, text)
+                told[unit in path] += 1
+        assert min(told.values()) > 0
+
+
+def test_the_critical_path_is_drawn_and_hides_on_a_click(bytes_of_two: Page) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    page = bytes_of_two
+    run = page.runs["seq1f1b"]
+    line = "const line = plot.renderers.find(r => r.glyph.type === 'Line');"
+    xs, ys, shown = page.plot(
+        0, line + "const {x, y} = line.data_source.data; return [Array.from(x), Array.from(y), line.visible]"
+    )
+    placed = {unit: (rank, start, end) for rank, track in enumerate(run.timeline) for unit, start, end in track}
+    expected = [placed[unit] for unit in run.critical_path]
+    assert list(zip(xs[::2], xs[1::2], strict=True)) == [(start, end) for _, start, end in expected]
+    assert [int(y) for y in ys[::2]] == [rank for rank, *_ in expected] and shown
+    x, y = page.plot(
+        0,
+        "const box = Bokeh.index.find_one(plot.above.find(m => m.type === 'Legend')).el.getBoundingClientRect();"
+        "return [box.left + box.width / 2, box.top + box.height / 2]",
+    )
+    actions = ActionChains(page.browser)
+    actions.w3c_actions.pointer_action.move_to_location(round(x), round(y))
+    actions.w3c_actions.pointer_action.click()
+    actions.perform()
+    page.wait(
+        "const plot = Bokeh.documents[0].roots()[0].children[1];"
+        "return !plot.renderers.find(r => r.glyph.type === 'Line').visible",
+        seconds=10,
+    )
+
+
+def test_memory_in_bytes_by_kind(bytes_of_two: Page) -> None:
+    """seq1f1b, rank 1, from F0.1 on at 2 s: two activations of 1 GiB; below them one KV slot and what is constant."""
+    page = bytes_of_two
+    run = page.runs["seq1f1b"]
+    peak = run.memory.total[1]
+    curves = memory_curves(run)[1]
+
+    def at(kind: str, moment: float) -> int:
+        return max((start, held) for start, held in [(-1.0, 0), *curves[kind]] if start <= moment)[1]
+
+    moment, below = 2.5, 0
+    tallest = max(max(other.memory.total) for other in page.runs.values())
+    for kind, said in (
+        ("weights", "weights: 2 GiB"),
+        ("optimizer", "optimizer state: 2 GiB"),
+        ("logits", "logits: 1 GiB"),
+        ("receive", "receive places: "),
+        ("kv", "KV cache: 1 GiB"),
+        ("activations", "activations: 2 GiB"),
+    ):
+        held = at(kind, moment)
+        row = 1 + 0.98 - 0.36 * (below + held / 2) / tallest
+        text = page.hover(0, moment, row)
+        below += held
+        assert said in text
+        assert f"{below / 2**30:.4g} GiB of at most {peak / 2**30:.4g} GiB" in text
+
+
 def test_thousands_of_units(browser: Any, tmp_path: Path) -> None:
     """20480 units: labels come with the zoom, and a zoom is drawn in under a second (generous: machines are shared)."""
     path = tmp_path / "large.html"
     run = simulate("seq1f1b", num_ranks=8, num_microbatches=160, num_segments=8)
     timeline_html(path, run.timeline)
-    assert path.stat().st_size < 20e6
+    assert path.stat().st_size < 5e6
     page = Page(browser, path)
-    assert page.plot(0, "return plot.renderers[1].data_source.get_length()") == 20480
-    labels = "return plot.renderers[2].visible"
-    assert not page.plot(0, labels)
+    assert page.plot(0, "return plot.renderers[0].data_source.get_length()") == 20480
+    labels = "return plot.renderers.find(r => r.glyph.type === 'Text').data_source.get_length()"
+    edges = "return plot.renderers[0].glyph.line_alpha.value"
+    assert page.plot(0, labels) == page.plot(0, edges) == 0
     page.zoom(0, 600.0, 1)
     began = time.monotonic()
     page.zoom(0, 600.0, 1)
     page.wait("return Bokeh.documents[0].is_idle")
     page.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     assert time.monotonic() - began < 1.0
-    page.plot(0, "plot.x_range.setv({start: 600, end: 610})")
-    assert page.plot(0, labels)
+    page.plot(0, "plot.x_range.setv({start: 60.1, end: 61.9})")
+    in_view = sum(end > 60.1 and start < 61.9 for track in run.timeline for _, start, end in track)
+    assert page.plot(0, labels) == in_view and page.plot(0, edges) == 1
