@@ -6,6 +6,7 @@ seq1f1b draw 1f1b seq1f1b --segments 4 --html both.html               one above 
 seq1f1b simulate seq1f1b 1f1b --ranks 4 --microbatches 8 --segments 4 makespan, bubble and peaks of each
 seq1f1b compare --ranks 4 --microbatches 8 --segments 4 --cap 4       families side by side in 4 micro-batches of memory
 seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16 --memory 80GiB   the fastest orders that fit
+seq1f1b profile --model m.json --seq 4096 --output p.json             what a model's layers and ends cost here, measured
 seq1f1b doctor                                                        what was found here, and what each absence costs
 """
 
@@ -25,8 +26,10 @@ from typing import Any
 import seq1f1b
 from seq1f1b import Schedule, Simulation, _core, draw, page
 from seq1f1b.compare import compare
-from seq1f1b.cost import RECOMPUTE, Layout, load_hardware, load_model, presets
+from seq1f1b.cost import Layout, ProfiledHardware, load_hardware, load_model, presets
+from seq1f1b.partition import make_model
 from seq1f1b.plan import search_plans
+from seq1f1b.profile import Profile
 from seq1f1b.schedule import families, nearest_name
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
@@ -77,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             help="; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
         )
     add_plan_options(commands.add_parser("plan", help="the fastest schedule, segments and split that fit in memory"))
+    add_profile_options(commands.add_parser("profile", help="measure what a model's layers and ends cost here"))
     commands.add_parser("doctor", help="what was found on this machine")
     options = parser.parse_args(arguments)
     try:
@@ -86,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "simulate": simulate,
             "compare": compare_families,
             "plan": plan,
+            "profile": profile,
             "doctor": doctor,
         }
         return commands_of[options.command](options)
@@ -248,7 +253,13 @@ def simulate(options: argparse.Namespace) -> int:
 def add_plan_options(command: argparse.ArgumentParser) -> None:
     models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
     command.add_argument("--model", required=True, help=f"{models}, or a .json of the same form")
-    command.add_argument("--hardware", default="h100", help=f"{machines}, or a .json of the same form")
+    command.add_argument("--hardware", help=f"{machines}, or a .json of the same form (default: h100)")
+    command.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="of seq1f1b profile: measured units and bytes; memory, links and optimizer stay those of --hardware "
+        "(then cpu-zen5 by default)",
+    )
     command.add_argument("--seq", type=int, required=True, help="tokens of a micro-batch, one sequence")
     command.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     command.add_argument("--microbatches", type=int, required=True)
@@ -258,7 +269,7 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--schedules", type=read_names, metavar="A,B", help="families to try (default: all but auto)")
     command.add_argument("--segments", type=read_counts, metavar="K,K", help="default: powers of two up to 16")
     command.add_argument("--stages", type=read_counts, metavar="V,V", default=[1, 2, 4], help="stages per rank")
-    command.add_argument("--recompute", type=read_names, metavar="A,B", default=list(RECOMPUTE), help="none,ffn,full")
+    command.add_argument("--recompute", type=read_names, metavar="A,B", help="none,ffn,full (with a profile: none)")
     command.add_argument("--documents", type=read_counts, metavar="N,N", help="tokens of the documents in a sequence")
     command.add_argument("--all-logits", action="store_true", help="the head is not inside loss_fn: all logits live")
     command.add_argument("--best", type=int, default=5, help="how many plans to print")
@@ -275,7 +286,10 @@ def read_counts(text: str) -> list[int]:
 
 
 def plan(options: argparse.Namespace) -> int:
-    model, hardware = load_model(options.model), load_hardware(options.hardware)
+    model = load_model(options.model)
+    hardware = load_hardware(options.hardware or ("cpu-zen5" if options.profile else "h100"))
+    if options.profile:
+        hardware = ProfiledHardware.of(Profile.load(options.profile), hardware)
     layout = Layout(
         tensor=options.tensor,
         context=options.context,
@@ -302,6 +316,48 @@ def plan(options: argparse.Namespace) -> int:
     if options.output:
         found.plans[0].save(options.output)
     print(found.to_json() if options.json else found.to_text(options.model))
+    return 0
+
+
+def add_profile_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", help=f"{', '.join(presets('models'))}, or a .json of the same form; or give sizes:")
+    for name in MODEL_SIZES:
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    command.add_argument("--seq", type=int, required=True, help="longest sequence to measure, in tokens")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
+    command.add_argument("--threads", type=int, default=1, help="of each process (default: 1)")
+    command.add_argument("--processes", type=int, default=1, help="that measure at the same time, as ranks would run")
+    command.add_argument("--layers", type=int, default=2, help="of the stage that is measured (default: 2)")
+    command.add_argument("--repeats", type=int, default=5, help="measured steps of each cut of the sequence")
+    command.add_argument("--output", metavar="FILE", required=True, help="the profile, for plan --profile FILE")
+
+
+MODEL_SIZES = ("hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim")
+
+
+def profile(options: argparse.Namespace) -> int:
+    sizes = {name: value for name in MODEL_SIZES if (value := getattr(options, name)) is not None}
+    if (options.model is None) == (not sizes):
+        raise ValueError("profile needs --model, or the sizes of a model (--hidden, --heads, ...), one of the two")
+    if options.model is not None:
+        model = load_model(options.model)
+    else:
+        model = make_model({"layers": 1, "kv_heads": sizes.get("heads"), **sizes}, "sizes of the model")
+    try:
+        profiler = importlib.import_module("seq1f1b.profiler")
+    except ModuleNotFoundError as error:
+        raise ImportError("profile needs torch, which is not installed") from error
+    found: Profile = profiler.profile_decoder(
+        model,
+        seq_len=options.seq,
+        layers=options.layers,
+        repeats=options.repeats,
+        processes=options.processes,
+        threads=options.threads,
+        bf16=options.dtype == "bf16",
+    )
+    found.save(options.output)
+    print(found.to_text())
     return 0
 
 

@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
-from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.partition import ModelShape, make_model, partition_sequence
+from seq1f1b.profile import Part, Profile
 from seq1f1b.schedule import Schedule, nearest_name
 
-__all__ = ["CostModel", "Hardware", "Layout", "RankBytes", "UnitSeconds", "load_hardware", "load_model", "presets"]
+__all__ = [
+    "CostModel",
+    "Hardware",
+    "Layout",
+    "ProfiledHardware",
+    "RankBytes",
+    "UnitSeconds",
+    "load_hardware",
+    "load_model",
+    "presets",
+]
 
 RECOMPUTE = ("none", "ffn", "full")
 """What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
@@ -76,6 +87,37 @@ class Hardware:
     optimizer_bytes: float
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfiledHardware(Hardware):
+    """A machine on which the units of a model were measured: ``profile`` stands for rates, launches and efficiencies.
+
+    Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
+
+    Attributes:
+        measured_forward, measured_backward, measured_ends: factors on the measured seconds of a layer's F and of its
+            B, and of embedding and head; 1, within the spread of the fit and of the runs.
+    """
+
+    profile: Profile | None = None
+    measured_forward: float = 1.0
+    measured_backward: float = 1.0
+    measured_ends: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
+        """The profile, and of the machine what no profile measures."""
+        spread = dict(machine.spread)
+        for passes in ("forward", "backward", "ends"):
+            share = min(profile.spread(passes), 0.99)
+            if share > 0:
+                spread[f"measured_{passes}"] = (1 - share, 1 + share)
+        for name in ("unit_overhead", "activation_factor"):
+            spread.pop(name, None)
+        values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
+        values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
+        return cls(**values, profile=profile)
 
 
 @dataclass(frozen=True)
@@ -179,21 +221,6 @@ def load_model(name: str) -> ModelShape:
     return make_model(data, name)
 
 
-def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
-    """A shape from named fields; errors begin with ``name``."""
-    unknown = sorted(set(data) - set(ModelShape._fields))
-    missing = [f for f in ModelShape._fields if f not in data and f not in ModelShape._field_defaults]
-    if unknown or missing:
-        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {ModelShape._fields}")
-    for key, value in data.items():
-        wanted = bool if key == "tied" else int
-        if type(value) is not wanted:
-            raise ValueError(f"{name}: {key} is {value!r}, must be of type {wanted.__name__}")
-    shape = ModelShape(**data)
-    shape.flops(0, 1)  # raises unless the shape is sound
-    return shape
-
-
 def load_hardware(name: str) -> Hardware:
     """A machine of ``data/hardware``, or of a file of the same form, over the defaults.
 
@@ -243,13 +270,16 @@ class CostModel:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
     products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
     and the floor of its kernel launches. The first stage has the embedding (bytes only), the last the head.
+    On a :class:`ProfiledHardware` seconds, activations, cache and messages are the measured ones, and F of the last
+    stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
 
     Args:
         model: a shape; hardware: a machine; layout: degrees and choices.
         num_ranks, stages_per_rank: of the pipeline. seq_len: tokens of a micro-batch, of which there is one sequence.
     Raises:
         ValueError: a degree below 1 or one that does not divide what it shards, layers that do not sum to the model's,
-            documents that do not sum to the sequence, an unknown recompute.
+            documents that do not sum to the sequence, an unknown recompute; a profile of another model, or of less
+            than the layout asks for.
     """
 
     def __init__(
@@ -265,7 +295,10 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
+        self.profile = hardware.profile if isinstance(hardware, ProfiledHardware) else None
         self._check()
+        if self.profile is not None:
+            self._check_profile(self.profile)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
@@ -305,6 +338,23 @@ class CostModel:
                 f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {self.seq_len}"
             )
 
+    def _check_profile(self, profile: Profile) -> None:
+        wanted, found = (shape._replace(layers=1, tied=False) for shape in (self.model, profile.model))
+        if wanted != found:
+            differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
+            raise ValueError(
+                f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
+                f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
+            )
+        layout = self.layout
+        if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
+            raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+        if layout.recompute != "none" or layout.copies_prefix:
+            raise ValueError(
+                f"a profile is of stages that recompute nothing and share a cache: recompute is {layout.recompute!r}, "
+                f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
+            )
+
     # -- seconds
 
     def pairs(self, begin: int, end: int) -> float:
@@ -320,6 +370,8 @@ class CostModel:
     def _layer_work(self, begin: int, end: int) -> tuple[float, float, float, float]:
         """F, I and W of one layer over tokens ``[begin, end)`` and the collectives of F and of I, without floors."""
         hw, h, tokens = self.hardware, self.model.hidden, (end - begin) / self._shards
+        if self.profile is not None:
+            return *self._measured(self.profile.layer, begin, end, floor=False), 0.0
         linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
         attention, attention_back = self._attention_seconds(begin, end)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
@@ -340,6 +392,8 @@ class CostModel:
     def layer_seconds(self, begin: int, end: int) -> tuple[float, float, float]:
         """F, I and W of one layer over tokens ``[begin, end)``."""
         hw = self.hardware
+        if self.profile is not None:
+            return self._measured(self.profile.layer, begin, end)
         forward, back, weight, collectives = self._layer_work(begin, end)
         attention, attention_back = self._attention_seconds(begin, end)
         ring = self._ring_seconds(begin, end)  # hidden behind attention as far as that lasts
@@ -348,6 +402,17 @@ class CostModel:
             max(back, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back),
             max(weight, hw.launch * hw.weight_kernels),
         )
+
+    def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of a part of the profile."""
+        hw = self.hardware
+        assert isinstance(hw, ProfiledHardware)
+        if part is None or end == begin:
+            return 0.0, 0.0, 0.0
+        forward, back, weight = part.seconds(end - begin, self.pairs(begin, end), floor)
+        is_layer = self.profile is not None and part is self.profile.layer
+        ahead, behind = (hw.measured_forward, hw.measured_backward) if is_layer else (hw.measured_ends,) * 2
+        return forward * ahead, back * behind, weight * behind
 
     def _ffn_share(self) -> float:
         h = self.model.hidden
@@ -381,29 +446,41 @@ class CostModel:
     def unit_seconds(self, sizes: Sequence[int], *, split_backward: bool = False) -> UnitSeconds:
         """Costs of every unit for these segment sizes; ``split_backward`` adds what I and W cost more than B."""
         hw, ends = self.hardware, _ends(sizes)
-        layer = [self.layer_seconds(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        head = [self._head_seconds(size) for size in sizes]
+        ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        layer = [self.layer_seconds(*tokens) for tokens in ranges]
+        head = [self._head_seconds(*tokens) for tokens in ranges]
+        embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
         extra = 1 + hw.split_backward_extra if split_backward else 1.0
         overhead = (hw.unit_overhead, hw.unit_overhead, hw.unit_overhead if split_backward else 0.0)
-        by_kind: dict[tuple[int, bool], list[list[float]]] = {}
+        by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
         rows = []
         for stage, layers in enumerate(self.layers):
-            is_last = stage == self.num_stages - 1
-            if (layers, is_last) not in by_kind:
-                by_kind[layers, is_last] = [
+            is_first, is_last = stage == 0, stage == self.num_stages - 1
+            kind = (layers, is_first, is_last)
+            if kind not in by_kind:
+                by_kind[kind] = [
                     [
-                        (layers * costs[i] + (head[s] if is_last else 0.0)) * (extra if i else 1.0) + overhead[i]
+                        (layers * costs[i] + is_first * embedding[s][i] + is_last * head[s][i]) * (extra if i else 1.0)
+                        + overhead[i]
                         for s, costs in enumerate(layer)
                     ]
                     for i in range(3)
                 ]
-            rows.append(by_kind[layers, is_last])
+            rows.append(by_kind[kind])
         return UnitSeconds(*([row[i] for row in rows] for i in range(3)))
 
-    def _head_seconds(self, tokens: int) -> float:
-        """F, I and W of the head alike: a product, and logits written and read in fp32."""
-        hw, words = self.hardware, self.model.vocab / self._shards * tokens
-        return 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
+    def _head_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of the head: each a product, and logits written and read in fp32."""
+        if self.profile is not None:
+            passes = self._measured(self.profile.head, begin, end, floor)
+            return (sum(passes), 0.0, 0.0) if self.layout.head_in_loss else passes
+        hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
+        each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
+        return each, each, each
+
+    def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of the embedding, whose traffic counts only where it was measured."""
+        return (0.0, 0.0, 0.0) if self.profile is None else self._measured(self.profile.embedding, begin, end, floor)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
@@ -413,7 +490,10 @@ class CostModel:
         for begin, end in itertools.pairwise(bounds):
             forward, back, weight, collectives = self._layer_work(begin, end)
             layer = forward + back + weight + 2 * collectives
-            costs.append(self.model.layers * layer + 3 * self._head_seconds(end - begin))
+            ends = sum(self._head_seconds(begin, end, floor=False)) + sum(
+                self._embedding_seconds(begin, end, floor=False)
+            )
+            costs.append(self.model.layers * layer + ends)
         return partition_sequence(
             self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
         )
@@ -421,7 +501,7 @@ class CostModel:
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
         forward, back, weight, collectives = self._layer_work(0, self.seq_len)
-        layer, head = forward + back + weight + 2 * collectives, 3 * self._head_seconds(self.seq_len)
+        layer, head = forward + back + weight + 2 * collectives, sum(self._head_seconds(0, self.seq_len))
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
@@ -436,6 +516,8 @@ class CostModel:
 
     def message_bytes(self, sizes: Sequence[int]) -> list[int]:
         """Bytes of the message of each segment, on one of the devices that share a stage."""
+        if self.profile is not None:
+            return [math.ceil(size * self.profile.layer.message_bytes) for size in sizes]
         scale = self.model.hidden * self.hardware.element_bytes / self._shards
         return [math.ceil(size * scale) for size in sizes]
 
@@ -488,6 +570,8 @@ class CostModel:
         size come (of q, k, v, gate, up and two outputs): so it counts in full.
         """
         hw, ends, last = self.hardware, _ends(sizes), self.num_stages - 1
+        if self.profile is not None:
+            return self._measured_bytes(self.profile, sizes)
         per_token = hw.activation_factor * self._saved_bytes(self.layout.recompute) / self._shards
         copies = 2 * self._g * hw.element_bytes / self._shards if self.layout.copies_prefix else 0.0
         logits = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
@@ -499,6 +583,22 @@ class CostModel:
             for stage in range(self.num_stages)
         ]
 
+    def _measured_bytes(self, profile: Profile, sizes: Sequence[int]) -> list[list[int]]:
+        layer = profile.layer
+        rows = [[n * (layer.saved_bytes + layer.saved_token_bytes * s) for s in sizes] for n in self.layers]
+        head = None if self.layout.head_in_loss else profile.head
+        for row, part in ((rows[0], profile.embedding), (rows[-1], head)):
+            if part is not None:
+                row[:] = [x + part.saved_bytes + part.saved_token_bytes * s for x, s in zip(row, sizes, strict=True)]
+        return [[math.ceil(x) for x in row] for row in rows]
+
+    def _cache_bytes(self) -> tuple[float, float]:
+        """Keys and values of one token and layer, and their gradients."""
+        if self.profile is not None:
+            return self.profile.layer.kv_bytes, self.profile.layer.kv_gradient_bytes
+        row = 2 * self._g / self._shards
+        return row * self.hardware.element_bytes, row * 4
+
     def _logit_bytes(self, tokens: int) -> float:
         """Logits, their fp32 copy, and its gradient."""
         return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
@@ -508,7 +608,7 @@ class CostModel:
         program = _core.program_lower(schedule.handle, 1)
         weights = [value for row in self.unit_bytes(sizes) for value in row]
         hw, longest = self.hardware, max(sizes)
-        rows = self.seq_len * 2 * self._g / self._shards  # of one layer's slot
+        slot, gradient_slot = (self.seq_len * size for size in self._cache_bytes())  # of one layer
         places = [0] * schedule.num_ranks
         for edge in _core.program_edges(program):
             places[edge[3]] += edge[5]
@@ -520,8 +620,8 @@ class CostModel:
             kv = gradients = 0.0
             for stage in stages if not self.layout.copies_prefix else []:
                 _, kv_slots, grad_slots = _core.program_stage_peak(program, stage)
-                kv += self.layers[stage] * kv_slots * rows * hw.element_bytes
-                gradients += self.layers[stage] * grad_slots * rows * 4
+                kv += self.layers[stage] * kv_slots * slot
+                gradients += self.layers[stage] * grad_slots * gradient_slot
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
             if self.num_stages - 1 in stages and self.layout.head_in_loss:
                 work = max(work, self._logit_bytes(longest))

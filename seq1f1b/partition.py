@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _core
 
-__all__ = ["ModelShape", "check_segment_sizes", "partition_sequence"]
+if TYPE_CHECKING:
+    from seq1f1b.profile import Profile
+
+__all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
+
+
+_PIECES = 1024  # of the sequence whose costs a split by a profile balances
 
 
 class ModelShape(NamedTuple):
@@ -50,6 +56,21 @@ def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
     return (*model[:4], model.ffn * model.experts_per_token, model.vocab, model.head_dim)
 
 
+def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
+    """A shape from named fields; errors begin with ``name``."""
+    unknown = sorted(set(data) - set(ModelShape._fields))
+    missing = [f for f in ModelShape._fields if f not in data and f not in ModelShape._field_defaults]
+    if unknown or missing:
+        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {ModelShape._fields}")
+    for key, value in data.items():
+        wanted = bool if key == "tied" else int
+        if type(value) is not wanted:
+            raise ValueError(f"{name}: {key} is {value!r}, must be of type {wanted.__name__}")
+    shape = ModelShape(**data)
+    shape.flops(0, 1)  # raises unless the shape is sound
+    return shape
+
+
 def partition_sequence(
     seq_len: int,
     num_segments: int,
@@ -57,6 +78,7 @@ def partition_sequence(
     strategy: str = "flops",
     model: ModelShape | None = None,
     costs: Sequence[float] | None = None,
+    profile: Profile | None = None,
     mix: float = 1.0,
     multiple_of: int = 1,
 ) -> list[int]:
@@ -66,10 +88,11 @@ def partition_sequence(
         seq_len: tokens, up to 2**40.
         num_segments: at least 1, at most the multiples of ``multiple_of`` that the sequence holds.
         strategy: ``"even"`` (equal lengths), ``"flops"`` (equal floating-point operations of ``model``), or
-            ``"profiled"`` (equal measured ``costs``).
+            ``"profiled"`` (equal measured ``costs``, or equal time by a ``profile``).
         model: shape of the model, for ``"flops"``.
         costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
             what piece ``i`` costs, in any unit. One cost per token, or the times of a few equal segments.
+        profile: for ``"profiled"``, in place of costs: of the whole model, as ``seq1f1b profile`` measures it.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
         multiple_of: every size is a multiple of it, except that one segment holds the remainder of ``seq_len``, placed
             where it keeps the costliest segment cheapest.
@@ -80,12 +103,17 @@ def partition_sequence(
             finite; the message names the rule and the values.
     Source: computation-wise partition of Seq1F1B, arXiv:2406.03488.
     """
+    if profile is not None:
+        if strategy != "profiled" or costs is not None:
+            raise ValueError("profile= is for strategy 'profiled', in place of costs=")
+        costs = profile.piece_costs(seq_len, max(1, min(seq_len, _PIECES)))
     needs = {"even": None, "flops": "model", "profiled": "costs"}
     if strategy not in needs:
         raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(map(repr, needs))}")
     for name, value in (("model", model), ("costs", costs)):
         if (value is None) == (needs[strategy] == name):
-            raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}=")
+            other = " or profile=" if name == "costs" and value is None else ""
+            raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
     if model is not None:
         return _core.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
     if costs is not None:

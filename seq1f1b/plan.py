@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
-from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, RankBytes, UnitSeconds, make_model
+from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, RankBytes, UnitSeconds
 from seq1f1b.draw import write_whole
-from seq1f1b.partition import ModelShape, check_segment_sizes
+from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
 
 __all__ = ["Plan", "PlanSearch", "Uncertain", "search_plans"]
@@ -253,7 +253,7 @@ def search_plans(
     names: Sequence[str] | None = None,
     segments: Sequence[int] | None = None,
     stages_per_rank: Sequence[int] = (1, 2, 4),
-    recompute: Sequence[str] = RECOMPUTE,
+    recompute: Sequence[str] | None = None,
     best: int = 5,
     within: float = 1.2,
     progress: Callable[[int, int], None] | None = None,
@@ -269,6 +269,7 @@ def search_plans(
         layout: degrees beside the pipeline; its ``recompute`` and ``layers`` are the search's, which gives the stage
             with the head fewer layers, or as many as others.
         names: families; None: all but ``auto``, whose own search takes seconds per candidate.
+        recompute: None: all, or with a profile, which is of stages as they are, "none".
         segments: None: powers of two up to 16. best: how many plans to return at most, none slower than
             ``within`` times the fastest.
         progress: called with the candidates done, and how many there are.
@@ -285,6 +286,8 @@ def search_plans(
     for name in names or ():
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    if recompute is None:
+        recompute = ("none",) if isinstance(hardware, ProfiledHardware) else RECOMPUTE
     for kind in recompute:
         if kind not in RECOMPUTE:
             raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")
