@@ -4,6 +4,7 @@ seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --segments 4          the order 
 seq1f1b draw seq1f1b --ranks 4 --microbatches 8 --png timeline.png    or as a picture; or --svg, --html, --trace FILE
 seq1f1b draw 1f1b seq1f1b --segments 4 --html both.html               one above the other, in a page to zoom into
 seq1f1b simulate seq1f1b 1f1b --ranks 4 --microbatches 8 --segments 4 makespan, bubble and peaks of each
+seq1f1b simulate 1f1b zbv --model llama3-8b --seq 8192                the same in a model's seconds and bytes; draw too
 seq1f1b compare --ranks 4 --microbatches 8 --segments 4 --cap 4       families side by side in 4 micro-batches of memory
 seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16 --memory 80GiB   the fastest orders that fit
 seq1f1b profile --model m.json --seq 4096 --output p.json             what a model's layers and ends cost here, measured
@@ -15,19 +16,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import seq1f1b
 from seq1f1b import Schedule, Simulation, _core, draw, page
-from seq1f1b.compare import compare
-from seq1f1b.cost import Layout, ProfiledHardware, load_hardware, load_model, presets
-from seq1f1b.partition import make_model
+from seq1f1b.compare import compare, table_text
+from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, load_hardware, load_model, presets
+from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import search_plans
 from seq1f1b.profile import Profile
 from seq1f1b.schedule import families, nearest_name
@@ -54,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawing.add_argument(f"--{form}", metavar="FILE", help=what)
     simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
     simulating.add_argument("schedule", nargs="+", help=kinds)
+    simulating.add_argument("--steps", type=int, default=1, help="in a row, for the period of a step")
+    simulating.add_argument("--optimizer", type=float, help="seconds after each step (default: 0, or the model's)")
+    simulating.add_argument("--sync", action="store_true", help="the optimizer waits for all ranks (a norm over all)")
     comparing = commands.add_parser("compare", help="table of families over the same work, within a cap")
     comparing.add_argument("schedule", nargs="*", help="families (default: all)")
-    comparing.add_argument("--weight", type=float, help="seconds of B that a split backward puts off (default: half)")
     comparing.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
-    comparing.add_argument("--seq", type=int, metavar="TOKENS", help="of a micro-batch, in segments of equal length")
-    comparing.add_argument("--sizes", metavar="N,N,...", help="or the tokens of each segment")
     comparing.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps of a token")
     comparing.add_argument("--message-bytes", metavar="BYTES", help="of a token between two stages")
     comparing.add_argument("--cap", help="activations of a rank at most: 4 micro-batches, or 4GiB (with --token-bytes)")
@@ -68,10 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--microbatches", type=int, default=8)
         command.add_argument("--segments", type=int, default=1)
         command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the family's least)")
-        command.add_argument("--forward", type=float, default=1.0, help="seconds of a micro-batch's F on one rank")
-        command.add_argument("--backward", type=float, default=2.0, help="seconds of its B")
-        command.add_argument("--transfer", type=float, default=0.0, help="seconds from one stage to the next")
+        command.add_argument("--forward", type=float, help="seconds of a micro-batch's F on one rank (default: 1)")
+        command.add_argument("--backward", type=float, help="seconds of its B (default: 2)")
+        command.add_argument("--weight", type=float, help="seconds of B that a split backward puts off (default: half)")
+        command.add_argument("--transfer", type=float, help="seconds from one stage to the next (default: 0)")
+        command.add_argument("--seq", type=int, metavar="TOKENS", help="of a micro-batch, one sequence")
+        command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment")
+        costs = command.add_argument_group("costs of a model, in place of those seconds (needs --seq)")
+        add_model_options(costs)
+        costs.add_argument("--recompute", choices=RECOMPUTE, default="none")
+    for command in (simulating, comparing):
+        command.add_argument("--json", action="store_true", help="print JSON")
     for command in (drawing, simulating):
+        command.add_argument("--jitter", type=float, default=0.0, help="share by which a unit's seconds vary, seeded")
+        command.add_argument("--seed", type=int, default=0)
         command.add_argument(
             "--option",
             action="append",
@@ -100,10 +113,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_seconds(options: argparse.Namespace) -> None:
-    for name in ("forward", "backward", "weight", "transfer"):
+    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer"):
         seconds = getattr(options, name, None)
         if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
+        if seconds is not None and name in SECONDS:
+            if options.model is not None:
+                raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
+        elif name in SECONDS and hasattr(options, name):
+            setattr(options, name, SECONDS[name])
+
+
+SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # where no model is given
 
 
 def read_bytes(text: str) -> int:
@@ -139,14 +160,21 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     known = next(family for family in families() if family.name == name)
     stages = known.stages_per_rank if options.stages is None else options.stages
     check_size(name, options, stages)
-    return seq1f1b.build_schedule(
-        name,
-        num_ranks=options.ranks,
-        num_microbatches=options.microbatches,
-        num_segments=options.segments,
-        stages_per_rank=stages,
-        options=dict(map(read_option, options.option)),
-    )
+    counts = {"num_ranks": options.ranks, "num_segments": options.segments, "stages_per_rank": stages}
+    given: dict[str, Any] = dict(map(read_option, options.option))
+    if "costs" in known.options and min(counts.values()) > 0:
+        given["costs"] = pass_costs(options, **counts)
+    return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts)
+
+
+def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Sequence[Any]:
+    """Of F, I and W, for families that make their order for them."""
+    if options.model is not None:
+        cost, sizes = cost_of(options, num_ranks, num_segments, stages_per_rank)
+        return tuple(cost.unit_seconds(sizes, split_backward=True))
+    weight = options.backward / 2 if options.weight is None else options.weight
+    parts = stages_per_rank * num_segments
+    return [seconds / parts for seconds in (options.forward, max(options.backward - weight, 0.0), weight)]
 
 
 def read_schedule(name: str, num_segments: int) -> Schedule:
@@ -175,17 +203,73 @@ def units_per_microbatch(schedule: Schedule) -> int:
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
 
-def run(schedule: Schedule, options: argparse.Namespace) -> Simulation:
-    """Segments of a micro-batch cost the same; so do the stages."""
-    parts = units_per_microbatch(schedule)
-    critical = bool(getattr(options, "html", None))
-    return schedule.simulate(
-        options.forward / parts, options.backward / parts, transfer=options.transfer, critical=critical
+def read_sizes(options: argparse.Namespace) -> list[int] | None:
+    if options.sizes is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
+        raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
+    return [int(size) for size in options.sizes.split(",")]
+
+
+def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
+    """Of its simulation. Without a model segments of a micro-batch cost the same, and so do the stages."""
+    arguments: dict[str, Any] = {"jitter": options.jitter, "seed": options.seed}
+    optimizer = getattr(options, "optimizer", None)
+    if options.model is None:
+        parts = units_per_microbatch(schedule)
+        weight = None if options.weight is None else options.weight / parts
+        return arguments | {
+            "forward": options.forward / parts,
+            "backward": options.backward / parts,
+            "weight": weight,
+            "transfer": options.transfer,
+            "optimizer": optimizer or 0.0,
+        }
+    if schedule.num_stages % schedule.num_ranks != 0:
+        raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
+    stages = schedule.num_stages // schedule.num_ranks
+    cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
+    is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
+    return {
+        **arguments,
+        **cost.simulation_arguments(sizes, split_backward=is_split),
+        "memory": cost.step_memory(sizes),
+        "optimizer": cost.step_seconds() if optimizer is None else optimizer,
+    }
+
+
+def cost_of(
+    options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int
+) -> tuple[CostModel, list[int]]:
+    """The model over the stages, and the tokens of the segments."""
+    model, hardware, layout = read_workload(options)
+    sizes = read_sizes(options)
+    seq_len = sum(sizes) if sizes else options.seq
+    if seq_len is None:
+        raise ValueError("--model needs --seq, the tokens of a micro-batch")
+    cost = CostModel.balanced(
+        model,
+        hardware,
+        num_ranks=num_ranks,
+        stages_per_rank=stages_per_rank,
+        seq_len=seq_len,
+        layout=replace(layout, recompute=options.recompute),
     )
+    if sizes is None:
+        sizes = cost.split(num_segments)
+    if len(sizes) != num_segments:
+        raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
+    if options.seq not in (None, seq_len):
+        raise ValueError(f"--sizes holds {seq_len} tokens, --seq is {options.seq}")
+    return cost, sizes
 
 
 def draw_schedules(options: argparse.Namespace) -> int:
-    runs = {name: run(make_schedule(name, options), options) for name in options.schedule}
+    schedules = {name: make_schedule(name, options) for name in options.schedule}
+    runs = {
+        name: schedule.simulate(**arguments_of(schedule, options), critical=options.html is not None)
+        for name, schedule in schedules.items()
+    }
     tracks = {name: simulation.timeline for name, simulation in runs.items()}
     [first, *others] = tracks
     drawn = tracks if others else tracks[first]
@@ -204,12 +288,8 @@ def draw_schedules(options: argparse.Namespace) -> int:
 
 
 def compare_families(options: argparse.Namespace) -> int:
-    sizes = None
-    if options.sizes is not None:
-        if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
-            raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
-        sizes = [int(size) for size in options.sizes.split(",")]
-    elif options.seq is not None:
+    sizes = read_sizes(options)
+    if sizes is None and options.seq is not None:
         sizes = seq1f1b.partition_sequence(options.seq, options.segments, strategy="even")
     bytes_of: dict[str, Any] = {}
     for name in ("bandwidth", "token_bytes", "message_bytes"):
@@ -238,21 +318,50 @@ def compare_families(options: argparse.Namespace) -> int:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    schedules = [make_schedule(name, options) for name in options.schedule]
-    simulations = [run(schedule, options) for schedule in schedules]
-    print(f"{'schedule':<24}{'makespan':>10}{'bubble':>9}{'peak units':>12}{'= micro-batches':>17}")
-    for name, schedule, simulation in zip(options.schedule, schedules, simulations, strict=True):
-        peak = max(simulation.peak)
-        print(
-            f"{name:<24}{simulation.makespan:>10.3f}{simulation.bubble_ratio:>9.1%}{peak:>12d}"
-            f"{peak / units_per_microbatch(schedule):>17.2f}"
+    found = []
+    for name in options.schedule:
+        schedule = make_schedule(name, options)
+        arguments = arguments_of(schedule, options)
+        run = schedule.simulate(**arguments, steps=options.steps, optimizer_sync=options.sync)
+        found.append((name, schedule, run))
+    if options.json:
+        print(json.dumps([simulation_json(*each) for each in found], indent=1))
+        return 0
+    rows = [("schedule", "makespan", "period", "bubble", "peak units", "= micro-batches", "tensors GiB")]
+    for name, schedule, run in found:
+        peak = max(run.peak)
+        rows.append(
+            (
+                name,
+                f"{run.makespan:.3f}",
+                "" if run.period is None else f"{run.period:.3f}",
+                f"{run.bubble_ratio:.1%}",
+                str(peak),
+                f"{peak / units_per_microbatch(schedule):.2f}",
+                "" if run.memory is None else f"{max(run.memory.total) / 2**30:.2f}",
+            )
         )
+    print(table_text(rows), end="")
     return 0
 
 
-def add_plan_options(command: argparse.ArgumentParser) -> None:
+def simulation_json(name: str, schedule: Schedule, run: Simulation) -> dict[str, Any]:
+    """Times in seconds, memory in bytes; lists hold one value per rank."""
+    figures = ("makespan", "period", "bubble_ratio", "span", "busy", "wait", "bubble", "peak")
+    counts = ("num_ranks", "num_stages", "num_microbatches", "num_segments")
+    return {
+        "schedule": name,
+        **{count: getattr(schedule, count) for count in counts},
+        **{figure: getattr(run, figure) for figure in figures},
+        "peak_microbatches": max(run.peak) / units_per_microbatch(schedule),
+        "memory": None if run.memory is None else asdict(run.memory),
+    }
+
+
+def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
+    """What a model's costs follow from."""
     models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
-    command.add_argument("--model", required=True, help=f"{models}, or a .json of the same form")
+    command.add_argument("--model", required=required, help=f"{models}, or a .json of the same form")
     command.add_argument("--hardware", help=f"{machines}, or a .json of the same form (default: h100)")
     command.add_argument(
         "--profile",
@@ -260,18 +369,38 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
         help="of seq1f1b profile: measured units and bytes; memory, links and optimizer stay those of --hardware "
         "(then cpu-zen5 by default)",
     )
+    for degree in ("tensor", "context", "expert", "data"):
+        command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
+    command.add_argument("--documents", type=read_counts, metavar="N,N", help="tokens of the documents in a sequence")
+    command.add_argument("--all-logits", action="store_true", help="the head is not inside loss_fn: all logits live")
+
+
+def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, Layout]:
+    model = load_model(options.model)
+    hardware = load_hardware(options.hardware or ("cpu-zen5" if options.profile else "h100"))
+    if options.profile:
+        hardware = ProfiledHardware.of(Profile.load(options.profile), hardware)
+    layout = Layout(
+        tensor=options.tensor,
+        context=options.context,
+        expert=options.expert,
+        data=options.data,
+        documents=tuple(options.documents) if options.documents else None,
+        head_in_loss=not options.all_logits,
+    )
+    return model, hardware, layout
+
+
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    add_model_options(command, required=True)
     command.add_argument("--seq", type=int, required=True, help="tokens of a micro-batch, one sequence")
     command.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     command.add_argument("--microbatches", type=int, required=True)
     command.add_argument("--memory", type=read_bytes, help="cap of a device, as 80GiB or 24e9 (default: all it has)")
-    for degree in ("tensor", "context", "expert", "data"):
-        command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
     command.add_argument("--schedules", type=read_names, metavar="A,B", help="families to try (default: all but auto)")
     command.add_argument("--segments", type=read_counts, metavar="K,K", help="default: powers of two up to 16")
     command.add_argument("--stages", type=read_counts, metavar="V,V", default=[1, 2, 4], help="stages per rank")
     command.add_argument("--recompute", type=read_names, metavar="A,B", help="none,ffn,full (with a profile: none)")
-    command.add_argument("--documents", type=read_counts, metavar="N,N", help="tokens of the documents in a sequence")
-    command.add_argument("--all-logits", action="store_true", help="the head is not inside loss_fn: all logits live")
     command.add_argument("--best", type=int, default=5, help="how many plans to print")
     command.add_argument("--json", action="store_true", help="print the search as JSON")
     command.add_argument("--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE)")
@@ -286,18 +415,7 @@ def read_counts(text: str) -> list[int]:
 
 
 def plan(options: argparse.Namespace) -> int:
-    model = load_model(options.model)
-    hardware = load_hardware(options.hardware or ("cpu-zen5" if options.profile else "h100"))
-    if options.profile:
-        hardware = ProfiledHardware.of(Profile.load(options.profile), hardware)
-    layout = Layout(
-        tensor=options.tensor,
-        context=options.context,
-        expert=options.expert,
-        data=options.data,
-        documents=tuple(options.documents) if options.documents else None,
-        head_in_loss=not options.all_logits,
-    )
+    model, hardware, layout = read_workload(options)
     found = search_plans(
         model,
         hardware,

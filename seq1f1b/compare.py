@@ -55,16 +55,23 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        columns = [(head, form) for head, form in _COLUMNS if any(form(row) for row in self.rows)]
-        cells = [[head for head, _ in columns], *([form(row) for _, form in columns] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells
-        ]
+        table = table_text(
+            [[head for head, _ in _COLUMNS], *([form(row) for _, form in _COLUMNS] for row in self.rows)]
+        )
+        lines = []
         if self.refused:
             widest = max(map(len, self.refused))
-            lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
-        return "\n".join(lines) + "\n"
+            lines = ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
+        return table + "".join(line + "\n" for line in lines)
+
+
+def table_text(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under the first, which holds the heads; a column that is empty below its head is left out."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = zip(*columns, strict=True)
+    texts = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    return "".join(text.rstrip() + "\n" for text in texts)
 
 
 _STEPS = 3  # simulated for the period

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from seq1f1b import _core
 from seq1f1b.partition import ModelShape, make_model, partition_sequence
 from seq1f1b.profile import Part, Profile
-from seq1f1b.schedule import Schedule, nearest_name
+from seq1f1b.schedule import Schedule, StepMemory, nearest_name
 
 __all__ = [
     "CostModel",
@@ -307,8 +307,21 @@ class CostModel:
         self._f = model.ffn * model.experts_per_token
         self._shards = self.layout.tensor * self.layout.context  # of a token's work
 
+    @classmethod
+    def balanced(
+        cls, model: ModelShape, hardware: Hardware, *, stages_per_rank: int = 1, layout: Layout, **counts: int
+    ) -> CostModel:
+        """With :meth:`balanced_layers`, unless the layout says which layers a stage has. Arguments as of the class."""
+        cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
+        if layout.layers is None:
+            layout = replace(layout, layers=cost.balanced_layers())
+            cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
+        return cost
+
     def _check(self) -> None:
         model, layout = self.model, self.layout
+        if self.seq_len < 1:
+            raise ValueError(f"seq_len is {self.seq_len}, must be at least 1")
         model.flops(0, self.seq_len)  # raises unless shape and length are sound
         if self.num_stages < 1 or self.num_stages > model.layers:
             raise ValueError(f"there are {self.num_stages} stages, must be in 1..{model.layers}, the model's layers")
@@ -527,6 +540,34 @@ class CostModel:
         devices = self._shards * self.num_ranks
         latency = hw.inside_latency if devices <= hw.node_size else hw.between_latency
         return latency, self._link(devices)
+
+    def simulation_arguments(self, sizes: Sequence[int], *, split_backward: bool) -> dict[str, Any]:
+        """Keyword arguments of :meth:`Schedule.simulate`: seconds of units, links, and bytes of messages."""
+        seconds = self.unit_seconds(sizes, split_backward=split_backward)
+        both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
+        latency, rate = self.link()
+        return {
+            "forward": seconds.forward,
+            "backward": both,
+            "weight": seconds.weight,
+            "transfer": latency,
+            "bandwidth": rate,
+            "message_bytes": self.message_bytes(sizes),
+        }
+
+    def step_memory(self, sizes: Sequence[int]) -> StepMemory:
+        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
+        hw = self.hardware
+        slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
+        parameters = [self.parameters(stage) for stage in range(self.num_stages)]
+        return StepMemory(
+            activations=self.unit_bytes(sizes),
+            kv=[math.ceil(n * self.seq_len * slot) for n in self.layers],
+            kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
+            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
+            optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
+            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
+        )
 
     def step_seconds(self) -> float:
         """What follows the pipeline in every step: exposed reduction of gradients, and the optimizer."""

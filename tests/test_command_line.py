@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+import seq1f1b
 from seq1f1b.__main__ import main
+from seq1f1b.cost import CostModel, Layout, load_hardware, load_model
 
 
 def test_simulate_prints_the_known_figures(capsys):
@@ -54,6 +56,49 @@ def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].split()[1] == "6.000"
 
 
+def test_simulate_with_the_costs_of_a_model(capsys):
+    """As the cost model says, with the split and the layers of equal time; JSON has what the table rounds."""
+    line = ["simulate", "seq1f1b", "zb-h1", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384"]
+    counts = {"num_ranks": 4, "num_microbatches": 8}
+    assert main([*line, "--steps", "3", "--recompute", "full", "--json"]) == 0
+    cost = CostModel.balanced(
+        load_model("llama3-8b"), load_hardware("h200"), num_ranks=4, seq_len=16384, layout=Layout(recompute="full")
+    )
+    for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
+        is_split = name == "zb-h1"
+        options = {"costs": tuple(cost.unit_seconds([16384], split_backward=True))} if is_split else {}
+        run = seq1f1b.build_schedule(name, **counts, options=options).simulate(
+            **cost.simulation_arguments([16384], split_backward=is_split),
+            memory=cost.step_memory([16384]), steps=3, optimizer_sync=False, optimizer=cost.step_seconds(),
+        )  # fmt: skip
+        assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
+        assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0
+        assert found["peak_microbatches"] == max(run.peak)
+    assert main([*line, "--segments", "1"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split("  ")[-1] == "tensors GiB" and len(table) == 3
+
+
+def test_simulate_jitters_by_the_seed(capsys):
+    line = ["simulate", "1f1b", "--steps", "3", "--sync", "--optimizer", "2", "--jitter"]
+    outputs = []
+    for jitter, seed in (("0", "0"), ("0.2", "7"), ("0.2", "7"), ("0.2", "8")):
+        assert main([*line, jitter, "--seed", seed]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].splitlines()[1].split()[1:3] == ["33.000", "35.000"]  # the optimizer after all ranks
+    assert outputs[1] == outputs[2] and len(set(outputs)) == 3
+
+
+def test_a_page_with_the_bytes_of_a_model(tmp_path):
+    pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
+    path = tmp_path / "bytes.html"
+    assert (
+        main(["draw", "seq1f1b", "--segments", "2", "--model", "qwen3-4b", "--seq", "8192", "--html", str(path)]) == 0
+    )
+    page = path.read_text()
+    assert "optimizer state" in page and "KV gradients" in page and " GiB" in page
+
+
 def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
@@ -90,6 +135,21 @@ MISTAKES = {
     "draw gpipe --backward -1": "--backward is -1, must be finite and at least 0",
     "simulate gpipe --transfer inf": "--transfer is inf, must be finite and at least 0",
     "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
+    "simulate 1f1b --jitter 2": "jitter is 2, must be in 0..1: a share of a unit's seconds",
+    "simulate 1f1b --seed -1": "seed is -1, must be in 0..2**64 - 1",
+    "simulate 1f1b --steps 0": "steps is 0, must be at least 1",
+    "simulate 1f1b --steps 2 --optimizer nan": "--optimizer is nan, must be finite and at least 0",
+    "simulate zb-h1 --weight 3": "weight is more than backward, of which it is a part",
+    "simulate zb-h1 --ranks 0": "num_ranks is 0, must be at least 1",
+    "draw 1f1b --model llama3-8b": "--model needs --seq, the tokens of a micro-batch",
+    "draw 1f1b --model llama3-8b --seq 64 --backward 2": "--backward and --model: the model has costs of its own",
+    "draw 1f1b --model llama3 --seq 64": "there is no preset 'llama3' among models; did you mean 'llama3-8b'?",
+    "draw 1f1b --model llama3-8b --seq 64 --ranks 64": "there are 64 stages, must be in 1..32, the model's layers",
+    "draw zbv --model llama3-8b --seq -4": "seq_len is -4, must be at least 1",
+    "draw 1f1b --model llama3-8b --sizes 4,5": "--sizes holds 2 numbers, the order has 1 segments",
+    "draw 1f1b --model llama3-8b --sizes 4 --seq 5": "--sizes holds 4 tokens, --seq is 5",
+    "draw 1f1b --model llama3-8b --seq 64 --profile no.json": "No such file or directory: 'no.json'",
+    "simulate uneven.txt --model llama3-8b --seq 64": "a model needs as many stages on every rank",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
@@ -112,6 +172,7 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     Path("rule.txt").write_text("B0.0 F0.0\n")
     Path("garbage.txt").write_text("F0.0 B0.0\nwhat?\n")
     Path("garbage.csv").write_text("0F0,0SEND_F0\n")
+    Path("uneven.txt").write_text("[0]F0.0 [2]F0.0 [2]B0.0 [0]B0.0\n[1]F0.0 [1]B0.0\n")
     Path("bytes.txt").write_bytes(b"F0.0 \xff")
     files = sorted(Path().iterdir())
     assert main(line.split()) == 2

@@ -206,3 +206,20 @@ def test_bad_files(tmp_path):
         load_hardware("b100")
     with pytest.raises(OSError):
         load_model(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "seq1f1b", "seq-zb-h1"])
+def test_simulated_memory_is_the_ranks_bytes(name):
+    """With one stage per rank the peak of each kind over the simulated step is the part that rank_bytes counts."""
+    k = 1 if name == "1f1b" else 3
+    order = build_schedule(name, num_ranks=3, num_microbatches=5, num_segments=k)
+    for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
+        cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
+        sizes = cost.split(k)
+        arguments = cost.simulation_arguments(sizes, split_backward=name == "seq-zb-h1")
+        memory = order.simulate(**arguments, memory=cost.step_memory(sizes)).memory
+        for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
+            assert memory.activations[rank] == parts.activations
+            assert (memory.kv[rank], memory.kv_gradients[rank]) == (parts.kv, parts.kv_gradients)
+            assert (memory.receive[rank], memory.logits[rank]) == (parts.receive, parts.workspace)
+            assert memory.weights[rank] + memory.optimizer[rank] == pytest.approx(parts.static, abs=1)
