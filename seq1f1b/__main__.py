@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
     comparing.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps of a token")
     comparing.add_argument("--message-bytes", metavar="BYTES", help="of a token between two stages")
-    comparing.add_argument("--cap", help="activations of a rank at most: 4 micro-batches, or 4GiB (with --token-bytes)")
+    comparing.add_argument(
+        "--cap", help="a rank's activations at most: 4 (micro-batches), or 4GiB; a model's: all bytes"
+    )
     for command in (drawing, simulating, comparing):
         command.add_argument("--ranks", type=int, default=4)
         command.add_argument("--microbatches", type=int, default=8)
@@ -211,6 +213,16 @@ def read_sizes(options: argparse.Namespace) -> list[int] | None:
     return [int(size) for size in options.sizes.split(",")]
 
 
+def tokens_of(options: argparse.Namespace) -> int:
+    """Of a micro-batch, for a model."""
+    sizes = read_sizes(options)
+    if sizes is None and options.seq is None:
+        raise ValueError("--model needs --seq, the tokens of a micro-batch")
+    if sizes is not None and options.seq not in (None, sum(sizes)):
+        raise ValueError(f"--sizes holds {sum(sizes)} tokens, --seq is {options.seq}")
+    return options.seq if sizes is None else sum(sizes)
+
+
 def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
     """Of its simulation. Without a model segments of a micro-batch cost the same, and so do the stages."""
     arguments: dict[str, Any] = {"jitter": options.jitter, "seed": options.seed}
@@ -243,10 +255,7 @@ def cost_of(
 ) -> tuple[CostModel, list[int]]:
     """The model over the stages, and the tokens of the segments."""
     model, hardware, layout = read_workload(options)
-    sizes = read_sizes(options)
-    seq_len = sum(sizes) if sizes else options.seq
-    if seq_len is None:
-        raise ValueError("--model needs --seq, the tokens of a micro-batch")
+    sizes, seq_len = read_sizes(options), tokens_of(options)
     cost = CostModel.balanced(
         model,
         hardware,
@@ -259,8 +268,6 @@ def cost_of(
         sizes = cost.split(num_segments)
     if len(sizes) != num_segments:
         raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
-    if options.seq not in (None, seq_len):
-        raise ValueError(f"--sizes holds {seq_len} tokens, --seq is {options.seq}")
     return cost, sizes
 
 
@@ -288,8 +295,12 @@ def draw_schedules(options: argparse.Namespace) -> int:
 
 
 def compare_families(options: argparse.Namespace) -> int:
-    sizes = read_sizes(options)
-    if sizes is None and options.seq is not None:
+    sizes, workload = read_sizes(options), dict[str, Any]()
+    if options.model is not None:
+        model, hardware, layout = read_workload(options)
+        layout = replace(layout, recompute=options.recompute)
+        workload = {"model": model, "hardware": hardware, "layout": layout, "seq_len": tokens_of(options)}
+    elif sizes is None and options.seq is not None:
         sizes = seq1f1b.partition_sequence(options.seq, options.segments, strategy="even")
     bytes_of: dict[str, Any] = {}
     for name in ("bandwidth", "token_bytes", "message_bytes"):
@@ -304,16 +315,14 @@ def compare_families(options: argparse.Namespace) -> int:
         num_microbatches=options.microbatches,
         num_segments=options.segments,
         stages_per_rank=options.stages,
-        forward=options.forward,
-        backward=options.backward,
-        weight=options.weight,
-        transfer=options.transfer,
+        **{name: value for name in SECONDS if (value := getattr(options, name)) is not None},
+        **workload,
         segment_sizes=sizes,
         cap_microbatches=None if cap is None or in_bytes else read_number(cap),
         cap_bytes=read_bytes(cap) if in_bytes else None,
         **bytes_of,
     )
-    print(table.to_text(), end="")
+    print(table.to_json() + "\n" if options.json else table.to_text(), end="")
     return 0
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from typing import Any
 
-from seq1f1b.partition import check_segment_sizes
-from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
+from seq1f1b.cost import CostModel, Hardware, Layout
+from seq1f1b.partition import ModelShape, check_segment_sizes
+from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule, families, nearest_name
 
 __all__ = ["Comparison", "Row", "compare"]
 
@@ -26,7 +28,7 @@ class Row:
         peak_units: (stage, segment) units live at once.
         peak_microbatches: the same as activations of whole micro-batches of a rank.
         peak_tokens: the same in tokens of one stage, where the segments' sizes were given.
-        peak_bytes: activation bytes, where the bytes of a token were given too.
+        peak_bytes: activation bytes, where the bytes of a token were given too; of a model all bytes of a device.
         messages: activations and gradients that pass between ranks in a step.
         sent_bytes: bytes of these, where the bytes of a token's message were given.
     """
@@ -52,6 +54,10 @@ class Comparison:
 
     rows: tuple[Row, ...]
     refused: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """All of it, rows in order."""
+        return json.dumps({"rows": [asdict(row) for row in self.rows], "refused": self.refused}, indent=1)
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
@@ -107,14 +113,19 @@ def compare(
     segment_sizes: Sequence[int] | None = None,
     token_bytes: int | None = None,
     message_bytes: int | None = None,
+    model: ModelShape | None = None,
+    hardware: Hardware | None = None,
+    layout: Layout | None = None,
+    seq_len: int | None = None,
     cap_microbatches: float | None = None,
     cap_bytes: int | None = None,
 ) -> Comparison:
     """Builds and simulates families over the same work.
 
-    The work of a rank per micro-batch is the same for all: its stages and the segments share it equally. A family that
-    cuts no segments runs whole micro-batches; one that cannot have ``stages_per_rank`` has the fewest that it can.
-    Families that time their W by costs are given them, and ``auto`` the cap in micro-batches, too.
+    The work of a rank per micro-batch is the same for all: its stages and the segments share it equally, or cost what
+    a model costs on a machine. A family that cuts no segments runs whole micro-batches; one that cannot have
+    ``stages_per_rank`` has the fewest that it can. Families that time their W by costs are given them, and ``auto`` the
+    cap in micro-batches, too.
 
     Args:
         names: families; none: all.
@@ -126,19 +137,29 @@ def compare(
         segment_sizes: tokens of each segment.
         token_bytes: activation bytes that a token keeps on a rank, over all of its stages; needs ``segment_sizes``.
         message_bytes: bytes of a token between two stages; needs ``segment_sizes``.
+        model, hardware, layout, seq_len: in place of all those: costs, messages and bytes of :class:`CostModel`, in
+            segments of equal time unless ``segment_sizes`` are given. ``peak_bytes`` and ``cap_bytes`` are then all
+            bytes of a device, as in ``seq1f1b.plan``.
         cap_microbatches, cap_bytes: most activations that a rank may hold, in whole micro-batches of its own, in bytes.
     Raises:
-        ValueError: unknown name, a number out of range, a size that is missing; or no family is left, which names the
-            least cap that one fits.
+        ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
+            arguments or beside token bytes; or no family is left, which names the least cap that one fits.
     """
     known = {family.name: family for family in families()}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    if model is not None:
+        if hardware is None or seq_len is None:
+            raise ValueError("a model's costs need hardware and seq_len")
+        if token_bytes is not None or message_bytes is not None or bandwidth is not None:
+            raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
+        if segment_sizes is not None and sum(segment_sizes) != seq_len:
+            raise ValueError(f"segment_sizes holds {sum(segment_sizes)} tokens, seq_len is {seq_len}")
     if segment_sizes is None and (token_bytes is not None or message_bytes is not None):
         raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
-    if cap_bytes is not None and token_bytes is None:
-        raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes")
+    if cap_bytes is not None and token_bytes is None and model is None:
+        raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
     if segment_sizes is not None:
         if len(segment_sizes) != num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {num_segments}")
@@ -154,39 +175,73 @@ def compare(
     if weight is not None and weight > backward:
         raise ValueError("weight is more than backward, of which it is a part")
 
+    def sizes_of(k: int) -> Sequence[int] | None:
+        """Of k segments, or of the whole sequence where a family cuts none."""
+        return segment_sizes if segment_sizes is None or k == num_segments else [sum(segment_sizes)]
+
+    def cost_of(v: int, k: int) -> tuple[CostModel, Sequence[int]]:
+        assert model is not None and hardware is not None and seq_len is not None
+        cost = CostModel.balanced(
+            model, hardware, num_ranks=num_ranks, stages_per_rank=v, seq_len=seq_len, layout=layout or Layout()
+        )
+        return cost, sizes_of(k) or cost.split(k)
+
     def options(family: Family, v: int, k: int) -> dict[str, Any]:
         """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer."""
-        parts: dict[str, Any] = {
-            "costs": tuple(seconds / (v * k) for seconds in (forward, backward - put_off, put_off))
-        }
+        parts: dict[str, Any] = {}
+        if not {"costs", "transfer"} & {*family.options}:
+            return parts
+        if model is None:
+            parts["costs"] = tuple(seconds / (v * k) for seconds in (forward, backward - put_off, put_off))
+        elif num_ranks * v <= model.layers:  # else refused
+            cost, sizes = cost_of(v, k)
+            parts["costs"] = tuple(cost.unit_seconds(sizes, split_backward=True))
         if family.name == "auto":
             parts["transfer"] = transfer
+            if model is not None and "costs" in parts:
+                latency, rate = cost.link()
+                parts["transfer"] = latency + max(cost.message_bytes(sizes)) / rate
             if cap_microbatches is not None and cap_microbatches < num_microbatches:
                 parts["cap"] = max(int(cap_microbatches * v * k), 1)
         return {name: value for name, value in parts.items() if name in family.options}
 
-    rows, refused = [], {}
-    for family in [known[name] for name in dict.fromkeys(names)] or known.values():
-        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options)
-        if isinstance(found, str):
-            refused[family.name] = f"needs {found}"
-            continue
-        v, k = found.num_stages // num_ranks, found.num_segments
-        sizes = segment_sizes if segment_sizes is None or k == num_segments else [sum(segment_sizes)]
+    def simulated(found: Schedule, v: int, k: int) -> tuple[Simulation, int | None, Sequence[int] | None]:
+        """The run, the peak bytes, and the bytes of each segment's message."""
+        steps: dict[str, Any] = {"steps": _STEPS, "optimizer_sync": False}
+        if model is not None:
+            cost, sizes = cost_of(v, k)
+            is_split = any(unit.kind == "W" for unit in found.ranks[0])
+            arguments = cost.simulation_arguments(sizes, split_backward=is_split)
+            run = found.simulate(**arguments, segment_sizes=sizes, **steps, optimizer=cost.step_seconds())
+            return run, max(rank.total for rank in cost.rank_bytes(found, sizes)), arguments["message_bytes"]
+        sizes_given = sizes_of(k)
+        messages = None
+        if sizes_given is not None and message_bytes is not None:
+            messages = [size * message_bytes for size in sizes_given]
         run = found.simulate(
             forward / (v * k),
             backward / (v * k),
             None if weight is None else weight / (v * k),
             transfer,
             bandwidth=bandwidth,
-            message_bytes=[size * message_bytes for size in sizes] if sizes and message_bytes else 0,
-            segment_sizes=sizes,
-            unit_bytes=[[-(-size * token_bytes // v) for size in sizes]] * found.num_stages
-            if sizes and token_bytes is not None
+            message_bytes=messages or 0,
+            segment_sizes=sizes_given,
+            unit_bytes=[[-(-size * token_bytes // v) for size in sizes_given]] * found.num_stages
+            if sizes_given is not None and token_bytes is not None
             else None,
-            steps=_STEPS,
-            optimizer_sync=False,
+            **steps,
         )
+        return run, None if run.peak_bytes is None else max(run.peak_bytes), messages
+
+    rows, refused = [], {}
+    for family in [known[name] for name in dict.fromkeys(names)] or known.values():
+        most_stages = None if model is None else model.layers
+        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, most_stages)
+        if isinstance(found, str):
+            refused[family.name] = f"needs {found}"
+            continue
+        v, k = found.num_stages // num_ranks, found.num_segments
+        run, peak_bytes, messages = simulated(found, v, k)
         crossings = sum(a != b for a, b in pairwise(found.rank_of_stage))  # edges in either direction
         rows.append(
             Row(
@@ -200,11 +255,9 @@ def compare(
                 peak_units=max(run.peak),
                 peak_microbatches=max(run.peak) / (v * k),
                 peak_tokens=None if run.peak_tokens is None else max(run.peak_tokens),
-                peak_bytes=None if run.peak_bytes is None else max(run.peak_bytes),
+                peak_bytes=peak_bytes,
                 messages=2 * crossings * num_microbatches * k,
-                sent_bytes=2 * crossings * num_microbatches * sum(sizes) * message_bytes
-                if sizes and message_bytes is not None
-                else None,
+                sent_bytes=None if messages is None else 2 * crossings * num_microbatches * sum(messages),
             )
         )
     fitting = []
@@ -220,7 +273,13 @@ def compare(
 
 
 def _build(
-    family: Family, P: int, M: int, k: int, v: int | None, options: Callable[[Family, int, int], dict[str, Any]]
+    family: Family,
+    P: int,
+    M: int,
+    k: int,
+    v: int | None,
+    options: Callable[[Family, int, int], dict[str, Any]],
+    most_stages: int | None,
 ) -> Schedule | str:
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
@@ -235,6 +294,8 @@ def _build(
             "options": options(family, stages, segments) if stages > 0 and segments > 0 else {},
         }
         broken = family.broken_rule(**counts)
+        if broken is None and most_stages is not None and P * stages > most_stages:
+            broken = f"P v <= {most_stages} layers: here P = {P}, v = {stages}"
         if broken is None:
             return build_schedule(family.name, **counts)
         rule = rule or broken

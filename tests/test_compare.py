@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from seq1f1b import _core, build_schedule, schedules
 from seq1f1b.compare import Row, compare
+from seq1f1b.cost import CostModel, load_hardware, load_model
+from seq1f1b.plan import search_plans
 from seq1f1b.schedule import families
 
+GPT = {"model": load_model("gpt-7b"), "hardware": load_hardware("a100"), "seq_len": 8}
 COUNTS = {"num_ranks": 4, "num_microbatches": 8}
 
 
@@ -97,6 +101,49 @@ def test_auto_is_made_for_the_costs_and_the_cap() -> None:
     assert rows["auto"].makespan <= min(row.makespan for row in one_stage) * (1 + 1e-9)
 
 
+def test_a_model_costs_what_its_plan_says() -> None:
+    """With the layers and segments of a plan: its seconds but for what follows the pipeline, and its bytes."""
+    model, hardware = load_model("qwen3-4b"), load_hardware("h100")
+    for name in ("seq1f1b", "seq-zb-h1", "seq1f1b-interleaved"):
+        (plan, *_) = search_plans(
+            model, hardware, seq_len=8192, **COUNTS, names=[name], segments=[4], recompute=["full"]
+        ).plans
+        sizes = plan.segment_sizes
+        found = row(
+            name, num_segments=4, stages_per_rank=plan.stages_per_rank, model=model, hardware=hardware,
+            layout=plan.layout, seq_len=8192, segment_sizes=sizes,
+        )  # fmt: skip
+        cost = CostModel(
+            model, hardware, num_ranks=4, stages_per_rank=plan.stages_per_rank, seq_len=8192, layout=plan.layout
+        )
+        assert found.makespan + cost.step_seconds() == pytest.approx(plan.seconds, rel=1e-12)
+        assert found.peak_bytes == max(plan.peak)
+        assert found.period > found.makespan  # the optimizer
+        per_message = sum(cost.message_bytes(sizes))
+        assert found.sent_bytes == per_message * 8 * 2 * (4 * plan.stages_per_rank - 1)
+
+
+def test_a_model_of_few_layers_and_a_cap() -> None:
+    shape = load_model("qwen3-4b")._replace(layers=6)
+    given = {"model": shape, "hardware": load_hardware("h100"), "seq_len": 4096}
+    table = compare(["1f1b", "seq-zbv", "seq1f1b-interleaved", "seq-zb-h1"], **COUNTS, num_segments=2, **given)
+    assert table.refused == dict.fromkeys(
+        ("seq-zbv", "seq1f1b-interleaved"), "needs P v <= 6 layers: here P = 4, v = 2"
+    )
+    least = min(found.peak_bytes for found in table.rows)
+    capped = compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least)
+    assert [found.peak_bytes for found in capped.rows] == [least] and len(capped.refused) == 1
+    with pytest.raises(ValueError, match=f"no family fits the cap; the least possible is {least} bytes"):
+        compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least - 1)
+
+
+def test_json_holds_rows_and_reasons() -> None:
+    table = compare(["gpipe", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
+    found = json.loads(table.to_json())
+    assert [Row(**each) for each in found["rows"]] == list(table.rows)
+    assert found["refused"] == table.refused == {"gpipe": "holds 8.00 micro-batches, the cap is 3"}
+
+
 def test_a_cap_in_bytes() -> None:
     sizes = {"num_segments": 4, "segment_sizes": [8] * 4, "token_bytes": 10}
     held = row("seq1f1b", **sizes).peak_bytes
@@ -122,6 +169,11 @@ def test_a_cap_in_bytes() -> None:
         ({"token_bytes": 8}, "give segment_sizes"),
         ({"segment_sizes": [8], "token_bytes": -1}, "token_bytes is -1, must be at least 0"),
         ({"segment_sizes": [2**40], "token_bytes": 2**30}, "too large|sum to more than 9223372036854775807"),
+        ({"model": load_model("gpt-7b")}, "a model's costs need hardware and seq_len"),
+        (GPT | {"segment_sizes": [9]}, "segment_sizes holds 9 tokens, seq_len is 8"),
+        (GPT | {"token_bytes": 8}, "token_bytes, message_bytes and bandwidth are the model's"),
+        (GPT | {"seq_len": 0}, "seq_len is 0, must be at least 1"),
+        (GPT | {"num_ranks": 64, "num_microbatches": 64}, "no family can be built: .* P v <= 32 layers"),
         ({"cap_bytes": 8}, "a cap in bytes needs the bytes of a token"),
         ({"cap_microbatches": float("nan")}, "cap_microbatches is nan, must be above 0"),
         ({"names": ["1f1b", "gpipe"], "cap_microbatches": 2}, "the least possible is 4.00 micro-batches, of 1f1b"),
