@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = f"one of {', '.join(seq1f1b.schedules())}, or a file of Schedule.to_text, or of to_csv if it ends in .csv"
     drawing = commands.add_parser("draw", help="draw schedules as text, PNG, SVG, HTML page or Perfetto trace")
     drawing.add_argument("schedule", nargs="+", help=kinds)
-    drawing.add_argument("--width", type=int, default=100, help="columns of the text timeline")
+    drawing.add_argument("--width", type=int, help="columns of the text timeline (default: the terminal's, or 100)")
     for form, what in PICTURES.items():
         drawing.add_argument(f"--{form}", metavar="FILE", help=what)
     simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
@@ -272,6 +273,8 @@ def cost_of(
 
 
 def draw_schedules(options: argparse.Namespace) -> int:
+    if options.width is not None and options.width < 20:
+        raise ValueError(f"--width is {options.width}, must be at least 20")
     schedules = {name: make_schedule(name, options) for name in options.schedule}
     runs = {
         name: schedule.simulate(**arguments_of(schedule, options), critical=options.html is not None)
@@ -289,8 +292,11 @@ def draw_schedules(options: argparse.Namespace) -> int:
     if options.trace:
         draw.trace_json(options.trace, drawn)
     if not any(getattr(options, form) for form in PICTURES):
+        width = options.width
+        if width is None:
+            width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         for name, simulation in runs.items():
-            print(f"{name}\n" * bool(others) + simulation.to_text(options.width))
+            print(f"{name}\n" * bool(others) + simulation.to_text(width))
     return 0
 
 

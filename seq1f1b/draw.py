@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,32 +28,71 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
     """One line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
 
     The labels are the longest for which ``width`` has room: ``0.1``, or ``0b`` for the same, or ``0``, or none. Blanks
-    are bubbles; stages of one rank look alike. The last line says how to read it.
+    are bubbles; stages of one rank look alike. Where units are narrower than a column, passes and blanks stand as often
+    as they have shares of the time. The last lines say how to read it.
     """
     units = [unit for track in timeline for unit, _, _ in track]
     begin, end = _extent(timeline)
     margin = len(f"rank {len(timeline) - 1}  ")
     columns = max(width - margin, 1)
-    shortest = min((stop - start for track in timeline for _, start, stop in track if stop > start), default=0.0)
+    tracks = [_side_by_side(track) for track in timeline]
+    shortest: dict[str, float] = {}  # of each pass
+    for unit, start, stop in (entry for track in tracks for entry in track):
+        if stop > start:
+            shortest[unit.kind] = min(shortest.get(unit.kind, stop - start), stop - start)
+    narrowest = min(shortest.values(), default=0.0)
     scale = columns / (end - begin) if end > begin else 0.0
-    if scale * shortest >= 1:  # equal units get equal columns
-        scale = int(scale * shortest + 1e-9) / shortest
-    narrowest = int(scale * shortest + 1e-9)
-    label = next(form for form, room in _labels(units) if max(len(form(unit)) for unit in units) + room <= narrowest)
+    if scale * narrowest >= 1:  # equal units get equal columns
+        scale = int(scale * narrowest + 1e-9) / narrowest
+    label = _label(units, sorted(int(scale * length + 1e-9) for length in shortest.values()))
     lines = []
-    for rank, track in enumerate(timeline):
+    for rank, track in enumerate(tracks):
         line = ""
-        for unit, start, stop in _side_by_side(track):
-            left, right = round((start - begin) * scale), round((stop - begin) * scale)
-            line = line[:left].ljust(left) + label(unit)[: right - left].ljust(right - left, _FILL[unit.kind])
+        if scale * narrowest < 1:
+            line = _shares(track, begin, scale, columns)
+        else:
+            for unit, start, stop in track:
+                left, right = round((start - begin) * scale), round((stop - begin) * scale)
+                line = line[:left].ljust(left) + label(unit)[: right - left].ljust(right - left, _FILL[unit.kind])
         lines.append(f"rank {rank}".ljust(margin) + line)
     example = next((unit for unit in units if unit.segment > 0), units[0])
     kinds = [kind for kind in _FILL if any(unit.kind == kind for unit in units)]
     legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {_PASSES[kind]}" for kind in kinds)
     if label(example):
         legend += f" of micro-batch {example.microbatch}" + (f", segment {example.segment}" * (example.segment > 0))
-    per_column = f"; one column is {_seconds(1 / scale)}" if scale > 0 else ""
-    return "\n".join([*lines, legend + per_column]) + "\n"
+    if scale > 0:
+        legend += f"; one column is {_seconds(1 / scale)}" + ", units are shorter" * (scale * narrowest < 1)
+    return "\n".join([*lines, *textwrap.wrap(legend, max(width, 40))]) + "\n"
+
+
+def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
+    """One pass or blank per column: what is most in arrears of its share of the time so far."""
+    shares: list[dict[str, float]] = [{} for _ in range(columns)]
+    for unit, start, stop in track:
+        left, right, fill = (start - begin) * scale, (stop - begin) * scale, _FILL[unit.kind]
+        for column in range(int(left), min(math.ceil(right), columns)):
+            share = min(right, column + 1) - max(left, column)
+            shares[column][fill] = shares[column].get(fill, 0.0) + share
+    line, due = "", dict.fromkeys((" ", *_FILL.values()), 0.0)
+    for passes in shares:
+        for fill, share in {**passes, " ": 1 - sum(passes.values())}.items():
+            due[fill] += share
+        fill = max(due, key=lambda fill: due[fill])
+        due[fill] -= 1
+        line += fill
+    return line.rstrip()
+
+
+def _label(units: list[Unit], widths: Sequence[int]) -> Callable[[Unit], str]:
+    """The longest that fits. ``widths``: columns of the shortest unit of each pass, ascending.
+
+    A pass is told by what fills its unit up behind the label, so at most one may be all label.
+    """
+    for form, room in _labels(units):
+        longest = max(len(form(unit)) for unit in units)
+        if widths and longest + room <= widths[0] and all(longest < width for width in widths[1:]):
+            return form
+    return lambda unit: ""
 
 
 def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
@@ -62,7 +103,6 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
         if num_segments <= 26:
             yield lambda unit: f"{unit.microbatch}{chr(ord('a') + unit.segment)}", 0
     yield lambda unit: f"{unit.microbatch}", 0
-    yield lambda unit: "", -1
 
 
 def _extent(timeline: Timeline) -> tuple[float, float]:

@@ -154,6 +154,7 @@ MISTAKES = {
     "compare --model gpt-7b --seq 64 --transfer 1": "--transfer and --model: the model has costs of its own",
     "compare --model gpt-7b --seq 64 --token-bytes 8": "token_bytes, message_bytes and bandwidth are the model's",
     "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap; the least possible is ",
+    "draw 1f1b --width 7": "--width is 7, must be at least 20",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",

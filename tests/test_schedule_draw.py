@@ -43,15 +43,54 @@ def test_labels_shrink_with_the_width() -> None:
     assert simulation.to_text(50).startswith("rank 0  00112")
     assert simulation.to_text(20).startswith("rank 0  ")
     for width in (10, 20, 50, 80, 140, 1000):
-        assert max(map(len, simulation.to_text(width).splitlines()[:-1])) <= max(width, 9)
+        lines = simulation.to_text(width).splitlines()
+        assert max(map(len, lines[:4])) <= max(width, 9)
+        assert max(map(len, lines[4:])) <= max(width, 40)
 
 
 def test_text_of_a_split_backward() -> None:
     simulation = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0").simulate()
     assert simulation.to_text(38) == (
         "rank 0  0----0----0~~~~0~~~~0++++0++++\n"
-        "0-- forward, 0~~ input gradient, 0++ weight gradient of micro-batch 0; one column is 200 ms\n"
+        "0-- forward, 0~~ input gradient, 0++\n"
+        "weight gradient of micro-batch 0; one\n"
+        "column is 200 ms\n"
     )
+
+
+def test_a_label_leaves_room_for_the_pass() -> None:
+    """Units of F, I and W are equally long: a label without a fill would make them alike."""
+    run = build_schedule("zbv", num_ranks=4, num_microbatches=8, stages_per_rank=2).simulate(0.5, 1.0)
+    assert run.busy[0] == run.span[0]  # no blanks
+    fills = "".join({"F": "-", "I": "~", "W": "+"}[unit.kind] for unit, _, _ in run.timeline[0])
+    assert run.to_text(80).splitlines()[0] == "rank 0  " + fills
+    assert run.to_text(120).splitlines()[0].startswith("rank 0  0-1-2-3-4-5-6-0-0~0+1-1~1+")
+    for name, stages in (("zb-h1", 1), ("dualpipev", 2), ("seq-v-min", 2), ("hanayo", 2), ("v-half", 2)):
+        drawn = build_schedule(name, num_ranks=4, num_microbatches=4 if name == "hanayo" else 8, stages_per_rank=stages)
+        for width in (60, 80, 100, 160):
+            lines = drawn.simulate().to_text(width).splitlines()
+            for kind, fill in {"F": "-", "B": "=", "I": "~", "W": "+"}.items():
+                if fill != "-" and any(unit.kind == kind for unit in drawn.ranks[0]):
+                    assert fill in lines[0], (name, width, fill)
+
+
+def test_units_narrower_than_a_column_have_their_shares() -> None:
+    """Of every rank: forwards, backwards and bubble, within one column, over any stretch from the start."""
+    run = build_schedule("seq1f1b", num_ranks=8, num_microbatches=16, num_segments=4).simulate(0.25, 0.5)
+    lines = run.to_text(80).splitlines()
+    columns = 72
+    second = columns / run.makespan
+    assert "one column is 740 ms, units are shorter" in lines[-1]
+    for track, line in zip(run.timeline, lines, strict=False):
+        drawn = line[8:].ljust(columns)
+        for until in range(1, columns + 1):
+            for kind, fill in (("F", "-"), ("B", "=")):
+                spent = sum(
+                    max(0.0, min(end * second, until) - start * second)
+                    for unit, start, end in track
+                    if unit.kind == kind
+                )
+                assert abs(drawn[:until].count(fill) - spent) <= 1.0, (line, until)
 
 
 def test_text_of_units_that_take_no_time() -> None:
