@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
     from seq1f1b.context import add_loss, carry_in, carry_out
     from seq1f1b.engine import PipelineEngine
+    from seq1f1b.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
     from seq1f1b.transport import LoopbackGroup
     from seq1f1b.weighting import shift_labels
 
@@ -26,6 +27,8 @@ __all__ = [
     "PipelineError",
     "Schedule",
     "ScheduleError",
+    "ScheduleSeq1F1B",
+    "ScheduleSeqInterleaved1F1B",
     "Simulation",
     "Unit",
     "add_loss",
@@ -47,6 +50,8 @@ __version__ = "0.1.0"
 _NEEDS_TORCH: dict[str, str] = {
     "LoopbackGroup": "seq1f1b.transport",
     "PipelineEngine": "seq1f1b.engine",
+    "ScheduleSeq1F1B": "seq1f1b.pipelining",
+    "ScheduleSeqInterleaved1F1B": "seq1f1b.pipelining",
     "add_loss": "seq1f1b.context",
     "carry_in": "seq1f1b.context",
     "carry_out": "seq1f1b.context",

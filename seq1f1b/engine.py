@@ -160,7 +160,7 @@ class PipelineEngine:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
-        return self._run(True, inputs, target, kwargs, loss_weight, False)[0]
+        return self.run(True, inputs, target, kwargs, loss_weight=loss_weight)[0]
 
     def eval(
         self,
@@ -177,8 +177,10 @@ class PipelineEngine:
             them and the output of the whole batch, segments and micro-batches merged (None elsewhere).
         """
         with torch.no_grad():
-            losses, outputs = self._run(False, inputs, target, kwargs, None, return_outputs)
-        return (losses, outputs) if return_outputs else losses
+            losses, outputs = self.run(False, inputs, target, kwargs, return_outputs=return_outputs)
+            if not return_outputs:
+                return losses
+            return losses, None if outputs is None else _merge(outputs, 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank, each once."""
@@ -361,9 +363,17 @@ class PipelineEngine:
             raise ValueError(f"segment_sizes sum to {sum(sizes)} tokens, the sequence has {length}")
         return sizes
 
-    def _run(
-        self, training: bool, inputs: Any, target: Any, kwargs: Any, loss_weight: float | None, return_outputs: bool
-    ) -> tuple[list[Tensor], Any]:
+    def run(
+        self,
+        training: bool,
+        inputs: Any,
+        target: Any,
+        kwargs: Any,
+        *,
+        loss_weight: float | None = None,
+        return_outputs: bool = False,
+    ) -> tuple[list[Tensor], list[Any] | None]:
+        """What :meth:`step` and :meth:`eval` share: losses, and where asked for the outputs of the M micro-batches."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._running:
@@ -514,7 +524,7 @@ class _Batch:
             raise ValueError("target was given, but the engine has no loss_fn")
         if self._global_count is not None:
             _check_numbers(loss_weight=self._global_count)
-        check_rules(self._kwargs, engine._arg_rules)
+        check_rules(self._kwargs, engine._arg_rules, is_split=engine.num_segments == 1)
         if engine.has_last and self._target is not None:
             self._target = microbatches(self._target, engine.num_microbatches, "target")
         if engine.has_first:
@@ -582,16 +592,15 @@ class _Batch:
             return []
         return combine(runtime.losses, self._weights, self._engine.device)
 
-    def outputs(self) -> Any:
+    def outputs(self) -> list[Any] | None:
         runtime = self._last_runtime()
         if runtime is None:
             return None
         k = self._engine.num_segments
-        rows = [
+        return [
             _merge([runtime.outputs[m * k + s] for s in range(k)], self._engine.seq_dim)
             for m in range(self._engine.num_microbatches)
         ]
-        return _merge(rows, 0)
 
     def _last_runtime(self) -> StageRuntime | None:
         return self._engine._runtimes.get(self._engine.num_stages - 1)

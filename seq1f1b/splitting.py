@@ -126,8 +126,12 @@ def split_inputs(inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: 
     return units
 
 
-def check_rules(kwargs: Any, rules: Mapping[str, Rule]) -> None:
-    """Every tensor keyword needs a rule: to guess from its sizes would be silently wrong."""
+def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = False) -> None:
+    """Every tensor keyword needs a rule: to guess from its sizes would be silently wrong.
+
+    Args:
+        is_split: micro-batches are whole segments, so that a list of them needs no rule.
+    """
     if not isinstance(rules, Mapping):
         raise TypeError(f"arg_rules must be a dict of rules by name, got {type(rules).__name__}")
     for name, rule in rules.items():
@@ -139,7 +143,7 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule]) -> None:
         if not isinstance(microbatch, Mapping):
             raise TypeError(f"kwargs must be a dict, or a list of them, got {type(microbatch).__name__}")
         for name, value in microbatch.items():
-            if isinstance(value, Tensor) and name not in rules:
+            if isinstance(value, Tensor) and name not in rules and not (is_split and isinstance(kwargs, list)):
                 raise ValueError(
                     f"keyword argument {name!r} is a tensor of shape {tuple(value.shape)} without a rule: say "
                     f"arg_rules={{{name!r}: 'slice'}} (along batch and sequence), 'replicate' or a callable of the unit"

@@ -1,0 +1,333 @@
+"""Do our schedules take the place of torch's: same stages, same calls, same losses, gradients and outputs?"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import run_processes
+from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_model
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import _validate_schedule
+
+from seq1f1b import PipelineError, ScheduleError, ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+
+CPU = torch.device("cpu")
+
+
+def roles(rank: int, world: int, tokens: Any, target: Any) -> tuple[tuple[Any, ...], Any]:
+    """Positional arguments and target of a rank, as torch's schedules want them."""
+    return (tokens,) if rank == 0 else (), target if rank == world - 1 else None
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def whole_results(config: Config, model: Stage, tokens: Tensor, target: Tensor, M: int) -> tuple[list[Tensor], Tensor]:
+    """Losses of the micro-batches and the output of the model run whole; gradients of the losses' mean."""
+    model.zero_grad()
+    output = model(tokens)
+    losses = [cross_entropy(o, t) for o, t in zip(output.tensor_split(M), target.tensor_split(M), strict=True)]
+    torch.stack(losses).mean().backward()
+    return [loss.detach() for loss in losses], output.detach()
+
+
+def check_gradients(stages: list[Stage], model: Stage) -> None:
+    want = gradients(model)
+    for stage in stages:
+        for name, found in gradients(stage).items():
+            torch.testing.assert_close(found, want[name], rtol=1e-9, atol=1e-11)
+
+
+# -- beside torch's own ------------------------------------------------------------------------------------------------
+
+
+def beside_1f1b(rank: int, world: int, M: int, dtype: torch.dtype, scale_grads: bool) -> None:
+    config = Config(kv_heads=2)
+    model = whole_model(config, dtype)
+    tokens, target = batch(config, M, 19)
+    args, target = roles(rank, world, tokens, target)
+    results = []
+    for kind in (Schedule1F1B, ScheduleSeq1F1B):
+        module = stage_of(model, config, rank, world)
+        schedule = kind(PipelineStage(module, rank, world, CPU), M, cross_entropy, None, None, None, scale_grads)
+        for _ in range(2):  # the second step adds to .grad
+            losses: list[Tensor] = []
+            output = schedule.step(*args, target=target, losses=losses)
+        results.append((losses, output, gradients(module)))
+    (their_losses, their_output, theirs), (losses, output, ours) = results
+    assert len(losses) == len(their_losses) == (M if rank == world - 1 else 0)
+    assert all(torch.equal(a, b) for a, b in zip(losses, their_losses, strict=True))
+    assert (output is None and their_output is None) or torch.equal(output, their_output)
+    assert ours.keys() == theirs.keys()
+    for name, found in ours.items():
+        assert torch.equal(found, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("M", "dtype", "scale_grads"),
+    [(2, torch.float32, True), (3, torch.float64, False), (5, torch.float32, True), (4, torch.bfloat16, True)],
+)
+def test_with_one_segment_it_is_1f1b_bit_for_bit(M, dtype, scale_grads):
+    run_processes(2, beside_1f1b, M, dtype, scale_grads)
+
+
+def beside_interleaved(rank: int, world: int) -> None:
+    M, config = 4, Config(kv_heads=2)
+    model = whole_model(config, torch.float32)
+    tokens, target = batch(config, M, 16)
+    args, target = roles(rank, world, tokens, target)
+    results = []
+    for kind in (ScheduleInterleaved1F1B, ScheduleSeqInterleaved1F1B):
+        modules = [stage_of(model, config, index, 2 * world) for index in (rank, rank + world)]
+        stages = [
+            PipelineStage(module, index, 2 * world, CPU)
+            for module, index in zip(modules, (rank, rank + world), strict=True)
+        ]
+        losses: list[Tensor] = []
+        output = kind(stages, M, cross_entropy).step(*args, target=target, losses=losses)
+        results.append((losses, output, [gradients(module) for module in modules]))
+    (their_losses, their_output, theirs), (losses, output, ours) = results
+    torch.testing.assert_close(losses, their_losses)
+    torch.testing.assert_close(output, their_output)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_several_stages_per_rank_beside_interleaved_1f1b():
+    run_processes(2, beside_interleaved)
+
+
+# -- segments against the model run whole ------------------------------------------------------------------------------
+
+
+def segments(rank: int, world: int, M: int, sizes: Any, kind: str) -> None:
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, M, 24)
+    want_losses, want_output = whole_results(config, model, tokens, target, M)
+    stages_per_rank = 2 if kind == "interleaved" else 1
+    indices = [rank + world * i for i in range(stages_per_rank)]
+    modules = [stage_of(model, config, index, world * stages_per_rank) for index in indices]
+    stages = [
+        PipelineStage(module, index, world * stages_per_rank, CPU)
+        for module, index in zip(modules, indices, strict=True)
+    ]
+    options: dict[str, Any] = {"n_segments": 3, "segment_sizes": sizes}
+    schedule = (
+        ScheduleSeqInterleaved1F1B(stages, M, cross_entropy, **options)
+        if kind == "interleaved"
+        else ScheduleSeq1F1B(stages[0], M, cross_entropy, **options)
+    )
+    args, target = roles(rank, world, tokens, target)
+    evaluated: list[Tensor] = []
+    eval_output = schedule.eval(*args, target=target, losses=evaluated)
+    assert all(p.grad is None for module in modules for p in module.parameters())
+    losses: list[Tensor] = [torch.tensor(7.0)]  # forgotten, as torch's schedules do
+    output = schedule.step(*args, target=target, losses=losses)
+    if rank == world - 1:
+        torch.testing.assert_close(losses, want_losses, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(evaluated, losses, rtol=0, atol=0)
+        torch.testing.assert_close(output, want_output, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(eval_output, output, rtol=0, atol=0)
+    else:
+        assert output is None and eval_output is None and len(losses) == 1
+    check_gradients(modules, model)
+    assert schedule.step(*args, target=target, return_outputs=False) is None
+
+
+@pytest.mark.parametrize(
+    ("world", "M", "sizes", "kind"),
+    [
+        (2, 3, None, "single"),
+        (2, 1, [1, 20, 3], "single"),  # fewer micro-batches than stages
+        (3, 2, [9, 8, 7], "single"),
+        (2, 2, None, "interleaved"),
+    ],
+)
+def test_segments_equal_the_model_run_whole(world, M, sizes, kind):
+    run_processes(world, segments, M, sizes, kind)
+
+
+class Conditioned(nn.Module):
+    """A stage with keyword arguments: a bias of every token, one of every micro-batch, and a plain number."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor, *, bias: Tensor, shift: Tensor, factor: float) -> Tensor:
+        output = self.stage(x)
+        return output * factor + bias[..., None] + shift[:, None, None]
+
+
+def with_kwargs(rank: int, world: int, k: int) -> None:
+    M, config = 2, Config()
+    model = whole_model(config)
+    tokens, target = batch(config, M, 12)
+    bias, shift = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (24 * M, 2 * M))
+    bias = bias.view(2 * M, 12)
+    wholes = [Conditioned(stage_of(model, config, index, world)) for index in range(world)]
+    hidden: Tensor = tokens
+    for whole in wholes:
+        hidden = whole(hidden, bias=bias, shift=shift, factor=0.5)
+    torch.stack(
+        [weighted(o, t, 3.0) for o, t in zip(hidden.tensor_split(M), target.tensor_split(M), strict=True)]
+    ).mean().backward()
+
+    module = Conditioned(stage_of(model, config, rank, world))
+    rules: dict[str, Any] = {"bias": "slice", "shift": "replicate"}
+    schedule = ScheduleSeq1F1B(
+        PipelineStage(module, rank, world, CPU), M, weighted,
+        kwargs_chunk_spec={"bias": TensorChunkSpec(0), "shift": TensorChunkSpec(0), "factor": _Replicate},
+        n_segments=k, arg_rules=rules if k > 1 else None,
+    )  # fmt: skip
+    args, target = roles(rank, world, tokens, target)
+    schedule.step(*args, target=target, loss_kwargs={"factor": 3.0}, bias=bias, shift=shift, factor=0.5)
+    want = gradients(wholes[rank])
+    torch.testing.assert_close(gradients(module), want, rtol=1e-9, atol=1e-11)
+
+    module.zero_grad()  # the same as lists of micro-batches
+    kwarg_mbs = [{"bias": b, "shift": s, "factor": 0.5} for b, s in zip(bias.chunk(M), shift.chunk(M), strict=True)]
+    schedule.step(
+        arg_mbs=[(t,) for t in tokens.chunk(M)] if args else None,
+        kwarg_mbs=kwarg_mbs,
+        target_mbs=None if target is None else list(target.chunk(M)),
+        loss_kwargs={"factor": 3.0},
+    )
+    torch.testing.assert_close(gradients(module), want, rtol=1e-9, atol=1e-11)
+
+
+def weighted(output: Tensor, target: Tensor, factor: float) -> Tensor:
+    return factor * F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_keyword_arguments_of_stages_and_loss(k):
+    run_processes(2, with_kwargs, k)
+
+
+# -- patterns of torch's own tests -------------------------------------------------------------------------------------
+
+
+def uneven_microbatches(rank: int, world: int) -> None:
+    """Torch splits a batch of 5 into 3 and 2, which neither its stages nor our cache take."""
+    config = Config()
+    tokens, target = (t[:5] for t in batch(config, 3, 12))
+    module = stage_of(whole_model(config), config, rank, world)
+    schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
+    args, target = roles(rank, world, tokens, target)
+    with pytest.raises((ValueError, PipelineError), match=r"changed within a step: batch 2.* its first use had 3"):
+        schedule.step(*args, target=target)
+
+
+def test_uneven_microbatches_are_refused_on_every_rank():
+    run_processes(2, uneven_microbatches)
+
+
+def repeated(rank: int, world: int) -> None:
+    """Steps and evaluations by turns, of several lengths, leave nothing behind."""
+    config = Config()
+    module = stage_of(whole_model(config), config, rank, world)
+    schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
+    outputs: list[weakref.ref[Tensor]] = []
+    live = []
+    for step in range(6):
+        args, target = roles(rank, world, *batch(config, 2, 10 + step % 2))
+        output = schedule.step(*args, target=target)
+        with torch.no_grad():
+            schedule.eval(*args, target=target)
+        if output is not None:
+            outputs.append(weakref.ref(output))
+        del output, args, target
+        gc.collect()
+        live.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+    assert all(ref() is None for ref in outputs)
+    assert live[2:] == live[2:3] * len(live[2:]), live
+
+
+def test_repeated_steps_leave_nothing_behind():
+    run_processes(2, repeated)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("broken on purpose")
+
+
+def failing_backward(rank: int, world: int) -> None:
+    config = Config()
+    module = stage_of(whole_model(config), config, rank, world)
+    if rank == 1:
+        plain = module.forward
+        module.forward = lambda x: plain(Broken.apply(x))  # type: ignore[method-assign]
+    schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
+    args, target = roles(rank, world, *batch(config, 2, 8))
+    with pytest.raises(Exception, match="broken on purpose"):  # on every rank, with the cause
+        schedule.step(*args, target=target)
+
+
+def test_an_error_in_backward_ends_every_rank():
+    run_processes(2, failing_backward)
+
+
+def refusals(rank: int, world: int) -> None:
+    config = Config()
+    module = stage_of(whole_model(config), config, rank, world)
+    stage = PipelineStage(module, rank, world, CPU)
+    schedule = ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2)
+    tokens, target = batch(config, 2, 8)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"call eval\(\)"):
+        schedule.step(tokens, target=target)
+    with pytest.raises(ValueError, match="arg_mbs stands for the whole batch's"):
+        schedule.step(tokens, arg_mbs=[(tokens,), (tokens,)], target=target)
+    with pytest.raises(ValueError, match="Expecting 2 arg_mbs but got 1"):
+        schedule.step(arg_mbs=[(tokens,)], target=target)
+    with pytest.raises(TypeError, match="losses must be a list"):
+        schedule.step(tokens, target=target, losses=())
+    with pytest.raises(ValueError, match="segment_sizes has 3 entries, num_segments is 2"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, segment_sizes=[3, 3, 2]).step(tokens, target=target)
+    with pytest.raises(ValueError, match="num_microbatches is 0"):
+        ScheduleSeq1F1B(stage, 0, cross_entropy)
+    with pytest.raises(TypeError, match="no_such_option"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, no_such_option=1).step(tokens, target=target)
+    with pytest.raises(ScheduleError, match="stages per rank"):
+        ScheduleSeqInterleaved1F1B([stage], 2, cross_entropy)
+
+
+def test_refusals():
+    run_processes(1, refusals)
+
+
+# -- the order as torch sees it ----------------------------------------------------------------------------------------
+
+
+def orders(rank: int, world: int) -> None:
+    config = Config()
+    stage = PipelineStage(stage_of(whole_model(config), config, rank, world), rank, world, CPU)
+    M, k = 3, 2
+    schedule = ScheduleSeq1F1B(stage, M, cross_entropy, n_segments=k)
+    order = schedule.pipeline_order
+    assert order is not None
+    assert _validate_schedule(order, world, world, M * k) == {0: 0, 1: 1}
+    text = [["" if action is None else str(action) for action in order[r]] for r in range(world)]
+    assert text == [
+        ["0F0", "0F1", "0F2", "", "0B1", "0F3", "0B0", "0F4", "0B3", "0F5", "0B2", "", "0B5", "0B4"],
+        ["", "1F0", "1F1", "1B1", "1F2", "1B0", "1F3", "1B3", "1F4", "1B2", "1F5", "1B5", "1B4", ""],
+    ]
+    assert Schedule1F1B(stage, 2, cross_entropy).pipeline_order is not None
+
+
+def test_pipeline_order_is_torchs():
+    run_processes(2, orders)
