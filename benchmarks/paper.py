@@ -76,13 +76,13 @@ def on_machine(hardware: Hardware, rate: float, overhead: float) -> Hardware:
 def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     case = make_case(row, column, hardware)
     seconds = case.cost.unit_seconds(case.sizes)
-    latency, rate = case.cost.link()
+    latencies, rates = case.cost.links(case.schedule.rank_of_stage)
     backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
     run = case.schedule.simulate(
         seconds.forward,
         backward,
-        transfer=latency,
-        bandwidth=rate,
+        transfer=latencies,
+        bandwidth=rates,
         message_bytes=case.cost.message_bytes(case.sizes),
     )
     step = run.makespan + case.cost.step_seconds()

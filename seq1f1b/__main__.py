@@ -245,9 +245,9 @@ def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, A
     is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
     return {
         **arguments,
-        **cost.simulation_arguments(sizes, split_backward=is_split),
+        **cost.simulation_arguments(schedule, sizes, split_backward=is_split),
         "memory": cost.step_memory(sizes),
-        "optimizer": cost.step_seconds() if optimizer is None else optimizer,
+        **({} if optimizer is None else {"optimizer": optimizer}),
     }
 
 
@@ -416,6 +416,9 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--segments", type=read_counts, metavar="K,K", help="default: powers of two up to 16")
     command.add_argument("--stages", type=read_counts, metavar="V,V", default=[1, 2, 4], help="stages per rank")
     command.add_argument("--recompute", type=read_names, metavar="A,B", help="none,ffn,full (with a profile: none)")
+    command.add_argument(
+        "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
+    )
     command.add_argument("--best", type=int, default=5, help="how many plans to print")
     command.add_argument("--json", action="store_true", help="print the search as JSON")
     command.add_argument("--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE)")
@@ -439,6 +442,7 @@ def plan(options: argparse.Namespace) -> int:
         num_microbatches=options.microbatches,
         memory=options.memory,
         layout=layout,
+        optimizer_sync=not options.no_optimizer_sync,
         names=options.schedules,
         segments=options.segments,
         stages_per_rank=options.stages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
@@ -10,6 +11,7 @@ from typing import Any
 
 from seq1f1b.cost import CostModel, Hardware, Layout
 from seq1f1b.partition import ModelShape, check_segment_sizes
+from seq1f1b.plan import STEPS, order_for_costs
 from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule, families, nearest_name
 
 __all__ = ["Comparison", "Row", "compare"]
@@ -80,7 +82,6 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
     return "".join(text.rstrip() + "\n" for text in texts)
 
 
-_STEPS = 3  # simulated for the period
 _COLUMNS = (
     ("family", lambda row: row.family),
     ("v", lambda row: str(row.stages_per_rank)),
@@ -125,7 +126,7 @@ def compare(
     The work of a rank per micro-batch is the same for all: its stages and the segments share it equally, or cost what
     a model costs on a machine. A family that cuts no segments runs whole micro-batches; one that cannot have
     ``stages_per_rank`` has the fewest that it can. Families that time their W by costs are given them, and ``auto`` the
-    cap in micro-batches, too.
+    cap, too, the tighter one of two.
 
     Args:
         names: families; none: all.
@@ -179,6 +180,11 @@ def compare(
         """Of k segments, or of the whole sequence where a family cuts none."""
         return segment_sizes if segment_sizes is None or k == num_segments else [sum(segment_sizes)]
 
+    def unit_bytes(v: int, k: int) -> list[int] | None:
+        """Activations of the units of one stage, where the bytes of a token were given."""
+        sizes = sizes_of(k)
+        return None if sizes is None or token_bytes is None else [-(-size * token_bytes // v) for size in sizes]
+
     def cost_of(v: int, k: int) -> tuple[CostModel, Sequence[int]]:
         assert model is not None and hardware is not None and seq_len is not None
         cost = CostModel.balanced(
@@ -187,35 +193,48 @@ def compare(
         return cost, sizes_of(k) or cost.split(k)
 
     def options(family: Family, v: int, k: int) -> dict[str, Any]:
-        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer."""
+        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer. A
+        cap below the micro-batch that it has to hold is for its row to say."""
         parts: dict[str, Any] = {}
-        if not {"costs", "transfer"} & {*family.options}:
-            return parts
         if model is None:
             parts["costs"] = tuple(seconds / (v * k) for seconds in (forward, backward - put_off, put_off))
-        elif num_ranks * v <= model.layers:  # else refused
-            cost, sizes = cost_of(v, k)
-            parts["costs"] = tuple(cost.unit_seconds(sizes, split_backward=True))
-        if family.name == "auto":
             parts["transfer"] = transfer
-            if model is not None and "costs" in parts:
-                latency, rate = cost.link()
-                parts["transfer"] = latency + max(cost.message_bytes(sizes)) / rate
-            if cap_microbatches is not None and cap_microbatches < num_microbatches:
-                parts["cap"] = max(int(cap_microbatches * v * k), 1)
+        held = unit_bytes(v, k)
+        most = math.inf if cap_microbatches is None else cap_microbatches
+        if held is not None and cap_bytes is not None and cap_bytes < most * v * sum(held):
+            parts |= {"unit_bytes": [held] * (num_ranks * v), "cap_bytes": max(cap_bytes, v * sum(held))}
+        elif family.name == "auto" and most < num_microbatches:
+            parts["cap"] = max(int(most * v * k), v * k)
         return {name: value for name, value in parts.items() if name in family.options}
+
+    def build(family: Family, counts: dict[str, Any]) -> Schedule:
+        """For a model's costs, which only counts that can be built have."""
+        if model is None or "costs" not in family.options:
+            return build_schedule(family.name, **counts)
+        cost, sizes = cost_of(counts["stages_per_rank"], counts["num_segments"])
+
+        def build_for(given: dict[str, Any]) -> Schedule:
+            in_bytes = "cap_bytes" in given
+            limits = {name: value for name, value in counts["options"].items() if not (in_bytes and name == "cap")}
+            return build_schedule(family.name, **{**counts, "options": limits | given})
+
+        def seconds(schedule: Schedule) -> float:
+            return schedule.simulate(**cost.simulation_arguments(schedule, sizes, split_backward=True)).makespan
+
+        return order_for_costs(
+            family, cost, sizes, math.inf if cap_bytes is None else cap_bytes, build_for, seconds
+        ).schedule
 
     def simulated(found: Schedule, v: int, k: int) -> tuple[Simulation, int | None, Sequence[int] | None]:
         """The run, the peak bytes, and the bytes of each segment's message."""
-        steps: dict[str, Any] = {"steps": _STEPS, "optimizer_sync": False}
+        steps: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
         if model is not None:
             cost, sizes = cost_of(v, k)
             is_split = any(unit.kind == "W" for unit in found.ranks[0])
-            arguments = cost.simulation_arguments(sizes, split_backward=is_split)
-            run = found.simulate(**arguments, segment_sizes=sizes, **steps, optimizer=cost.step_seconds())
+            arguments = cost.simulation_arguments(found, sizes, split_backward=is_split)
+            run = found.simulate(**arguments, segment_sizes=sizes, **steps)
             return run, max(rank.total for rank in cost.rank_bytes(found, sizes)), arguments["message_bytes"]
-        sizes_given = sizes_of(k)
-        messages = None
+        sizes_given, held, messages = sizes_of(k), unit_bytes(v, k), None
         if sizes_given is not None and message_bytes is not None:
             messages = [size * message_bytes for size in sizes_given]
         run = found.simulate(
@@ -226,9 +245,7 @@ def compare(
             bandwidth=bandwidth,
             message_bytes=messages or 0,
             segment_sizes=sizes_given,
-            unit_bytes=[[-(-size * token_bytes // v) for size in sizes_given]] * found.num_stages
-            if sizes_given is not None and token_bytes is not None
-            else None,
+            unit_bytes=None if held is None else [held] * found.num_stages,
             **steps,
         )
         return run, None if run.peak_bytes is None else max(run.peak_bytes), messages
@@ -236,7 +253,7 @@ def compare(
     rows, refused = [], {}
     for family in [known[name] for name in dict.fromkeys(names)] or known.values():
         most_stages = None if model is None else model.layers
-        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, most_stages)
+        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, most_stages, build)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
             continue
@@ -280,6 +297,7 @@ def _build(
     v: int | None,
     options: Callable[[Family, int, int], dict[str, Any]],
     most_stages: int | None,
+    build: Callable[[Family, dict[str, Any]], Schedule],
 ) -> Schedule | str:
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
@@ -297,7 +315,7 @@ def _build(
         if broken is None and most_stages is not None and P * stages > most_stages:
             broken = f"P v <= {most_stages} layers: here P = {P}, v = {stages}"
         if broken is None:
-            return build_schedule(family.name, **counts)
+            return build(family, counts)
         rule = rule or broken
     assert rule is not None
     return rule

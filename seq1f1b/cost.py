@@ -15,7 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from seq1f1b import _core
 from seq1f1b.partition import ModelShape, make_model, partition_sequence
 from seq1f1b.profile import Part, Profile
 from seq1f1b.schedule import Schedule, StepMemory, nearest_name
@@ -161,9 +160,9 @@ class RankBytes:
     """Bytes of one rank at its peak.
 
     Attributes:
-        static: weights, gradients, optimizer state. activations: of live units, with their logits. kv, kv_gradients:
-            slots of the cache. receive: places of incoming messages. workspace: one unit's own. reserve: the
-            allocator's share, and what is held beside tensors.
+        static: weights, gradients, optimizer state. activations: of live units, with their logits and, where the
+            backward is split, what I leaves to W. kv, kv_gradients: slots of the cache. receive: places of incoming
+            messages. workspace: one unit's own. reserve: the allocator's share, and what is held beside tensors.
     """
 
     static: int
@@ -534,50 +533,52 @@ class CostModel:
         scale = self.model.hidden * self.hardware.element_bytes / self._shards
         return [math.ceil(size * scale) for size in sizes]
 
-    def link(self) -> tuple[float, float]:
-        """Latency and bytes per second of the slowest edge: between nodes where the ranks do not fit in one."""
-        hw = self.hardware
-        devices = self._shards * self.num_ranks
-        latency = hw.inside_latency if devices <= hw.node_size else hw.between_latency
-        return latency, self._link(devices)
+    def links(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Latency and bytes per second of the edges between stages s and s + 1, [s]: ``Schedule.simulate`` takes them.
 
-    def simulation_arguments(self, sizes: Sequence[int], *, split_backward: bool) -> dict[str, Any]:
-        """Keyword arguments of :meth:`Schedule.simulate`: seconds of units, links, and bytes of messages."""
+        Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
+        The next data-parallel replica comes behind the last rank.
+        """
+        hw = self.hardware
+        ranks_per_node = max(1, int(hw.node_size) // self._shards)
+        nodes = [rank // ranks_per_node for rank in rank_of_stage]
+        inside = [a == b for a, b in itertools.pairwise(nodes)]
+        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
+        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
+        return latencies, rates
+
+    def optimizer_seconds(self) -> list[float]:
+        """What follows the pipeline in every step, of each stage: exposed reduction of gradients, and the optimizer. A
+        rank needs the sum of its stages."""
+        hw, d = self.hardware, self.layout.data
+        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
+        rate = self._link(d * self._shards * self.num_ranks)
+        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
+        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
+        return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
+
+    def simulation_arguments(self, schedule: Schedule, sizes: Sequence[int], *, split_backward: bool) -> dict[str, Any]:
+        """Keyword arguments of :meth:`Schedule.simulate`: seconds of units, links, bytes of messages, the optimizer."""
         seconds = self.unit_seconds(sizes, split_backward=split_backward)
         both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
-        latency, rate = self.link()
+        latencies, rates = self.links(schedule.rank_of_stage)
+        optimizer = [0.0] * schedule.num_ranks
+        for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
+            optimizer[rank] += value
         return {
             "forward": seconds.forward,
             "backward": both,
             "weight": seconds.weight,
-            "transfer": latency,
-            "bandwidth": rate,
+            "transfer": latencies,
+            "bandwidth": rates,
             "message_bytes": self.message_bytes(sizes),
+            "optimizer": optimizer,
         }
 
-    def step_memory(self, sizes: Sequence[int]) -> StepMemory:
-        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
-        hw = self.hardware
-        slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
-        parameters = [self.parameters(stage) for stage in range(self.num_stages)]
-        return StepMemory(
-            activations=self.unit_bytes(sizes),
-            kv=[math.ceil(n * self.seq_len * slot) for n in self.layers],
-            kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
-            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
-            optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
-            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
-        )
-
     def step_seconds(self) -> float:
-        """What follows the pipeline in every step: exposed reduction of gradients, and the optimizer."""
-        hw, d = self.hardware, self.layout.data
-        of_rank = (range(rank, self.num_stages, self.num_ranks) for rank in range(self.num_ranks))
-        parameters = max(sum(map(self.parameters, stages)) for stages in of_rank)
-        moved = (d - 1) / d * parameters * (hw.gradient_bytes + hw.element_bytes)
-        devices = d * self._shards * self.num_ranks
-        touched = parameters / d * (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes)
-        return hw.data_exposed * moved / self._link(devices) + touched / hw.bandwidth
+        """:meth:`optimizer_seconds` of the slowest rank, stages going round the ranks."""
+        seconds = self.optimizer_seconds()
+        return max(sum(seconds[rank :: self.num_ranks]) for rank in range(self.num_ranks))
 
     # -- bytes
 
@@ -604,24 +605,73 @@ class CostModel:
             saved += 2 * e * m.hidden * m.experts_per_token  # tokens as sent to the experts, and what came back
         return saved
 
-    def unit_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Bytes that each unit keeps from F to B, or to W where the backward is split, as [stage][segment].
+    def _left_bytes(self) -> tuple[float, float]:
+        """What W reads, of one token and layer: the inputs of the products that F saved, and what I leaves beside them:
+        gradients of q, k, v, gate, up and two outputs, and inputs that were computed again."""
+        m, e = self.model, self.hardware.element_bytes
+        routed = e * m.hidden * m.experts_per_token if m.experts > 1 else 0.0
+        inputs = {"norms": e * (2 * m.hidden + self._q) + routed, "ffn": e * self._f}
+        gradients = e * (2 * m.hidden + self._q + 2 * self._g + 2 * self._f) + routed
+        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.recompute]
+        left = gradients + sum(inputs[name] for name in again)
+        return sum(inputs.values()) + gradients - left, left
 
-        Until W a split unit keeps the inputs of the products; the rest goes at I, when gradients of about the same
-        size come (of q, k, v, gate, up and two outputs): so it counts in full.
+    def step_memory(self, sizes: Sequence[int]) -> StepMemory:
+        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's.
+
+        A profile does not know which part W reads: what F saved counts to the end of W.
         """
-        hw, ends, last = self.hardware, _ends(sizes), self.num_stages - 1
+        hw = self.hardware
+        activations, kept, left = self._unit_bytes(sizes)
+        slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
+        parameters = [self.parameters(stage) for stage in range(self.num_stages)]
+        return StepMemory(
+            activations=activations,
+            kept_activations=kept,
+            output_gradients=left,
+            kv=[math.ceil(n * self.seq_len * slot) for n in self.layers],
+            kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
+            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
+            optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
+            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
+        )
+
+    def held_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Most that a unit holds before or after I, [stage][segment]; the first segment's also its micro-batch's cache,
+        which goes when it is through. For orders made for a cap in bytes."""
+        tables = zip(*self._unit_bytes(sizes), strict=True)
+        held = [[max(a, kept + left) for a, kept, left in zip(*rows, strict=True)] for rows in tables]
+        if not self.layout.copies_prefix:
+            for row, layers in zip(held, self.layers, strict=True):
+                row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
+        return held
+
+    def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Activations, what W reads of them, and what I leaves to W."""
         if self.profile is not None:
-            return self._measured_bytes(self.profile, sizes)
-        per_token = hw.activation_factor * self._saved_bytes(self.layout.recompute) / self._shards
-        copies = 2 * self._g * hw.element_bytes / self._shards if self.layout.copies_prefix else 0.0
-        logits = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
+            saved_bytes = self._measured_bytes(self.profile, sizes)
+            return saved_bytes, saved_bytes, [[0] * len(sizes)] * self.num_stages
+        saved = self._saved_bytes(self.layout.recompute)
+        kept, left = self._left_bytes()
+        copies = 2 * self._g * self.hardware.element_bytes / self._shards if self.layout.copies_prefix else 0.0
+        words = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
+        logit_gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
+        return (
+            self._per_unit(sizes, saved, words, copies),
+            self._per_unit(sizes, kept),
+            self._per_unit(sizes, left, logit_gradients / self._shards),
+        )
+
+    def _per_unit(self, sizes: Sequence[int], layer: float, head: float = 0.0, prefix: float = 0.0) -> list[list[int]]:
+        """[stage][segment] bytes: of a layer per token and per token of its prefix, and of the last stage's head."""
+        per_token, last = self.hardware.activation_factor * layer / self._shards, self.num_stages - 1
+        segments = list(zip(sizes, _ends(sizes), strict=True))
         return [
             [
-                math.ceil(self.layers[stage] * (per_token * n + copies * end) + (logits * n if stage == last else 0.0))
-                for n, end in zip(sizes, ends, strict=True)
+                math.ceil(layers * (per_token * n + prefix * end) + (head * n if s == last else 0.0))
+                for n, end in segments
             ]
-            for stage in range(self.num_stages)
+            for s, layers in enumerate(self.layers)
         ]
 
     def _measured_bytes(self, profile: Profile, sizes: Sequence[int]) -> list[list[int]]:
@@ -645,41 +695,51 @@ class CostModel:
         return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
 
     def rank_bytes(self, schedule: Schedule, sizes: Sequence[int]) -> list[RankBytes]:
-        """The peak of every rank under an order, from its lowered program."""
-        program = _core.program_lower(schedule.handle, 1)
-        weights = [value for row in self.unit_bytes(sizes) for value in row]
+        """The peak of every rank under an order."""
         hw, longest = self.hardware, max(sizes)
-        slot, gradient_slot = (self.seq_len * size for size in self._cache_bytes())  # of one layer
-        places = [0] * schedule.num_ranks
-        for edge in _core.program_edges(program):
-            places[edge[3]] += edge[5]
-        message = max(self.message_bytes(sizes))
+        stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            stages_of[rank].append(stage)
+        of_units = StepMemory(*self._unit_bytes(sizes))
+        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes))
+        kv, gradients = self._slot_bytes(schedule, stages_of)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []
-        for rank in range(schedule.num_ranks):
-            stages = [stage for stage, place in enumerate(schedule.rank_of_stage) if place == rank]
-            kv = gradients = 0.0
-            for stage in stages if not self.layout.copies_prefix else []:
-                _, kv_slots, grad_slots = _core.program_stage_peak(program, stage)
-                kv += self.layers[stage] * kv_slots * slot
-                gradients += self.layers[stage] * grad_slots * gradient_slot
+        for rank, stages in enumerate(stages_of):
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
             if self.num_stages - 1 in stages and self.layout.head_in_loss:
                 work = max(work, self._logit_bytes(longest))
-            live = _core.program_rank_peak(program, rank, weights)
-            changing = live + kv + gradients + places[rank] * message + work
+            changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
                     static=math.ceil(sum(map(self.parameters, stages)) * state),
-                    activations=live,
-                    kv=math.ceil(kv),
-                    kv_gradients=math.ceil(gradients),
-                    receive=places[rank] * message,
+                    activations=peaks.total[rank] - peaks.receive[rank],
+                    kv=math.ceil(kv[rank]),
+                    kv_gradients=math.ceil(gradients[rank]),
+                    receive=peaks.receive[rank],
                     workspace=math.ceil(work),
                     reserve=math.ceil(hw.allocator_reserve * changing + hw.context_bytes),
                 )
             )
         return ranks
+
+    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+        """The cache of every rank, and its gradients: each stage has the slots that it needs at its own peak, all
+        through the step."""
+        kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+        if self.layout.copies_prefix:
+            return kv, gradients
+        slot, gradient_slot = (self.seq_len * size for size in self._cache_bytes())  # of one layer
+        for number in range(max(map(len, stages_of))):  # of the stage on its rank
+            counted = [0] * schedule.num_stages
+            for stages in stages_of:
+                counted[stages[number]] = 1
+            slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
+            for rank, stages in enumerate(stages_of):
+                layers = self.layers[stages[number]]
+                kv[rank] += layers * slots.kv[rank] * slot
+                gradients[rank] += layers * slots.kv_gradients[rank] * gradient_slot
+        return kv, gradients
 
 
 _PIECES = 1024  # of the sequence whose costs a split balances

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
-from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, RankBytes, UnitSeconds
+from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, RankBytes
 from seq1f1b.draw import write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
@@ -21,6 +22,9 @@ _FORMAT = "seq1f1b plan 1"
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _GIB = 1 << 30
 _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
+_MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
+STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
+_CAP_TRIES = 4  # orders of "auto" for one candidate under a cap
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
@@ -34,8 +38,10 @@ class Plan:
         model, hardware, seq_len, layout: what was planned for.
         schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of :func:`build_schedule`.
         segment_sizes: tokens. mix: balance of the split, 1 equal time, 0 equal length.
-        seconds, low, high: of a step, optimizer included; the ends of the interval take the uncertain terms to be
-            independent. bubble: share of the ranks' time in the pipeline. tokens_per_second: of all data-parallel ones.
+        seconds, low, high: of a step among others like it, optimizer included (its period); the ends of the interval
+            take the uncertain terms to be independent. bubble: share of that time in which ranks neither compute nor
+            update. tokens_per_second: of all data-parallel replicas. optimizer_sync: whether the optimizer waits for
+            all ranks.
         peak: bytes of each rank; peak_high: with the uncertain bytes at their high ends. cap: planned for.
     """
 
@@ -58,6 +64,7 @@ class Plan:
     peak: tuple[int, ...]
     peak_high: tuple[int, ...]
     cap: int
+    optimizer_sync: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -223,6 +230,18 @@ class _Candidate(NamedTuple):
         return f"{self.family.name} with k {self.num_segments}, v {self.stages_per_rank}, recompute {self.recompute}"
 
 
+class Made(NamedTuple):
+    """An order, the options that it was built with, and its bytes."""
+
+    schedule: Schedule
+    options: dict[str, Any]
+    ranks: list[RankBytes]
+
+    @property
+    def peak(self) -> int:
+        return max(rank.total for rank in self.ranks)
+
+
 @dataclass(eq=False)
 class _Found:
     """A candidate with its order and price."""
@@ -231,14 +250,8 @@ class _Found:
     sizes: list[int]
     seconds: float
     bubble: float
-    ranks: list[RankBytes]
-    schedule: Schedule
+    made: Made
     is_split: bool
-    options: dict[str, Any]
-
-    @property
-    def peak(self) -> int:
-        return max(rank.total for rank in self.ranks)
 
 
 def search_plans(
@@ -250,6 +263,7 @@ def search_plans(
     num_microbatches: int,
     memory: int | None = None,
     layout: Layout | None = None,
+    optimizer_sync: bool = True,
     names: Sequence[str] | None = None,
     segments: Sequence[int] | None = None,
     stages_per_rank: Sequence[int] = (1, 2, 4),
@@ -260,6 +274,7 @@ def search_plans(
 ) -> PlanSearch:
     """Simulates every family that these counts allow, and keeps the fastest that fit.
 
+    The fastest has the shortest period: seconds from step to step, of several in a row with their optimizer.
     Each family is tried with every number of segments, stages per rank and recomputation asked for, first with
     segments of equal time; the best of them then with splits nearer to equal length. What cannot be faster than those
     found, by its busiest rank and the way to it, is not simulated.
@@ -268,7 +283,10 @@ def search_plans(
         memory: cap in bytes of one device; None: all of the device's.
         layout: degrees beside the pipeline; its ``recompute`` and ``layers`` are the search's, which gives the stage
             with the head fewer layers, or as many as others.
-        names: families; None: all but ``auto``, whose own search takes seconds per candidate.
+        optimizer_sync: whether the optimizer waits until all ranks are through with the step, as a norm over all
+            stages makes it; else each rank goes on by itself, and orders that end early on some ranks gain.
+        names: families; None: all but ``auto``, whose own search takes seconds per candidate; it is made for the cap.
+            ``1f1b`` and ``gpipe`` with several segments pass them on one by one and still hold whole micro-batches.
         recompute: None: all, or with a profile, which is of stages as they are, "none".
         segments: None: powers of two up to 16. best: how many plans to return at most, none slower than
             ``within`` times the fastest.
@@ -281,7 +299,7 @@ def search_plans(
     for name, value in {"memory": cap, "best": best, **counts}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
-    search = _Search(model, hardware, seq_len, num_ranks, num_microbatches, layout or Layout())
+    search = _Search(model, hardware, seq_len, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:
@@ -327,13 +345,21 @@ class _Search:
     """The price of candidates, and what became of each family."""
 
     def __init__(
-        self, model: ModelShape, hardware: Hardware, seq_len: int, num_ranks: int, num_microbatches: int, layout: Layout
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        seq_len: int,
+        num_ranks: int,
+        num_microbatches: int,
+        layout: Layout,
+        optimizer_sync: bool,
     ) -> None:
         self.model, self.hardware, self.seq_len, self.layout = model, hardware, seq_len, layout
-        self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
+        self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
         self.num_simulated = 0
         self._costs: dict[tuple[int, str, bool], CostModel] = {}
         self._sizes: dict[tuple[int, float, str], list[int]] = {}
+        self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
         self._split_backward: dict[str, bool] = {}
         self._rules: dict[tuple[str, int, int], str | None] = {}
         self._least: dict[str, tuple[int, _Candidate]] = {}  # peak bytes, of what does not fit
@@ -398,20 +424,23 @@ class _Search:
         return self._sizes[key]
 
     def bound(self, candidate: _Candidate) -> float:
-        """Seconds that no order of these units can beat: the ranks' mean work, and the work of each stage with the
-        first segment's way down to it and the way back up."""
+        """Seconds that no order of these units can beat: the mean of the ranks' work, and the work of each stage, where
+        steps do not overlap with the first segment's way down to it and the way back up."""
         cost = self._cost(candidate)
         is_split = self._is_split(candidate.family)
         seconds = cost.unit_seconds(self._split(candidate), split_backward=is_split)
+        optimizer = cost.optimizer_seconds()
         work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
-        least, down, up = sum(map(sum, work)) / self.num_ranks, 0.0, 0.0
+        least = (sum(map(sum, work)) + sum(optimizer)) / self.num_ranks
+        down, up = optimizer[0], 0.0
         for stage in range(cost.num_stages):
             forward, back, weight = (part[stage] for part in work)
-            # A W that is its own unit may run beside the way up.
-            least = max(least, down + forward + back + (0.0 if is_split else weight) + up)
+            least = max(least, optimizer[stage] + forward + back + weight)
+            if self.optimizer_sync:  # a W that is its own unit may run beside the way up
+                least = max(least, down + forward + back + (0.0 if is_split else weight) + up)
             down += seconds.forward[stage][0]
             up += seconds.input[stage][0] + (0.0 if is_split else seconds.weight[stage][0])
-        return cost.step_seconds() + least
+        return least
 
     def consider(self, candidate: _Candidate, fitting: list[_Found], cap: int, best: int, within: float) -> None:
         """Prices a candidate unless it cannot be among the best; keeps it if it fits and is."""
@@ -436,16 +465,37 @@ class _Search:
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
         # Of equal times to four digits, beyond what the model knows, the one that needs least memory goes first.
-        fitting.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.peak))
+        fitting.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.made.peak))
         fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
 
     def _price(self, candidate: _Candidate, cap: int) -> _Found | int:
         """The candidate simulated, or the bytes that it needs where they are more than the cap."""
         cost, sizes = self._cost(candidate), self._split(candidate)
         is_split = self._is_split(candidate.family)
-        seconds = cost.unit_seconds(sizes, split_backward=is_split)
-        options = {"costs": list(seconds)} if "costs" in candidate.family.options else {}
-        schedule = build_schedule(
+        made = self._order(candidate, cost, sizes, is_split, cap)
+        if made.peak > cap:
+            return made.peak
+        period, bubble = self._period(cost, made.schedule, sizes, is_split)
+        self.num_simulated += 1
+        period = max(period, self.bound(candidate))  # a few steps in a row may still be settling
+        return _Found(candidate, sizes, period, bubble, made, is_split)
+
+    def _order(self, candidate: _Candidate, cost: CostModel, sizes: list[int], is_split: bool, cap: int) -> Made:
+        """The candidate's order; of one that is made for the cap the fastest that fits it, if any does."""
+        if "costs" not in candidate.family.options:
+            schedule = self._shared_order(candidate)
+            return Made(schedule, {}, cost.rank_bytes(schedule, sizes))
+
+        def build(options: dict[str, Any]) -> Schedule:
+            return self._build(candidate, options)
+
+        def seconds(schedule: Schedule) -> float:
+            return self._period(cost, schedule, sizes, is_split)[0]
+
+        return order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
+
+    def _build(self, candidate: _Candidate, options: Mapping[str, Any]) -> Schedule:
+        return build_schedule(
             candidate.family.name,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
@@ -453,22 +503,33 @@ class _Search:
             stages_per_rank=candidate.stages_per_rank,
             options=options,
         )
-        ranks = cost.rank_bytes(schedule, sizes)
-        peak = max(rank.total for rank in ranks)
-        if peak > cap:
-            return peak
-        makespan, busy = _simulate(cost, schedule, seconds, sizes)
-        self.num_simulated += 1
-        bubble = 1 - sum(busy) / (makespan * self.num_ranks)
-        total = makespan + cost.step_seconds()
-        return _Found(candidate, sizes, total, bubble, ranks, schedule, is_split, options)
+
+    def _shared_order(self, candidate: _Candidate) -> Schedule:
+        """An order that does not depend on costs: that of all candidates which differ in recomputation, layers or split
+        alone. The oldest kept ones go first."""
+        key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
+        if key not in self._orders:
+            self._orders[key] = self._build(candidate, {})
+            while len(self._orders) > 1 and sum(map(self._num_units, self._orders)) > _MOST_KEPT:
+                del self._orders[next(iter(self._orders))]
+        return self._orders[key]
+
+    def _num_units(self, key: tuple[str, int, int]) -> int:
+        _, v, k = key
+        return 2 * self.num_ranks * v * self.num_microbatches * k
+
+    def _period(self, cost: CostModel, schedule: Schedule, sizes: Sequence[int], is_split: bool) -> tuple[float, float]:
+        """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
+        arguments = cost.simulation_arguments(schedule, sizes, split_backward=is_split)
+        run = schedule.simulate(**arguments, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
+        assert run.period is not None
+        return run.period, 1 - (sum(run.busy) + sum(arguments["optimizer"])) / (run.period * self.num_ranks)
 
     def _seconds_on(self, found: _Found, hardware: Hardware) -> float:
         """The same order and split on another machine."""
         layout = self._cost(found.candidate).layout
         cost = self._cost_of_layout(found.candidate.stages_per_rank, layout, hardware)
-        seconds = cost.unit_seconds(found.sizes, split_backward=found.is_split)
-        return _simulate(cost, found.schedule, seconds, found.sizes)[0] + cost.step_seconds()
+        return self._period(cost, found.made.schedule, found.sizes, found.is_split)[0]
 
     def uncertain(self, found: _Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
@@ -508,10 +569,11 @@ class _Search:
             high=found.seconds + slower,
             bubble=found.bubble,
             tokens_per_second=tokens / found.seconds,
-            peak=tuple(rank.total for rank in found.ranks),
-            peak_high=tuple(rank.total for rank in high.rank_bytes(found.schedule, found.sizes)),
+            peak=tuple(rank.total for rank in found.made.ranks),
+            peak_high=tuple(rank.total for rank in high.rank_bytes(found.made.schedule, found.sizes)),
             cap=cap,
-            options=found.options,
+            optimizer_sync=self.optimizer_sync,
+            options=found.made.options,
         )
 
     def explain_nothing(self, cap: int) -> str:
@@ -544,21 +606,45 @@ def _with(hardware: Hardware, values: Mapping[str, Any]) -> Hardware:
     return replace(hardware, **values)
 
 
-def _simulate(
-    cost: CostModel, schedule: Schedule, seconds: UnitSeconds, sizes: Sequence[int]
-) -> tuple[float, Sequence[float]]:
-    """Makespan, and busy seconds of each rank."""
-    both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
-    latency, rate = cost.link()
-    run = schedule.simulate(
-        seconds.forward,
-        both,
-        seconds.weight,
-        latency,
-        bandwidth=rate,
-        message_bytes=cost.message_bytes(sizes),
-    )
-    return run.makespan, run.busy
+def order_for_costs(
+    family: Family,
+    cost: CostModel,
+    sizes: Sequence[int],
+    cap: float,
+    build: Callable[[dict[str, Any]], Schedule],
+    seconds: Callable[[Schedule], float],
+) -> Made:
+    """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
+    fastest by ``seconds`` that fits in ``cap``, of several made for what the one before left of it.
+
+    Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
+    cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
+    """
+    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=True))}
+    if "transfer" in family.options:
+        latencies, rates = cost.links(range(cost.num_ranks))
+        message = statistics.fmean(cost.message_bytes(sizes))
+        times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
+        options["transfer"] = statistics.fmean(times) if times else 0.0
+    schedule = build(options)
+    made = Made(schedule, options, cost.rank_bytes(schedule, sizes))
+    if made.peak <= cap or "cap_bytes" not in family.options:
+        return made
+    held, share = cost.held_bytes(sizes), 1 + cost.hardware.allocator_reserve
+    least = [0] * cost.num_ranks  # one micro-batch
+    for rank, row in zip(schedule.rank_of_stage, held, strict=True):
+        least[rank] += sum(row)
+    room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
+    orders: list[tuple[float, int, Made]] = []
+    for _ in range(_CAP_TRIES):
+        left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
+        room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
+        given = options | {"unit_bytes": held, "cap_bytes": room}
+        schedule = build(given)
+        made = Made(schedule, given, cost.rank_bytes(schedule, sizes))
+        orders.append((seconds(schedule) if made.peak <= cap else math.inf, made.peak, made))
+        aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower where one held too much
+    return min(orders, key=lambda order: order[:2])[2]
 
 
 def _splits_backward(family: Family) -> bool:

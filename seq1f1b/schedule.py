@@ -192,9 +192,7 @@ class _Order:
         if listed is None and (critical or durations is not None):
             raise ValueError("critical and durations need an order that is listed: build_schedule makes one")
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        tape = self._tapes.get(prefetch)
-        if tape is None:
-            tape = self._tapes[prefetch] = self._make_tape(prefetch)
+        tape = self._tape(prefetch)
         makespan, period, span, busy, wait, start, end, slack, path = _core.tape_simulate(
             tape,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
@@ -224,6 +222,22 @@ class _Order:
             start=None if start is None else tuple(map(_doubles, start)),
             end=None if end is None else tuple(map(_doubles, end)),
         )
+
+    def peak_memory(
+        self, memory: StepMemory, *, message_bytes: int | Sequence[int] = 0, prefetch: int = 1
+    ) -> PeakMemory:
+        """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
+
+        Args and errors are those of :meth:`simulate`.
+        """
+        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
+        return self._memory(self._tape(prefetch), memory, sizes)[1]
+
+    def _tape(self, prefetch: int) -> Any:
+        tape = self._tapes.get(prefetch)
+        if tape is None:
+            tape = self._tapes[prefetch] = self._make_tape(prefetch)
+        return tape
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""

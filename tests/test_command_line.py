@@ -67,9 +67,10 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
         is_split = name == "zb-h1"
         options = {"costs": tuple(cost.unit_seconds([16384], split_backward=True))} if is_split else {}
-        run = seq1f1b.build_schedule(name, **counts, options=options).simulate(
-            **cost.simulation_arguments([16384], split_backward=is_split),
-            memory=cost.step_memory([16384]), steps=3, optimizer_sync=False, optimizer=cost.step_seconds(),
+        order = seq1f1b.build_schedule(name, **counts, options=options)
+        run = order.simulate(
+            **cost.simulation_arguments(order, [16384], split_backward=is_split),
+            memory=cost.step_memory([16384]), steps=3, optimizer_sync=False,
         )  # fmt: skip
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
         assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0

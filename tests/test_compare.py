@@ -102,12 +102,13 @@ def test_auto_is_made_for_the_costs_and_the_cap() -> None:
 
 
 def test_a_model_costs_what_its_plan_says() -> None:
-    """With the layers and segments of a plan: its seconds but for what follows the pipeline, and its bytes."""
+    """With the layers and segments of a plan: its seconds and its bytes."""
     model, hardware = load_model("qwen3-4b"), load_hardware("h100")
     for name in ("seq1f1b", "seq-zb-h1", "seq1f1b-interleaved"):
         (plan, *_) = search_plans(
-            model, hardware, seq_len=8192, **COUNTS, names=[name], segments=[4], recompute=["full"]
-        ).plans
+            model, hardware, seq_len=8192, **COUNTS, names=[name], segments=[4], recompute=["full"],
+            optimizer_sync=False,
+        ).plans  # fmt: skip
         sizes = plan.segment_sizes
         found = row(
             name, num_segments=4, stages_per_rank=plan.stages_per_rank, model=model, hardware=hardware,
@@ -116,7 +117,7 @@ def test_a_model_costs_what_its_plan_says() -> None:
         cost = CostModel(
             model, hardware, num_ranks=4, stages_per_rank=plan.stages_per_rank, seq_len=8192, layout=plan.layout
         )
-        assert found.makespan + cost.step_seconds() == pytest.approx(plan.seconds, rel=1e-12)
+        assert found.period == pytest.approx(plan.seconds, rel=1e-12)
         assert found.peak_bytes == max(plan.peak)
         assert found.period > found.makespan  # the optimizer
         per_message = sum(cost.message_bytes(sizes))
@@ -137,6 +138,15 @@ def test_a_model_of_few_layers_and_a_cap() -> None:
         compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least - 1)
 
 
+def test_auto_is_made_for_a_models_cap_in_bytes() -> None:
+    given = {"model": load_model("qwen3-4b"), "hardware": load_hardware("h100"), "seq_len": 16384, "num_segments": 4}
+    named, free = row("seq-zb-h1", **given), row("auto", **given)
+    cap = named.peak_bytes
+    assert free.peak_bytes > cap
+    found = row("auto", **given, cap_bytes=cap)
+    assert found.peak_bytes <= cap and free.makespan <= found.makespan <= 1.02 * named.makespan
+
+
 def test_json_holds_rows_and_reasons() -> None:
     table = compare(["gpipe", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
     found = json.loads(table.to_json())
@@ -151,6 +161,19 @@ def test_a_cap_in_bytes() -> None:
     assert row("seq1f1b", **sizes, cap_bytes=held).peak_bytes == held
     with pytest.raises(ValueError, match=r"no family fits the cap; the least possible is 560 bytes, of seq1f1b$"):
         row("seq1f1b", **sizes, cap_bytes=held - 1)
+
+
+def test_auto_is_made_for_a_cap_in_bytes() -> None:
+    """Of uneven segments, so that bytes say another thing than units; the tighter of two caps counts."""
+    sizes = {"num_segments": 4, "segment_sizes": [16, 8, 4, 4], "token_bytes": 10}
+    free = row("auto", **sizes)
+    for cap in (free.peak_bytes - 1, 500, 320):  # a micro-batch has 320
+        found = row("auto", **sizes, cap_bytes=cap)
+        assert found.peak_bytes <= cap and found.makespan >= free.makespan
+        assert row("auto", **sizes, cap_bytes=cap, cap_microbatches=7) == found
+    assert row("auto", **sizes, cap_bytes=10_000, cap_microbatches=1).peak_microbatches <= 1
+    with pytest.raises(ValueError, match=r"no family fits the cap; the least possible is 320 bytes, of auto$"):
+        row("auto", **sizes, cap_bytes=319)
 
 
 @pytest.mark.parametrize(

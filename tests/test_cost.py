@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from seq1f1b import ModelShape, build_schedule
+from seq1f1b import ModelShape, Schedule, build_schedule
 from seq1f1b.cost import CostModel, Hardware, Layout, load_hardware, load_model, presets
 
 SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
@@ -113,6 +113,52 @@ def test_peak_bytes_by_hand():
         assert ranks[2].workspace >= 50 * tokens * 10  # logits in bf16, fp32, and their gradient
 
 
+@pytest.mark.parametrize("recompute", ["none", "ffn", "full"])
+def test_bytes_between_i_and_w_by_hand(recompute):
+    """I leaves what W reads: inputs of the products (two norms, attention's output, gate times up), kept from F or
+    computed again, and gradients of the products' outputs (q, k, v, gate, up, two hidden states)."""
+    machine = replace(ideal(), activation_factor=1.0, allocator_reserve=0.0, context_bytes=0.0)
+    h, q, g, f, layers, tokens = 64, 96, 48, 96, 6, 10
+    saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}[recompute]
+    kept = {"none": 2 * (2 * h + q + f), "ffn": 2 * (2 * h + q), "full": 0}[recompute]
+    read_by_w = 2 * (2 * h + q + f) + 2 * (2 * h + q + 2 * g + 2 * f)
+    cost = CostModel(SMALL, machine, num_ranks=1, seq_len=tokens, layout=Layout(recompute=recompute))
+    for order, per_token in (
+        ("F0.0 I0.0 W0.0", saved + read_by_w - kept),  # while I runs
+        ("F0.0 F1.0 I0.0 I1.0 W0.0 W1.0", max(read_by_w + saved + read_by_w - kept, 2 * saved + read_by_w - kept)),
+    ):
+        (rank,) = cost.rank_bytes(Schedule.from_text(order), [tokens])
+        assert rank.activations == layers * per_token * tokens
+    held = cost.held_bytes([tokens])
+    assert held == [[layers * (max(saved, read_by_w) + 2 * 2 * g) * tokens]]
+
+
+def test_edges_inside_and_between_nodes():
+    """Four devices a node: two ranks of two; in a V the turn joins stages of one rank, whose edge nothing crosses."""
+    machine = replace(load_hardware("a100"), node_size=4.0)
+    cost = CostModel(SMALL, machine, num_ranks=4, seq_len=64, layout=Layout(tensor=2))
+    near = (machine.inside_latency, machine.inside_bandwidth * machine.link_efficiency)
+    far = (machine.between_latency, machine.between_bandwidth * machine.link_efficiency)
+    for placement, edges in (
+        ((0, 1, 2, 3), [near, far, near]),
+        ((0, 1, 2, 3, 0, 1), [near, far, near, far, near]),
+        ((0, 1, 2, 3, 3, 2, 1, 0), [near, far, near, near, near, far, near]),
+    ):
+        assert list(zip(*cost.links(placement), strict=True)) == edges
+    wide = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(tensor=4, context=2))
+    assert list(zip(*wide.links(range(3)), strict=True)) == [far, far]  # a rank fills two nodes
+
+
+def test_seconds_after_the_pipeline_by_hand():
+    """Stage 1 of 3, two data-parallel replicas: half its gradients and weights cross, half its state is updated."""
+    machine = ideal(bandwidth=1e3, between_bandwidth=1e4, inside_bandwidth=1e4, link_efficiency=0.5, data_exposed=0.25)
+    cost = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(data=2))
+    size = cost.parameters(1)
+    crossing, touched = 0.25 * size / 2 * (4 + 2) / 5e3, size / 2 * (2 + 4 + 2 * 12) / 1e3
+    assert cost.optimizer_seconds()[1] == pytest.approx(crossing + touched)
+    assert cost.step_seconds() == max(cost.optimizer_seconds())
+
+
 def test_floors_and_extras():
     slow = ideal(launch=1.0, forward_kernels=3.0, input_kernels=5.0, weight_kernels=2.0, unit_overhead=0.25)
     seconds = CostModel(SMALL, slow, num_ranks=3, seq_len=8).unit_seconds([4, 4])
@@ -216,10 +262,11 @@ def test_simulated_memory_is_the_ranks_bytes(name):
     for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
         sizes = cost.split(k)
-        arguments = cost.simulation_arguments(sizes, split_backward=name == "seq-zb-h1")
+        arguments = cost.simulation_arguments(order, sizes, split_backward=name == "seq-zb-h1")
         memory = order.simulate(**arguments, memory=cost.step_memory(sizes)).memory
         for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
-            assert memory.activations[rank] == parts.activations
+            assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations
+            assert name == "seq-zb-h1" or memory.activations[rank] == parts.activations
             assert (memory.kv[rank], memory.kv_gradients[rank]) == (parts.kv, parts.kv_gradients)
             assert (memory.receive[rank], memory.logits[rank]) == (parts.receive, parts.workspace)
             assert memory.weights[rank] + memory.optimizer[rank] == pytest.approx(parts.static, abs=1)

@@ -35,19 +35,23 @@ SOME = {
 
 
 def price(plan, machine=MACHINE):
-    """Seconds of a plan's step and bytes of its ranks, by the public simulator."""
+    """Seconds of a plan's step among others and bytes of its ranks, by the public simulator."""
     counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
     cost = CostModel(SHAPE, machine, **counts, seq_len=plan.seq_len, layout=plan.layout)
     order = plan.build()
     is_split = any(unit.kind == "W" for rank in order.ranks for unit in rank)
     forward, inputs, weights = cost.unit_seconds(plan.segment_sizes, split_backward=is_split)
     full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
-    latency, rate = cost.link()
-    run = order.simulate(
-        forward, full, weights, latency, bandwidth=rate, message_bytes=cost.message_bytes(plan.segment_sizes)
-    )
+    latencies, rates = cost.links(order.rank_of_stage)
+    optimizer = [
+        sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
+        for rank in range(plan.num_ranks)
+    ]
+    steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
+    messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(plan.segment_sizes)}
+    run = order.simulate(forward, full, weights, latencies, **messages, **steps)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, plan.segment_sizes)]
-    return run.makespan + cost.step_seconds(), bytes_of_ranks
+    return run.period, bytes_of_ranks
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,51 @@ def test_an_uncertain_term_moves_the_step_by_what_it_says():
         for end, change in ((term.low, term.change_at_low), (term.high, term.change_at_high)):
             other = price(found.plans[0], replace(MACHINE, **{term.name: end}))[0]
             assert other - found.plans[0].seconds == pytest.approx(change)
+
+
+def test_steps_that_do_not_wait_for_all_ranks():
+    """The period is that of the public simulator; zb-h2, whose ranks are all at it for the same time, gains most."""
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "memory": 10**15}
+    few = {"segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1, "within": 1e9}
+    gains = {}
+    for name in ("1f1b", "zb-h2"):
+        waiting, free = (
+            search_plans(SHAPE, MACHINE, **counts, **few, names=[name], optimizer_sync=sync).plans[0]
+            for sync in (True, False)
+        )
+        assert (waiting.optimizer_sync, free.optimizer_sync) == (True, False)
+        assert waiting.seconds == pytest.approx(price(waiting)[0])
+        assert free.seconds == pytest.approx(price(free)[0], rel=1e-2) and free.seconds >= price(free)[0]
+        assert Plan.from_json(free.to_json()) == free
+        gains[name] = waiting.seconds / free.seconds
+    assert gains["zb-h2"] > gains["1f1b"] >= 1
+
+
+def test_slow_edges_between_nodes_slow_only_those():
+    machine = replace(MACHINE, between_bandwidth=1e6)
+    few = {"names": ["1f1b"], "segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1}
+    seconds = [
+        search_plans(SHAPE, replace(machine, node_size=size), **{**COUNTS, "num_ranks": 4}, **few).plans[0].seconds
+        for size in (4.0, 2.0, 1.0)
+    ]
+    assert seconds == sorted(seconds) and seconds[1] > 1.5 * seconds[0] and seconds[2] > 1.5 * seconds[1]
+
+
+def test_auto_is_made_for_the_cap():
+    """Under a cap that its order for no cap breaks it finds another, about as fast as the named one that fits and
+    splits the backward, too."""
+    some = {"segments": [4], "stages_per_rank": [1], "recompute": ["none"], "best": 3, "within": 1e9}
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
+    free = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"]).plans[0]
+    named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq-zb-h1"]).plans[0]
+    cap = max(named.peak)
+    assert max(free.peak) > cap
+    auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"], memory=cap).plans[0]
+    assert max(auto.peak) <= cap and "cap_bytes" in auto.options
+    assert auto.seconds <= 1.02 * named.seconds
+    assert price(auto)[0] == pytest.approx(auto.seconds)
+    with pytest.raises(ValueError, match=r"the least possible is .* auto with k 4"):
+        search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
 
 
 def test_nothing_fits_and_the_least_that_would():
@@ -263,6 +312,9 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     assert data["plans"][0]["segment_sizes"] == list(plan.segment_sizes)
     assert max(plan.peak) <= 40 << 30
     assert data["plans"][0]["margin"] == list(plan.margin)
+    assert main([*ASKED, *few, "--best", "1", "--json", "--no-optimizer-sync"]) == 0
+    free = json.loads(capsys.readouterr().out)["plans"][0]
+    assert plan.optimizer_sync and not free["optimizer_sync"] and free["seconds"] < plan.seconds
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,9 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
     assert cost.message_bytes(sizes) == [200 * 128, 100 * 128]
     saved = [2 * (100 + 7.5 * size) for size in sizes]
-    assert cost.unit_bytes(sizes)[0] == [math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)]
+    assert cost.step_memory(sizes).activations[0] == [
+        math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
+    ]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.rank_bytes(order, sizes)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
