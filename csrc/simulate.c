@@ -287,6 +287,19 @@ static void advance(simulator *s, int32_t rank)
     }
 }
 
+/* Rarely enough to cost nothing, and many times a second: a turn is a unit or a few. */
+enum { TURNS_PER_REPORT = 1 << 17 };
+
+static s1f_status report(const simulator *s)
+{
+    int64_t num_run = 0;
+    for (int32_t rank = 0; rank < s->tape->num_ranks; rank++) {
+        const rank_state *r = &s->ranks[rank];
+        num_run += r->step * s->tape->num_units[rank] + (r->step < s->num_steps ? r->num_run : 0);
+    }
+    return s->costs->progress(s->costs->progress_context, num_run);
+}
+
 static s1f_status run_all(simulator *s)
 {
     int32_t num_ranks = s->tape->num_ranks;
@@ -294,8 +307,14 @@ static s1f_status run_all(simulator *s)
         begin_step(s, rank);
         wake(s, rank);
     }
-    while (s->num_queued > 0)
+    for (int64_t turns = 1; s->num_queued > 0; turns++) {
         advance(s, s->queue[--s->num_queued]);
+        if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0) {
+            s1f_status status = report(s);
+            if (status != S1F_OK)
+                return status;
+        }
+    }
     for (int32_t rank = 0; rank < num_ranks; rank++)
         if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
             return s1f_fail(S1F_ERR_STATE, "the order of rank %d stops at unit %lld of %lld", rank,

@@ -32,6 +32,10 @@ typedef struct {
      * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */
     int32_t num_steps, optimizer_sync;
     const double *optimizer;
+    /* Called now and then with the units that have run, over all steps; anything but S1F_OK ends the simulation and is
+     * its status. NULL: never. */
+    s1f_status (*progress)(void *context, int64_t num_run);
+    void *progress_context;
 } s1f_costs;
 
 /* How much to keep: each holds what stands above it. */

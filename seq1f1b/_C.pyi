@@ -123,6 +123,7 @@ def tape_simulate(
     jitter: tuple[float, float, int],
     steps: tuple[int, bool, Sequence[float]],
     keep: int,
+    progress: Callable[[int], object] | None,
     /,
 ) -> _Simulation: ...
 def tape_memory(

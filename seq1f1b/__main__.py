@@ -14,6 +14,7 @@ seq1f1b doctor                                                        what was f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -23,7 +24,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,9 +35,11 @@ from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardwar
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import search_plans
 from seq1f1b.profile import Profile
-from seq1f1b.schedule import families, nearest_name
+from seq1f1b.schedule import StreamedSchedule, families, nearest_name
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
+MOST_STREAMED = 1_000_000_000  # that simulate never holds; they take a minute or two
+STREAMED = ("seq1f1b", "1f1b", "gpipe", "terapipe")
 PICTURES = {
     "png": "a picture (needs matplotlib)",
     "svg": "the same as SVG",
@@ -58,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawing.add_argument(f"--{form}", metavar="FILE", help=what)
     simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
     simulating.add_argument("schedule", nargs="+", help=kinds)
+    simulating.add_argument(
+        "--stream",
+        action="store_true",
+        help=f"never list the order, as is done for more than {MOST_UNITS} units: {', '.join(STREAMED)}",
+    )
     simulating.add_argument("--steps", type=int, default=1, help="in a row, for the period of a step")
     simulating.add_argument("--optimizer", type=float, help="seconds after each step (default: 0, or the model's)")
     simulating.add_argument("--sync", action="store_true", help="the optimizer waits for all ranks (a norm over all)")
@@ -113,6 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, MemoryError, OverflowError) as error:
         print(f"seq1f1b: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("seq1f1b: interrupted", file=sys.stderr)
+        return 130
 
 
 def check_seconds(options: argparse.Namespace) -> None:
@@ -149,10 +160,36 @@ def read_number(text: str) -> float:
         raise ValueError(f"--cap {text}: a cap is written 4 (micro-batches) or 4GiB") from None
 
 
+def units_of(options: argparse.Namespace, stages_per_rank: int) -> int:
+    return int(2 * options.ranks * stages_per_rank * options.microbatches * options.segments)
+
+
 def check_size(name: str, options: argparse.Namespace, stages_per_rank: int) -> None:
-    num_units = 2 * options.ranks * stages_per_rank * options.microbatches * options.segments
-    if num_units > MOST_UNITS:
+    if (num_units := units_of(options, stages_per_rank)) > MOST_UNITS:
         raise ValueError(f"{name}: {num_units} units, more than the {MOST_UNITS} that the command line takes")
+
+
+def stream_schedule(name: str, options: argparse.Namespace) -> StreamedSchedule | None:
+    """An order that is never listed, where it is asked for or the list would be too long; None: not for this one."""
+    num_units = units_of(options, 1)
+    can = name in STREAMED and options.stages in (None, 1) and not options.option
+    if name == "1f1b":  # over segments it has no such form
+        can &= options.segments == 1
+    if not (options.stream or (can and num_units > MOST_UNITS)):
+        return None
+    if not can:
+        raise ValueError(
+            f"{name} cannot be streamed: {', '.join(STREAMED)} can, with one stage per rank and no --option, 1f1b with "
+            "one segment"
+        )
+    if num_units > MOST_STREAMED:
+        raise ValueError(f"{name}: {num_units} units, more than the {MOST_STREAMED} that are streamed")
+    return StreamedSchedule(
+        "seq1f1b" if name == "1f1b" else name,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_segments=options.segments,
+    )
 
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
@@ -201,7 +238,7 @@ def read_option(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
-def units_per_microbatch(schedule: Schedule) -> int:
+def units_per_microbatch(schedule: Schedule | StreamedSchedule) -> int:
     """Of one rank and pass."""
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
@@ -224,7 +261,7 @@ def tokens_of(options: argparse.Namespace) -> int:
     return options.seq if sizes is None else sum(sizes)
 
 
-def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
+def arguments_of(schedule: Schedule | StreamedSchedule, options: argparse.Namespace) -> dict[str, Any]:
     """Of its simulation. Without a model segments of a micro-batch cost the same, and so do the stages."""
     arguments: dict[str, Any] = {"jitter": options.jitter, "seed": options.seed}
     optimizer = getattr(options, "optimizer", None)
@@ -242,7 +279,7 @@ def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, A
         raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
     stages = schedule.num_stages // schedule.num_ranks
     cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
-    is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
+    is_split = isinstance(schedule, Schedule) and any(unit.kind == "W" for unit in schedule.ranks[0])
     return {
         **arguments,
         **cost.simulation_arguments(schedule, sizes, split_backward=is_split),
@@ -335,9 +372,13 @@ def compare_families(options: argparse.Namespace) -> int:
 def simulate(options: argparse.Namespace) -> int:
     found = []
     for name in options.schedule:
-        schedule = make_schedule(name, options)
-        arguments = arguments_of(schedule, options)
-        run = schedule.simulate(**arguments, steps=options.steps, optimizer_sync=options.sync)
+        schedule = stream_schedule(name, options) or make_schedule(name, options)
+        arguments = arguments_of(schedule, options) | {"steps": options.steps, "optimizer_sync": options.sync}
+        if isinstance(schedule, StreamedSchedule):
+            with progress_bar(units_of(options, 1) * options.steps) as progress:
+                run = schedule.simulate(**arguments, progress=progress)
+        else:
+            run = schedule.simulate(**arguments)
         found.append((name, schedule, run))
     if options.json:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))
@@ -360,7 +401,7 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def simulation_json(name: str, schedule: Schedule, run: Simulation) -> dict[str, Any]:
+def simulation_json(name: str, schedule: Schedule | StreamedSchedule, run: Simulation) -> dict[str, Any]:
     """Times in seconds, memory in bytes; lists hold one value per rank."""
     figures = ("makespan", "period", "bubble_ratio", "span", "busy", "wait", "bubble", "peak")
     counts = ("num_ranks", "num_stages", "num_microbatches", "num_segments")
@@ -496,6 +537,24 @@ def profile(options: argparse.Namespace) -> int:
     found.save(options.output)
     print(found.to_text())
     return 0
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None] | None]:
+    """Of units, where somebody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(done: int) -> None:
+        filled = 40 * done // max(total, 1)
+        bar = "#" * filled + "." * (40 - filled)
+        print(f"\r[{bar}] {done / max(total, 1):4.0%} of {total:.3g} units", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def show_progress(done: int, total: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -137,6 +137,7 @@ class _Order:
         steps: int = 1,
         optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
 
@@ -167,6 +168,8 @@ class _Order:
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits until all ranks are through with the step (a norm over all
                 stages makes it so). Must be said where there is more than one step.
+            progress: called now and then, some times a second, with the units that have run, over all steps. What it
+                raises, and Ctrl-C, ends the simulation.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
@@ -202,6 +205,7 @@ class _Order:
             (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _TOTALS if listed is None else _CAUSES if critical else _TIMELINE,
+            progress or _ignore,
         )
         peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
         return Simulation(
@@ -445,6 +449,10 @@ def _per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
     return list(values)
+
+
+def _ignore(num_run: int) -> None:
+    """Progress that nobody wants to see; the call lets Ctrl-C through."""
 
 
 def _doubles(row: bytes) -> memoryview[float]:

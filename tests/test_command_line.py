@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +104,34 @@ def test_a_page_with_the_bytes_of_a_model(tmp_path):
     assert "optimizer state" in page and "KV gradients" in page and " GiB" in page
 
 
+def test_simulate_streams_what_is_too_long_to_list(capsys):
+    """The same figures either way; above 10^7 units of itself, here 15 million of one rank in a second."""
+    line = ["simulate", "seq1f1b", "1f1b", "gpipe", "terapipe", "--jitter", "0.1", "--json", "--steps", "2"]
+    assert main(line) == 0
+    listed = capsys.readouterr().out
+    assert main([*line, "--stream"]) == 0
+    assert capsys.readouterr().out == listed
+    assert main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4000000"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["1f1b", "12000003.000", "0.0%", "2", "2.00"]
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    """Drawn over itself on stderr, and gone at the end; stdout has the table alone."""
+    line = [sys.executable, "-m", "seq1f1b", "simulate", "seq1f1b", "--ranks", "64", "--microbatches", "6000"]
+    master, slave = pty.openpty()
+    done = subprocess.run([*line, "--segments", "16"], stdout=subprocess.PIPE, stderr=slave, text=True, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(master, 65536):
+            shown += part
+    os.close(master)
+    percents = [int(part) for part in re.findall(rb"\] +(\d+)% of 1.23e\+07 units", shown)]
+    assert len(percents) > 5 and percents == sorted(percents) and percents[-1] > 50
+    assert shown.endswith(b"\r\x1b[K")
+    assert len(done.stdout.splitlines()) == 2
+
+
 def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
@@ -128,7 +160,13 @@ MISTAKES = {
     "simulate seq1f1b --ranks 0": "num_ranks is 0, must be at least 1",
     "simulate seq1f1b --stages 0": "stages_per_rank is 0, must be at least 1",
     "simulate seq1f1b --ranks 99999999999 --microbatches -1": "num_ranks is 99999999999, must be in 1..2147483647",
-    "simulate gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
+    "draw gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
+    "simulate zb-h1 --microbatches 2000000000": "zb-h1: 16000000000 units, more than the 10000000",
+    "simulate gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 1000000000 that are streamed",
+    "simulate zbv --stream": "zbv cannot be streamed: seq1f1b, 1f1b, gpipe, terapipe can, with one stage per rank",
+    "simulate 1f1b --stream --segments 2": "1f1b cannot be streamed: ",
+    "simulate seq1f1b --stream --ranks 0": "num_ranks",
+    "simulate seq1f1b --stream --microbatches -5": "num_microbatches",
     "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
     "simulate kfkb --option group=99999999999999999999": "group: 99999999999999999999 is too large",
     "simulate kfkb --option gruop=2": "kfkb takes no option 'gruop'; it takes group, extra_warmup",

@@ -3,6 +3,10 @@
 import itertools
 import math
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -650,3 +654,43 @@ def test_costs_of_the_wrong_shape(arguments: dict[str, object], message: str) ->
     with pytest.raises(ValueError) as error:
         build_schedule("1f1b", num_ranks=2, num_microbatches=2, num_segments=3).simulate(**arguments)
     assert str(error.value) == message
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+LONG = {"num_ranks": 64, "num_microbatches": 600, "num_segments": 16}
+
+
+@pytest.mark.parametrize("make", [StreamedSchedule, build_schedule])
+def test_progress_counts_the_units_that_have_run(make):
+    """It only grows, never beyond all units of all steps, and changes nothing."""
+    order, told = make("seq1f1b", **LONG), []
+    run = order.simulate(steps=2, optimizer_sync=False, progress=told.append)
+    total = 2 * 2 * 64 * 600 * 16
+    assert len(told) >= 3 and told == sorted(set(told)) and told[0] > 0 and told[-1] <= total
+    assert run.period == order.simulate(steps=2, optimizer_sync=False).period
+
+
+def test_what_progress_raises_ends_the_simulation():
+    def refuse(num_run):
+        raise KeyError(num_run)
+
+    order = StreamedSchedule("seq1f1b", **LONG)
+    with pytest.raises(KeyError):
+        order.simulate(progress=refuse)
+    assert order.simulate().makespan == build_schedule("seq1f1b", **LONG).simulate().makespan
+
+
+def test_ctrl_c_ends_a_long_simulation():
+    """A second after it began, of a minute or so."""
+    script = (
+        "from seq1f1b.schedule import StreamedSchedule;"
+        "order = StreamedSchedule('seq1f1b', num_ranks=64, num_microbatches=2000000, num_segments=16);"
+        "print('begins', flush=True); order.simulate()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "begins\n"
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert err.endswith("KeyboardInterrupt\n") and child.returncode != 0

@@ -173,17 +173,30 @@ static int read_links(const s1f_tape *tape, PyObject *latency, PyObject *seconds
            (arrays->seconds_per_byte = s1f_read_doubles(seconds_per_byte, tape->num_stages - 1, "bandwidth")) != NULL;
 }
 
+/* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
+static s1f_status report_progress(void *callable, int64_t num_run)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *result = PyObject_CallFunction(callable, "L", (long long)num_run);
+    s1f_status status = result != NULL && PyErr_CheckSignals() == 0 ? S1F_OK : S1F_ERR_PYTHON;
+    Py_XDECREF(result);
+    PyGILState_Release(state);
+    return status;
+}
+
 static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
 {
     (void)self;
-    PyObject *capsule, *per_pass, *per_unit, *latency, *seconds_per_byte, *message_bytes, *optimizer, *result = NULL;
+    PyObject *capsule, *per_pass, *per_unit, *latency, *seconds_per_byte, *message_bytes, *optimizer, *progress,
+        *result = NULL;
     s1f_costs costs = {0};
     cost_arrays arrays = {.unit_seconds = NULL};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "OOO(OOdd)O(ddK)(ipO)i", &capsule, &per_pass, &per_unit, &latency,
+    if (!PyArg_ParseTuple(arguments, "OOO(OOdd)O(ddK)(ipO)iO", &capsule, &per_pass, &per_unit, &latency,
                           &seconds_per_byte, &costs.send, &costs.overlap, &message_bytes, &costs.jitter,
-                          &costs.transfer_jitter, &seed, &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep))
+                          &costs.transfer_jitter, &seed, &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep,
+                          &progress))
         return NULL;
     const s1f_tape *tape = s1f_from_capsule(capsule, S1F_CAPSULE_TAPE);
     if (tape == NULL)
@@ -205,6 +218,8 @@ static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
         costs.message_bytes = arrays.message_bytes;
         costs.optimizer = arrays.optimizer;
         costs.seed = seed;
+        costs.progress = progress != Py_None ? report_progress : NULL;
+        costs.progress_context = progress;
         s1f_simulation *simulation = NULL;
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
@@ -273,8 +288,8 @@ PyMethodDef s1f_simulate_methods[] = {
      "never listed."},
     {"tape_simulate", tape_simulate, METH_VARARGS,
      "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, overlap), message_bytes, "
-     "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep): (makespan, period, span, busy, wait, "
-     "start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path."},
+     "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
+     "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"tape_memory", tape_memory, METH_VARARGS,
      "tape_memory(tape, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
      "of units and of the bytes of each kind, and of all together."},
