@@ -111,6 +111,13 @@ def test_simulate_streams_what_is_too_long_to_list(capsys):
     listed = capsys.readouterr().out
     assert main([*line, "--stream"]) == 0
     assert capsys.readouterr().out == listed
+    line += ["--segments", "2", "--model", "qwen3-4b", "--seq", "8192"]
+    line.remove("1f1b")  # over segments it is listed
+    outputs = []
+    for more in ([], ["--stream"]):
+        assert main([*line, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and min(json.loads(outputs[0])[0]["memory"]["total"]) > 2**30
     assert main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4000000"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["1f1b", "12000003.000", "0.0%", "2", "2.00"]
 
