@@ -449,7 +449,13 @@ def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, La
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
     add_model_options(command, required=True)
-    command.add_argument("--seq", type=int, required=True, help="tokens of a micro-batch, one sequence")
+    command.add_argument("--seq", type=int, help="tokens of a micro-batch, one sequence")
+    command.add_argument(
+        "--lengths",
+        metavar="N:COUNT,...|FILE",
+        help="or a mix from step to step: how many sequences have N tokens, or a file with a line for each length, "
+        "'N COUNT', or for each sequence, 'N'",
+    )
     command.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     command.add_argument("--microbatches", type=int, required=True)
     command.add_argument("--memory", type=read_bytes, help="cap of a device, as 80GiB or 24e9 (default: all it has)")
@@ -463,6 +469,25 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", type=int, default=5, help="how many plans to print")
     command.add_argument("--json", action="store_true", help="print the search as JSON")
     command.add_argument("--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE)")
+
+
+def read_lengths(text: str) -> dict[int, int]:
+    """How many sequences there are of each length, of a histogram or a file."""
+    if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
+        where, lines = "--lengths", text.replace(":", " ").split(",")
+    else:
+        with open(text) as file:
+            where, lines = text, [line.partition("#")[0].strip() for line in file]
+    lengths: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not re.fullmatch(r"(\d+(\s+\d+)?)?", line, re.ASCII):
+            raise ValueError(f"{where}, line {number}: {line[:40]!r} must be a length, or a length and a count")
+        if line:
+            length, count = (*map(int, line.split()), 1)[:2]
+            lengths[length] = lengths.get(length, 0) + count
+    if not lengths:
+        raise ValueError(f"{where}: there is no length")
+    return lengths
 
 
 def read_names(text: str) -> list[str]:
@@ -479,6 +504,7 @@ def plan(options: argparse.Namespace) -> int:
         model,
         hardware,
         seq_len=options.seq,
+        lengths=None if options.lengths is None else read_lengths(options.lengths),
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         memory=options.memory,

@@ -46,8 +46,8 @@ class PipelineEngine:
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
-        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); or k token
-            counts.
+        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); k token counts;
+            or, where steps differ in length, a mapping from the tokens of a sequence to its k token counts.
         model_shape: of the whole model, for ``"balanced"``.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
@@ -75,7 +75,7 @@ class PipelineEngine:
         schedule: str | Schedule = "seq1f1b",
         num_microbatches: int | None = None,
         num_segments: int = 1,
-        segment_sizes: str | Sequence[int] | None = None,
+        segment_sizes: str | Sequence[int] | Mapping[int, Sequence[int]] | None = None,
         model_shape: ModelShape | None = None,
         seq_dim: int = 1,
         arg_rules: Mapping[str, Rule] | None = None,
@@ -284,13 +284,22 @@ class PipelineEngine:
         self._connect()
         self._executor = self._make_executor(self._program)
 
-    def _check_sizes_argument(self, sizes: str | Sequence[int] | None, shape: ModelShape | None) -> None:
+    def _check_sizes_argument(
+        self, sizes: str | Sequence[int] | Mapping[int, Sequence[int]] | None, shape: ModelShape | None
+    ) -> None:
         if isinstance(sizes, str):
             if sizes != "balanced":
                 raise ValueError(f"segment_sizes is {sizes!r}; it must be None, 'balanced' or a list of token counts")
             if shape is None:
                 raise ValueError("segment_sizes='balanced' needs model_shape=seq1f1b.ModelShape(...)")
             partition_sequence(self.num_segments, self.num_segments, model=shape)  # raises unless the shape is sound
+        elif isinstance(sizes, Mapping):
+            for length, of_length in sizes.items():
+                if isinstance(of_length, str) or not isinstance(of_length, Sequence):
+                    raise TypeError(f"segment_sizes[{length}] must be a list, got {type(of_length).__name__}")
+                self._check_sizes_argument(of_length, shape)
+                if sum(of_length) != length:
+                    raise ValueError(f"segment_sizes[{length}] sum to {sum(of_length)}, must sum to {length}")
         elif sizes is not None:
             if not isinstance(sizes, Sequence):
                 raise TypeError(f"segment_sizes must be None, 'balanced' or a list, got {type(sizes).__name__}")
@@ -358,6 +367,11 @@ class PipelineEngine:
             return partition_sequence(length, self.num_segments, strategy="even")
         if isinstance(self._segment_sizes, str):
             return partition_sequence(length, self.num_segments, strategy="flops", model=self._model_shape)
+        if isinstance(self._segment_sizes, Mapping):
+            if length not in self._segment_sizes:
+                known = ", ".join(map(str, sorted(self._segment_sizes)))
+                raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
+            return list(self._segment_sizes[length])
         sizes = list(self._segment_sizes)
         if sum(sizes) != length:
             raise ValueError(f"segment_sizes sum to {sum(sizes)} tokens, the sequence has {length}")

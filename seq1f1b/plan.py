@@ -6,7 +6,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from seq1f1b.draw import write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
 
-__all__ = ["Plan", "PlanSearch", "Uncertain", "search_plans"]
+__all__ = ["Plan", "PlanSearch", "StepLength", "Uncertain", "search_plans"]
 
 _FORMAT = "seq1f1b plan 1"
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
@@ -25,9 +25,29 @@ _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
 _MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
 _CAP_TRIES = 4  # orders of "auto" for one candidate under a cap
+_MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
+
+
+@dataclass(frozen=True)
+class StepLength:
+    """Steps of one length, of a plan for a mix of lengths.
+
+    Attributes:
+        seq_len: tokens that the sequences of such a step are padded to. share: of the steps, and of the sequences.
+        tokens: of a sequence in the mean, without padding. segment_sizes: of the padded one.
+        seconds, tokens_per_second: of such a step; padding does not count as tokens. peak: bytes of each rank.
+    """
+
+    seq_len: int
+    share: float
+    tokens: float
+    segment_sizes: tuple[int, ...]
+    seconds: float
+    tokens_per_second: float
+    peak: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,8 @@ class Plan:
             update. tokens_per_second: of all data-parallel replicas. optimizer_sync: whether the optimizer waits for
             all ranks.
         peak: bytes of each rank; peak_high: with the uncertain bytes at their high ends. cap: planned for.
+        lengths: of a mix, ascending; () where all steps have ``seq_len``. Then ``seq_len``, ``segment_sizes`` and
+            ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
 
     model: ModelShape
@@ -66,6 +88,7 @@ class Plan:
     cap: int
     optimizer_sync: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    lengths: tuple[StepLength, ...] = ()
 
     @property
     def margin(self) -> tuple[int, ...]:
@@ -106,16 +129,23 @@ class Plan:
             layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
             for key in ("segment_sizes", "peak", "peak_high"):
                 data[key] = tuple(data[key])
+            data["lengths"] = tuple(
+                StepLength(**{**each, "segment_sizes": tuple(each["segment_sizes"]), "peak": tuple(each["peak"])})
+                for each in data.get("lengths", ())
+            )
             plan = cls(**{**data, "model": make_model(data["model"], "model of the plan"), "layout": Layout(**layout)})
             numbers = (plan.seconds, plan.low, plan.high, plan.bubble, plan.tokens_per_second, plan.mix)
             if not all(isinstance(x, (int, float)) for x in (*numbers, *plan.peak, *plan.peak_high, plan.cap)):
                 raise TypeError("times, rates and bytes must be numbers")
             check_segment_sizes(plan.segment_sizes, plan.seq_len)
+            for each in plan.lengths:
+                check_segment_sizes(each.segment_sizes, each.seq_len)
             plan.build()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a plan has wrong fields: {error}") from None
-        if len(plan.segment_sizes) != plan.num_segments:
-            raise ValueError(f"a plan of {plan.num_segments} segments has {len(plan.segment_sizes)} segment_sizes")
+        for sizes in (plan.segment_sizes, *(each.segment_sizes for each in plan.lengths)):
+            if len(sizes) != plan.num_segments:
+                raise ValueError(f"a plan of {plan.num_segments} segments has {len(sizes)} segment_sizes")
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,7 +175,8 @@ class Plan:
             "schedule": self.build(),
             "num_microbatches": self.num_microbatches,
             "num_segments": self.num_segments,
-            "segment_sizes": list(self.segment_sizes),
+            "segment_sizes": {each.seq_len: list(each.segment_sizes) for each in self.lengths}
+            or list(self.segment_sizes),
         }
 
 
@@ -194,7 +225,7 @@ class PlanSearch:
         """A table of the plans, and what stands behind it. ``model``: its name."""
         first = self.plans[0]
         lines = [
-            f"{model}, {first.seq_len} tokens, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
+            f"{model}, {_tokens(first)}, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
             f"cap {first.cap / _GIB:.1f} GiB; {self.num_candidates} candidates, {self.num_simulated} simulated",
             f"   {'schedule':<20}{'k':>3}{'v':>3}{'mix':>6}{'recompute':>11}{'step s':>9}{'interval':>17}"
             f"{'bubble':>8}{'tokens/s':>10}{'peak GiB':>10}",
@@ -209,6 +240,12 @@ class PlanSearch:
             lines.append(f"{title} of each rank, GiB, of 1: {' '.join(f'{value / _GIB:.1f}' for value in values)}")
         lines.append(f"layers of 1: {' '.join(map(str, first.layout.layers or ()))}, by stage")
         lines.append(f"segments of 1: {' '.join(map(str, first.segment_sizes))} tokens")
+        for each in first.lengths:
+            lines.append(
+                f"steps of {each.seq_len} tokens with 1, {each.share:.1%}: {each.seconds:.4g} s, "
+                f"{each.tokens_per_second:.4g} tokens/s, {max(each.peak) / _GIB:.1f} GiB, "
+                f"{each.tokens / each.seq_len:.1%} filled, segments {' '.join(map(str, each.segment_sizes))}"
+            )
         lines += [
             f"uncertain: {term.name} {term.low:g}..{term.high:g} moves 1 by "
             f"{term.change_at_low:+.3g} s .. {term.change_at_high:+.3g} s"
@@ -218,13 +255,19 @@ class PlanSearch:
         return "\n".join(lines)
 
 
+def _tokens(plan: Plan) -> str:
+    """Of its sequences."""
+    lengths = [each.seq_len for each in plan.lengths] or [plan.seq_len]
+    return f"{', '.join(map(str, lengths))} tokens"
+
+
 class _Candidate(NamedTuple):
     family: Family
     stages_per_rank: int
     num_segments: int
     mix: float
     recompute: str
-    is_even: bool = False  # as many layers in the last stage as in others, in spite of the head
+    balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
 
     def __str__(self) -> str:
         return f"{self.family.name} with k {self.num_segments}, v {self.stages_per_rank}, recompute {self.recompute}"
@@ -247,7 +290,7 @@ class _Found:
     """A candidate with its order and price."""
 
     candidate: _Candidate
-    sizes: list[int]
+    periods: list[float]  # of the step of each length
     seconds: float
     bubble: float
     made: Made
@@ -258,7 +301,8 @@ def search_plans(
     model: ModelShape,
     hardware: Hardware,
     *,
-    seq_len: int,
+    seq_len: int | None = None,
+    lengths: Mapping[int, int] | None = None,
     num_ranks: int,
     num_microbatches: int,
     memory: int | None = None,
@@ -280,6 +324,10 @@ def search_plans(
     found, by its busiest rank and the way to it, is not simulated.
 
     Args:
+        seq_len: tokens of every sequence, or lengths: how many sequences there are of each number of tokens. Of a mix
+            the sequences of one step have one length, so a length has its share of the steps; where there are more than
+            eight lengths neighbours are padded to the longest of them, in groups of about as many tokens. There is one
+            order for all; each length has its own split. The mean period counts, and the cap holds for every length.
         memory: cap in bytes of one device; None: all of the device's.
         layout: degrees beside the pipeline; its ``recompute`` and ``layers`` are the search's, which gives the stage
             with the head fewer layers, or as many as others.
@@ -295,11 +343,13 @@ def search_plans(
         ValueError: a count out of range; or nothing fits: says the least that could.
     """
     cap = int(hardware.memory if memory is None else memory)
-    counts = {"seq_len": seq_len, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    for name, value in {"memory": cap, "best": best, **counts}.items():
+    for name, value in {
+        "memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches
+    }.items():  # fmt: skip
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
-    search = _Search(model, hardware, seq_len, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
+    grouped = _group_lengths(seq_len, lengths, layout)
+    search = _Search(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:
@@ -309,16 +359,17 @@ def search_plans(
     for kind in recompute:
         if kind not in RECOMPUTE:
             raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")
-    wanted = segments or [k for k in (1, 2, 4, 8, 16) if k <= seq_len]
-    if min(wanted) < 1 or max(wanted) > seq_len:
-        raise ValueError(f"segments are {list(wanted)}, must be in 1..{seq_len}, the tokens of the sequence")
+    shortest = grouped[0].seq_len
+    wanted = segments or [k for k in (1, 2, 4, 8, 16) if k <= shortest]
+    if min(wanted) < 1 or max(wanted) > shortest:
+        raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
     candidates = [
-        _Candidate(family, v, k, 1.0, kind, is_even)
+        _Candidate(family, v, k, 1.0, kind, balance)
         for family in (known[name] for name in names or (name for name in known if name not in _ONLY_BY_NAME))
         for v in stages_per_rank
         for k in wanted
         for kind in recompute
-        for is_even in (False, True)
+        for balance in search.balances
     ]
     possible = [(candidate, i) for i, candidate in enumerate(candidates) if search.rule(candidate) is None]
     allowed = sorted((search.bound(candidate), i) for candidate, i in possible if not search.is_repeated(candidate))
@@ -341,6 +392,42 @@ def search_plans(
     return PlanSearch(plans, uncertain, fallen, len(candidates), search.num_simulated)
 
 
+class _Length(NamedTuple):
+    """Steps of one length: what sequences are padded to, their share of all steps, tokens of a sequence in the mean."""
+
+    seq_len: int
+    share: float
+    tokens: float
+
+
+def _group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout: Layout | None) -> list[_Length]:
+    """Ascending, at most ``_MOST_LENGTHS``."""
+    if (seq_len is None) == (lengths is None):
+        raise ValueError("give seq_len, or lengths where sequences differ: one of the two")
+    if lengths is None:
+        lengths = {seq_len or 0: 1}
+    elif layout is not None and layout.documents is not None:
+        raise ValueError("documents are packed into sequences of one length: give seq_len, not lengths")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(
+            f"{'seq_len' if seq_len is not None else 'a length'} is {min(lengths, default=0)}, must be at least 1"
+        )
+    if min(lengths.values()) < 1:
+        raise ValueError(f"a length has {min(lengths.values())} sequences, must have at least 1")
+    total, before = sum(length * count for length, count in lengths.items()), 0
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for number, (length, count) in enumerate(sorted(lengths.items())):
+        group = number if len(lengths) <= _MOST_LENGTHS else _MOST_LENGTHS * before // total
+        groups.setdefault(group, []).append((length, count))
+        before += length * count
+    grouped = []
+    for members in groups.values():
+        sequences = sum(count for _, count in members)
+        tokens = sum(length * count for length, count in members)
+        grouped.append(_Length(members[-1][0], sequences / sum(lengths.values()), tokens / sequences))
+    return grouped
+
+
 class _Search:
     """The price of candidates, and what became of each family."""
 
@@ -348,23 +435,31 @@ class _Search:
         self,
         model: ModelShape,
         hardware: Hardware,
-        seq_len: int,
+        lengths: Sequence[_Length],
         num_ranks: int,
         num_microbatches: int,
         layout: Layout,
         optimizer_sync: bool,
     ) -> None:
-        self.model, self.hardware, self.seq_len, self.layout = model, hardware, seq_len, layout
+        self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
         self.num_simulated = 0
-        self._costs: dict[tuple[int, str, bool], CostModel] = {}
-        self._sizes: dict[tuple[int, float, str], list[int]] = {}
+        self._costs: dict[tuple[int, str, int, int], CostModel] = {}
+        self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
         self._split_backward: dict[str, bool] = {}
         self._rules: dict[tuple[str, int, int], str | None] = {}
         self._least: dict[str, tuple[int, _Candidate]] = {}  # peak bytes, of what does not fit
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
-        self._cost_of_layout(1, self.layout, hardware)  # raises unless model and layout are sound
+        self.longest = lengths[-1].seq_len
+        alone = [
+            self._cost_of_layout(each.seq_len, 1, self.layout, hardware) for each in lengths
+        ]  # raises unless all is sound
+        seconds = [
+            each.share * sum(cost.layer_seconds(0, each.seq_len)) for each, cost in zip(lengths, alone, strict=True)
+        ]
+        main = lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
+        self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
 
     def rule(self, candidate: _Candidate) -> str | None:
         """What the counts break, of the family's rules or the model's layers."""
@@ -382,53 +477,62 @@ class _Search:
             self._rules[key] = broken
         return self._rules[key]
 
-    def _cost_of_layout(self, stages_per_rank: int, layout: Layout, hardware: Hardware) -> CostModel:
+    def _cost_of_layout(self, seq_len: int, stages_per_rank: int, layout: Layout, hardware: Hardware) -> CostModel:
         return CostModel(
             self.model,
             hardware,
             num_ranks=self.num_ranks,
             stages_per_rank=stages_per_rank,
-            seq_len=self.seq_len,
+            seq_len=seq_len,
             layout=layout,
         )
 
-    def _cost(self, candidate: _Candidate) -> CostModel:
-        key = (candidate.stages_per_rank, candidate.recompute, candidate.is_even)
+    def _cost(self, candidate: _Candidate, seq_len: int) -> CostModel:
+        v, balance = candidate.stages_per_rank, candidate.balance
+        key = (v, candidate.recompute, balance, seq_len)
         if key not in self._costs:
             layout = replace(self.layout, recompute=candidate.recompute, layers=None)
-            cost = self._cost_of_layout(candidate.stages_per_rank, layout, self.hardware)
-            if not candidate.is_even:
-                layout = replace(layout, layers=cost.balanced_layers())
-                cost = self._cost_of_layout(candidate.stages_per_rank, layout, self.hardware)
-            self._costs[key] = cost
+            if balance:
+                balanced = self._cost_of_layout(balance, v, layout, self.hardware)
+                layout = replace(layout, layers=balanced.balanced_layers())
+            self._costs[key] = self._cost_of_layout(seq_len, v, layout, self.hardware)
         return self._costs[key]
 
     def is_repeated(self, candidate: _Candidate) -> bool:
-        """Whether even layers are what balanced ones are."""
-        balanced = candidate._replace(is_even=False)
-        return candidate.is_even and self._cost(candidate).layers == self._cost(balanced).layers
+        """Whether its layers are those of a balance before it."""
+        before = self.balances[: self.balances.index(candidate.balance)]
+        layers = self._cost(candidate, self.longest).layers
+        return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
     def _is_split(self, family: Family) -> bool:
         if family.name not in self._split_backward:
             self._split_backward[family.name] = _splits_backward(family)
         return self._split_backward[family.name]
 
-    def _split(self, candidate: _Candidate) -> list[int]:
-        key = (candidate.num_segments, candidate.mix, candidate.recompute)
+    def _split(self, candidate: _Candidate, seq_len: int) -> list[int]:
+        key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute)
         if key not in self._sizes:
             step = math.lcm(self.layout.tensor * self.layout.context, 128)
-            if self.seq_len < 8 * step * candidate.num_segments:
+            if seq_len < 8 * step * candidate.num_segments:
                 step = 1
-            cost = self._cost(candidate)
+            cost = self._cost(candidate, seq_len)
             self._sizes[key] = cost.split(candidate.num_segments, mix=candidate.mix, multiple_of=step)
         return self._sizes[key]
 
+    def _mean(self, values: Iterable[float]) -> float:
+        """Over the steps, of one value for each length."""
+        return sum(each.share * value for each, value in zip(self.lengths, values, strict=True))
+
     def bound(self, candidate: _Candidate) -> float:
-        """Seconds that no order of these units can beat: the mean of the ranks' work, and the work of each stage, where
-        steps do not overlap with the first segment's way down to it and the way back up."""
-        cost = self._cost(candidate)
+        """Seconds that no order of these units can beat, in the mean over the steps."""
+        return self._mean(self._bound(candidate, each.seq_len) for each in self.lengths)
+
+    def _bound(self, candidate: _Candidate, seq_len: int) -> float:
+        """Of the steps of one length: the mean of the ranks' work, and the work of each stage, where steps do not
+        overlap with the first segment's way down to it and the way back up."""
+        cost = self._cost(candidate, seq_len)
         is_split = self._is_split(candidate.family)
-        seconds = cost.unit_seconds(self._split(candidate), split_backward=is_split)
+        seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
         optimizer = cost.optimizer_seconds()
         work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
         least = (sum(map(sum, work)) + sum(optimizer)) / self.num_ranks
@@ -470,29 +574,52 @@ class _Search:
 
     def _price(self, candidate: _Candidate, cap: int) -> _Found | int:
         """The candidate simulated, or the bytes that it needs where they are more than the cap."""
-        cost, sizes = self._cost(candidate), self._split(candidate)
-        is_split = self._is_split(candidate.family)
-        made = self._order(candidate, cost, sizes, is_split, cap)
+        made = self._order(candidate, cap)
         if made.peak > cap:
             return made.peak
-        period, bubble = self._period(cost, made.schedule, sizes, is_split)
+        is_split = self._is_split(candidate.family)
+        runs = [self._period(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths]
         self.num_simulated += 1
-        period = max(period, self.bound(candidate))  # a few steps in a row may still be settling
-        return _Found(candidate, sizes, period, bubble, made, is_split)
+        # A few steps in a row may still be settling.
+        periods = [
+            max(period, self._bound(candidate, each.seq_len))
+            for each, (period, _) in zip(self.lengths, runs, strict=True)
+        ]
+        seconds = self._mean(periods)
+        bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
+        return _Found(candidate, periods, seconds, bubble, made, is_split)
 
-    def _order(self, candidate: _Candidate, cost: CostModel, sizes: list[int], is_split: bool, cap: int) -> Made:
-        """The candidate's order; of one that is made for the cap the fastest that fits it, if any does."""
+    def _order(self, candidate: _Candidate, cap: int) -> Made:
+        """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
+        most of any length."""
+        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
         if "costs" not in candidate.family.options:
             schedule = self._shared_order(candidate)
-            return Made(schedule, {}, cost.rank_bytes(schedule, sizes))
+            made = Made(schedule, {}, cost.rank_bytes(schedule, sizes))
+        else:
 
-        def build(options: dict[str, Any]) -> Schedule:
-            return self._build(candidate, options)
+            def build(options: dict[str, Any]) -> Schedule:
+                return self._build(candidate, options)
 
-        def seconds(schedule: Schedule) -> float:
-            return self._period(cost, schedule, sizes, is_split)[0]
+            def seconds(schedule: Schedule) -> float:
+                return self._mean(
+                    self._period(candidate, schedule, each.seq_len, self.hardware)[0] for each in self.lengths
+                )
 
-        return order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
+            made = order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
+        shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
+        most = [max(ranks, key=lambda rank: rank.total) for ranks in zip(made.ranks, *shorter, strict=True)]
+        return made._replace(ranks=most)
+
+    def _ranks(self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
+        return self._on(candidate, seq_len, hardware).rank_bytes(schedule, self._split(candidate, seq_len))
+
+    def _on(self, candidate: _Candidate, seq_len: int, hardware: Hardware) -> CostModel:
+        """The candidate with its layers on another machine."""
+        cost = self._cost(candidate, seq_len)
+        if hardware is self.hardware:
+            return cost
+        return self._cost_of_layout(seq_len, candidate.stages_per_rank, cost.layout, hardware)
 
     def _build(self, candidate: _Candidate, options: Mapping[str, Any]) -> Schedule:
         return build_schedule(
@@ -518,8 +645,12 @@ class _Search:
         _, v, k = key
         return 2 * self.num_ranks * v * self.num_microbatches * k
 
-    def _period(self, cost: CostModel, schedule: Schedule, sizes: Sequence[int], is_split: bool) -> tuple[float, float]:
+    def _period(
+        self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware
+    ) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
+        cost, is_split = self._on(candidate, seq_len, hardware), self._is_split(candidate.family)
+        sizes = self._split(candidate, seq_len)
         arguments = cost.simulation_arguments(schedule, sizes, split_backward=is_split)
         run = schedule.simulate(**arguments, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
         assert run.period is not None
@@ -527,17 +658,15 @@ class _Search:
 
     def _seconds_on(self, found: _Found, hardware: Hardware) -> float:
         """The same order and split on another machine."""
-        layout = self._cost(found.candidate).layout
-        cost = self._cost_of_layout(found.candidate.stages_per_rank, layout, hardware)
-        return self._period(cost, found.made.schedule, found.sizes, found.is_split)[0]
+        return self._mean(
+            self._period(found.candidate, found.made.schedule, each.seq_len, hardware)[0] for each in self.lengths
+        )
 
     def uncertain(self, found: _Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
-        terms = []
+        terms, known = [], self._seconds_on(found, self.hardware)
         for name, (low, high) in self.hardware.spread.items():
-            changes = [
-                self._seconds_on(found, _with(self.hardware, {name: end})) - found.seconds for end in (low, high)
-            ]
+            changes = [self._seconds_on(found, _with(self.hardware, {name: end})) - known for end in (low, high)]
             if any(changes):
                 terms.append(Uncertain(name, low, high, *changes))
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
@@ -548,32 +677,45 @@ class _Search:
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
         candidate = found.candidate
-        cost = self._cost(candidate)
+        cost, schedule = self._cost(candidate, self.longest), found.made.schedule
         ends = {name: high for name, (_, high) in self.hardware.spread.items() if name in _UNCERTAIN_BYTES}
-        high = self._cost_of_layout(candidate.stages_per_rank, cost.layout, _with(self.hardware, ends))
-        tokens = self.num_microbatches * self.seq_len * self.layout.data
+        high = self._ranks(candidate, schedule, self.longest, _with(self.hardware, ends))
+        sequences = self.num_microbatches * self.layout.data
+        lengths = [
+            StepLength(
+                each.seq_len,
+                each.share,
+                each.tokens,
+                tuple(self._split(candidate, each.seq_len)),
+                period,
+                sequences * each.tokens / period,
+                tuple(rank.total for rank in self._ranks(candidate, schedule, each.seq_len, self.hardware)),
+            )
+            for each, period in zip(self.lengths, found.periods, strict=True)
+        ]
         return Plan(
             model=self.model,
             hardware=self.hardware.name,
-            seq_len=self.seq_len,
+            seq_len=self.longest,
             layout=replace(cost.layout, layers=cost.layers),
             schedule=candidate.family.name,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
             num_segments=candidate.num_segments,
             stages_per_rank=candidate.stages_per_rank,
-            segment_sizes=tuple(found.sizes),
+            segment_sizes=lengths[-1].segment_sizes,
             mix=candidate.mix,
             seconds=found.seconds,
             low=max(0.0, found.seconds - faster),
             high=found.seconds + slower,
             bubble=found.bubble,
-            tokens_per_second=tokens / found.seconds,
+            tokens_per_second=sequences * self._mean(each.tokens for each in self.lengths) / found.seconds,
             peak=tuple(rank.total for rank in found.made.ranks),
-            peak_high=tuple(rank.total for rank in high.rank_bytes(found.made.schedule, found.sizes)),
+            peak_high=tuple(rank.total for rank in high),
             cap=cap,
             optimizer_sync=self.optimizer_sync,
             options=found.made.options,
+            lengths=tuple(lengths) if len(lengths) > 1 else (),
         )
 
     def explain_nothing(self, cap: int) -> str:

@@ -90,6 +90,13 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a negative size": ({"segment_sizes": [-1, 9]}, ValueError, r"segment_sizes\[0\] is -1, must be at least 1"),
     "a size of type float": ({"segment_sizes": [4, 4.5]}, TypeError, r"segment_sizes\[1\] is 4.5, must be an int"),
     "sizes that are one int": ({"segment_sizes": 4}, TypeError, "segment_sizes must be None, 'balanced' or a list"),
+    "sizes of another length": (
+        {"segment_sizes": {8: [4, 4], 9: [4, 4]}},
+        ValueError,
+        r"\[9\] sum to 8, must sum to 9",
+    ),
+    "a length with too few sizes": ({"segment_sizes": {8: [8]}}, ValueError, "segment_sizes has 1 entries"),
+    "a length without sizes": ({"segment_sizes": {8: None}}, TypeError, r"segment_sizes\[8\] must be a list, got None"),
     "unknown split": ({"segment_sizes": "flops"}, ValueError, "segment_sizes is 'flops'; it must be None, 'balanced'"),
     "balanced without a shape": ({"segment_sizes": "balanced"}, ValueError, "'balanced' needs model_shape="),
     "heads that do not divide": (

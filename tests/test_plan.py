@@ -34,13 +34,14 @@ SOME = {
 }
 
 
-def price(plan, machine=MACHINE):
-    """Seconds of a plan's step among others and bytes of its ranks, by the public simulator."""
+def price(plan, machine=MACHINE, step=None):
+    """Seconds of a plan's step among others, or of one of its lengths, and bytes of ranks, by the public simulator."""
     counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
-    cost = CostModel(SHAPE, machine, **counts, seq_len=plan.seq_len, layout=plan.layout)
+    step = step or plan
+    cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
     order = plan.build()
     is_split = any(unit.kind == "W" for rank in order.ranks for unit in rank)
-    forward, inputs, weights = cost.unit_seconds(plan.segment_sizes, split_backward=is_split)
+    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split)
     full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
     latencies, rates = cost.links(order.rank_of_stage)
     optimizer = [
@@ -48,9 +49,9 @@ def price(plan, machine=MACHINE):
         for rank in range(plan.num_ranks)
     ]
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
-    messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(plan.segment_sizes)}
+    messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
     run = order.simulate(forward, full, weights, latencies, **messages, **steps)
-    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, plan.segment_sizes)]
+    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes)]
     return run.period, bytes_of_ranks
 
 
@@ -143,6 +144,80 @@ def test_auto_is_made_for_the_cap():
         search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
 
 
+MIX = {512: 90, 8192: 10}
+
+
+def test_a_mix_of_lengths_is_weighed_by_its_steps():
+    """Seconds, rates and bytes of every length by the public simulator, over the one order of the plan."""
+    counts = {"num_ranks": 2, "num_microbatches": 4}
+    for sync in (True, False):
+        found = search_plans(SHAPE, MACHINE, lengths=MIX, **counts, **SOME, best=20, within=1e9, optimizer_sync=sync)
+        for plan in found.plans:
+            short, long = plan.lengths
+            assert (short.seq_len, short.share, long.seq_len, long.share) == (512, 0.9, 8192, 0.1)
+            for step in plan.lengths:
+                seconds, peak = price(plan, step=step)
+                assert step.seconds == pytest.approx(seconds, rel=1e-9 if sync else 1e-2)
+                assert step.tokens_per_second == pytest.approx(4 * step.seq_len / step.seconds)
+                assert list(step.peak) == peak
+            assert plan.seconds == pytest.approx(0.9 * short.seconds + 0.1 * long.seconds)
+            assert plan.tokens_per_second == pytest.approx(4 * (0.9 * 512 + 0.1 * 8192) / plan.seconds)
+            assert plan.peak == tuple(map(max, short.peak, long.peak))
+            assert (plan.seq_len, plan.segment_sizes) == (8192, long.segment_sizes)
+
+
+def test_the_best_of_a_mix_is_not_the_best_of_its_longest():
+    """Among all candidates of both lengths the mix takes the least mean; short sequences want fewer segments."""
+    counts = {"num_ranks": 2, "num_microbatches": 4}
+    some = {"names": ["seq1f1b"], "segments": [1, 2, 4, 8], "stages_per_rank": [1], "recompute": ["none"]}
+    mixed, long = (
+        search_plans(SHAPE, MACHINE, **counts, **some, **lengths, best=1).plans[0]
+        for lengths in ({"lengths": MIX}, {"seq_len": 8192})
+    )
+    assert mixed.num_segments < long.num_segments
+    found = search_plans(SHAPE, MACHINE, **counts, **some, lengths=MIX, best=10_000, within=1e9)
+    assert mixed.seconds == pytest.approx(min(plan.seconds for plan in found.plans), rel=1e-3)
+    cap = max(long.peak) - 1  # the longest length alone breaks it
+    tight = search_plans(SHAPE, MACHINE, **counts, **some, lengths=MIX, best=1, within=1e9, memory=cap).plans[0]
+    assert max(max(step.peak) for step in tight.lengths) == max(tight.peak) <= cap
+
+
+def test_many_lengths_are_padded_to_eight():
+    """Neighbours share a length, in groups of about as many tokens; padding does not count as tokens."""
+    lengths = {length: 1 + length % 3 for length in range(64, 1000, 13)}
+    found = search_plans(SHAPE, MACHINE, lengths=lengths, num_ranks=2, num_microbatches=4, names=["1f1b"], best=1)
+    steps = found.plans[0].lengths
+    assert len(steps) == 8 and steps[-1].seq_len == max(lengths)
+    total = sum(length * count for length, count in lengths.items())
+    for before, step in zip((0, *(step.seq_len for step in steps)), steps, strict=False):
+        members = {length: count for length, count in lengths.items() if before < length <= step.seq_len}
+        tokens = sum(length * count for length, count in members.items())
+        assert step.share == pytest.approx(sum(members.values()) / sum(lengths.values()))
+        assert step.tokens == pytest.approx(tokens / sum(members.values()))
+        assert abs(tokens - total / 8) <= max(length * count for length, count in lengths.items())
+    assert sum(step.share for step in steps) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"lengths": {8: 1}, "seq_len": 8}, "give seq_len, or lengths where sequences differ: one of the two"),
+        ({}, "one of the two"),
+        ({"lengths": {}}, "a length is 0, must be at least 1"),
+        ({"lengths": {0: 3, 8: 1}}, "a length is 0, must be at least 1"),
+        ({"lengths": {4: 0, 8: 1}}, "a length has 0 sequences, must have at least 1"),
+        ({"lengths": {4: 1, 8: 1}, "layout": Layout(documents=(4, 4))}, "documents are packed into sequences of one"),
+        (
+            {"lengths": {4: 1, 64: 1}, "segments": [8]},
+            r"segments are \[8\], must be in 1..4, the tokens of the shortest",
+        ),
+    ],
+)
+def test_bad_mixes(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        search_plans(SHAPE, MACHINE, num_ranks=2, num_microbatches=4, **lengths)
+
+
 def test_nothing_fits_and_the_least_that_would():
     with pytest.raises(ValueError, match=r"nothing fits in 0\.00 GiB: the least possible is ") as error:
         search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
@@ -185,15 +260,15 @@ def test_bad_requests(changes, message):
 def small_plan(**wanted):
     """For tests/tiny_model.py: 16 tokens, P 2, M 4."""
     shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
-    found = search_plans(
-        shape, MACHINE, seq_len=16, num_ranks=2, num_microbatches=4, stages_per_rank=[1], best=1, **wanted
-    )
-    return found.plans[0]
+    counts = {"num_ranks": 2, "num_microbatches": 4, "stages_per_rank": [1], "best": 1}
+    if "lengths" not in wanted:
+        counts["seq_len"] = 16
+    return search_plans(shape, MACHINE, **counts, **wanted).plans[0]
 
 
 def test_a_plan_file_says_the_same_again(tmp_path):
-    for names in (["seq1f1b"], ["seq-zb-h1"]):
-        plan = small_plan(names=names, segments=[4])
+    for wanted in ({"names": ["seq1f1b"]}, {"names": ["seq-zb-h1"]}, {"lengths": {8: 3, 16: 1}}):
+        plan = small_plan(**wanted, segments=[4])
         plan.save(tmp_path / "plan.json")
         again = Plan.load(tmp_path / "plan.json")
         assert again == plan
@@ -207,6 +282,12 @@ def test_a_plan_file_says_the_same_again(tmp_path):
         broken.save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def small_length(**changes):
+    """Of a plan's mix, as its file has it."""
+    plan = small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1})
+    return {**json.loads(plan.to_json())["lengths"][1], **changes}
 
 
 def test_bad_plan_files():
@@ -224,6 +305,9 @@ def test_bad_plan_files():
         ({"seconds": "soon"}, "must be numbers"),
         ({"surprise": 1}, "wrong fields"),
         ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
+        ({"lengths": [{"seq_len": 16}]}, "wrong fields"),
+        ({"lengths": [small_length(segment_sizes=[16])]}, "4 segments has 1 segment_sizes"),
+        ({"lengths": [small_length(segment_sizes=[4, 4, 4, 3])]}, "sum to 15"),
     ):
         with pytest.raises(ValueError, match=message):
             Plan.from_json(json.dumps({**good, **change}))
@@ -263,6 +347,38 @@ def test_the_engine_runs_a_plan(tmp_path):
     (_, sizes), (losses, _) = run_ranks(2, run)
     assert sizes == plan.segment_sizes
     torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
+
+
+def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
+    """Each step is split as the plan says of its length; a length that is not of the mix is refused."""
+    pytest.importorskip("torch", reason="the engine needs torch")
+    import torch
+    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"], lengths={9: 3, 16: 1})
+    config = Config()
+    model = whole_model(config)
+    batches = {length: batch(config, 4, length, size=1) for length in (16, 9, 12)}
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        engine = PipelineEngine(stage, plan=plan, loss_fn=cross_entropy, group=group)
+        found = {}
+        for length in (16, 9):
+            tokens, target = batches[length]
+            found[length] = engine.step(tokens, target=target), engine.report().segment_sizes
+        with pytest.raises(ValueError, match="segment_sizes are for 9, 16 tokens, the sequence has 12: pad it"):
+            engine.sizes_of(12)
+        return found
+
+    _, last = run_ranks(2, run)
+    for each in plan.lengths:
+        losses, sizes = last[each.seq_len]
+        assert sizes == each.segment_sizes
+        torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, *batches[each.seq_len], 4)[0]))
 
 
 def test_what_the_engine_does_not_do_is_refused_by_name():
@@ -317,9 +433,46 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     assert plan.optimizer_sync and not free["optimizer_sync"] and free["seconds"] < plan.seconds
 
 
+def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
+    few = ["--ranks", "4", "--microbatches", "4", "--segments", "1,4", "--schedules", "seq1f1b", "--best", "1"]
+    line = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", *few, "--recompute", "full"]
+    (tmp_path / "lengths.txt").write_text("# tokens of each sequence\n8192\n2048 2\n2048\n\n")
+    for given in ("2048:3,8192:1", str(tmp_path / "lengths.txt")):
+        assert main([*line, "--lengths", given]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("gpt-2.7b, 2048, 8192 tokens, P 4, M 4 on a100")
+        assert main([*line, "--lengths", given, "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        for step, share in zip(plan["lengths"], (0.75, 0.25), strict=True):
+            assert step["share"] == share
+            assert f"\nsteps of {step['seq_len']} tokens with 1, {share:.1%}: {step['seconds']:.4g} s, " in text
+            assert f"{step['tokens_per_second']:.4g} tokens/s" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2048\nlong\n", "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
+        ("2048 -1\n", "line 1: '2048 -1' must be"),
+        ("# none\n", "lengths.txt: there is no length"),
+        ("0 4\n", "a length is 0, must be at least 1"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_files_of_lengths(text, message, capsys, tmp_path):
+    path = tmp_path / "lengths.txt"
+    if text is not None:
+        path.write_text(text)
+    line = ["plan", "--model", "gpt-2.7b", "--ranks", "4", "--microbatches", "4", "--lengths", str(path)]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("seq1f1b: ") and message in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--lengths", "8:1"], "give seq_len, or lengths"),
         (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
         (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
         (["--hardware", "none.json"], "none.json"),
