@@ -338,7 +338,8 @@ def search_plans(
         recompute: None: all, or with a profile, which is of stages as they are, "none".
         segments: None: powers of two up to 16. best: how many plans to return at most, none slower than
             ``within`` times the fastest.
-        progress: called with the candidates done, and how many there are.
+        progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
+            plans whose uncertain terms are tried.
     Raises:
         ValueError: a count out of range; or nothing fits: says the least that could.
     """
@@ -380,16 +381,23 @@ def search_plans(
         search.consider(candidates[i], fitting, cap, best, within)
     if not fitting:
         raise ValueError(search.explain_nothing(cap))
-    for found in list(fitting):
-        for mix in _MIXES if found.candidate.num_segments > 1 else ():
-            search.consider(found.candidate._replace(mix=mix), fitting, cap, best, within)
-    uncertain = search.uncertain(fitting[0])
-    plans = tuple(search.plan(found, cap, uncertain if i == 0 else None) for i, found in enumerate(fitting))
+    mixed = [found.candidate._replace(mix=mix) for found in fitting for mix in _MIXES]
+    mixed = [candidate for candidate in mixed if candidate.num_segments > 1]
+    for done, candidate in enumerate(mixed):
+        if progress is not None:
+            progress(done, len(mixed))
+        search.consider(candidate, fitting, cap, best, within)
+    terms = []
+    for done, found in enumerate(fitting):
+        if progress is not None:
+            progress(done, len(fitting))
+        terms.append(search.uncertain(found))
+    plans = tuple(search.plan(found, cap, moved) for found, moved in zip(fitting, terms, strict=True))
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in search.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
         fallen |= dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
-    return PlanSearch(plans, uncertain, fallen, len(candidates), search.num_simulated)
+    return PlanSearch(plans, terms[0], fallen, len(candidates), search.num_simulated)
 
 
 class _Length(NamedTuple):
@@ -578,7 +586,7 @@ class _Search:
         if made.peak > cap:
             return made.peak
         is_split = self._is_split(candidate.family)
-        runs = [self._period(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths]
+        runs = self._periods(candidate, made.schedule)
         self.num_simulated += 1
         # A few steps in a row may still be settling.
         periods = [
@@ -602,9 +610,7 @@ class _Search:
                 return self._build(candidate, options)
 
             def seconds(schedule: Schedule) -> float:
-                return self._mean(
-                    self._period(candidate, schedule, each.seq_len, self.hardware)[0] for each in self.lengths
-                )
+                return self._mean(period for period, _ in self._periods(candidate, schedule))
 
             made = order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
         shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
@@ -645,35 +651,45 @@ class _Search:
         _, v, k = key
         return 2 * self.num_ranks * v * self.num_microbatches * k
 
-    def _period(
-        self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware
-    ) -> tuple[float, float]:
+    def _arguments(self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
+        return self._on(candidate, seq_len, hardware).simulation_arguments(
+            schedule, self._split(candidate, seq_len), split_backward=self._is_split(candidate.family)
+        )
+
+    def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
-        cost, is_split = self._on(candidate, seq_len, hardware), self._is_split(candidate.family)
-        sizes = self._split(candidate, seq_len)
-        arguments = cost.simulation_arguments(schedule, sizes, split_backward=is_split)
         run = schedule.simulate(**arguments, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
         assert run.period is not None
         return run.period, 1 - (sum(run.busy) + sum(arguments["optimizer"])) / (run.period * self.num_ranks)
 
-    def _seconds_on(self, found: _Found, hardware: Hardware) -> float:
-        """The same order and split on another machine."""
-        return self._mean(
-            self._period(found.candidate, found.made.schedule, each.seq_len, hardware)[0] for each in self.lengths
-        )
+    def _periods(self, candidate: _Candidate, schedule: Schedule) -> list[tuple[float, float]]:
+        """Of the steps of each length."""
+        return [
+            self._period(schedule, self._arguments(candidate, schedule, each.seq_len, self.hardware))
+            for each in self.lengths
+        ]
 
     def uncertain(self, found: _Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
-        terms, known = [], self._seconds_on(found, self.hardware)
-        for name, (low, high) in self.hardware.spread.items():
-            changes = [self._seconds_on(found, _with(self.hardware, {name: end})) - known for end in (low, high)]
+        candidate, schedule = found.candidate, found.made.schedule
+        known = [self._arguments(candidate, schedule, each.seq_len, self.hardware) for each in self.lengths]
+        periods = [self._period(schedule, arguments)[0] for arguments in known]
+
+        def change(name: str, end: float) -> float:
+            hardware, changes = _with(self.hardware, {name: end}), []
+            for each, before, period in zip(self.lengths, known, periods, strict=True):
+                arguments = self._arguments(candidate, schedule, each.seq_len, hardware)
+                changes.append(0.0 if arguments == before else self._period(schedule, arguments)[0] - period)
+            return self._mean(changes)
+
+        terms = []
+        for name, ends in self.hardware.spread.items():
+            changes = [change(name, end) for end in ends]
             if any(changes):
-                terms.append(Uncertain(name, low, high, *changes))
+                terms.append(Uncertain(name, *ends, *changes))
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
 
-    def plan(self, found: _Found, cap: int, uncertain: tuple[Uncertain, ...] | None) -> Plan:
-        if uncertain is None:
-            uncertain = self.uncertain(found)
+    def plan(self, found: _Found, cap: int, uncertain: tuple[Uncertain, ...]) -> Plan:
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
         candidate = found.candidate

@@ -91,6 +91,15 @@ def test_every_family_is_shown_or_falls_for_a_reason():
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
 
 
+def test_progress_ends():
+    calls = []
+    search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=20, progress=lambda done, total: calls.append((done, total)))
+    ends = [i + 1 for i, (done, total) in enumerate(calls) if done + 1 == total]
+    assert len(ends) == 3 and ends[-1] == len(calls)  # candidates, splits of the best, uncertain terms
+    for begin, end in zip((0, *ends), ends, strict=False):
+        assert calls[begin:end] == [(done, end - begin) for done in range(end - begin)]
+
+
 def test_an_uncertain_term_moves_the_step_by_what_it_says():
     found = search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b"], segments=[4], stages_per_rank=[1], best=1)
     for term in found.uncertain[:3]:
