@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -228,17 +229,21 @@ class PlanSearch:
             f"{model}, {_tokens(first)}, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
             f"cap {first.cap / _GIB:.1f} GiB; {self.num_candidates} candidates, {self.num_simulated} simulated",
             f"   {'schedule':<20}{'k':>3}{'v':>3}{'mix':>6}{'recompute':>11}{'step s':>9}{'interval':>17}"
-            f"{'bubble':>8}{'tokens/s':>10}{'peak GiB':>10}",
+            f"{'bubble':>8}{'tokens/s':>10}{'peak GiB':>10}{'margin':>8}",
         ]
         for number, plan in enumerate(self.plans, 1):
             lines.append(
                 f"{number:>2} {plan.schedule:<20}{plan.num_segments:>3}{plan.stages_per_rank:>3}{plan.mix:>6.2f}"
                 f"{plan.layout.recompute:>11}{plan.seconds:>9.4g}{f'{plan.low:.4g}..{plan.high:.4g}':>17}"
                 f"{plan.bubble:>8.1%}{plan.tokens_per_second:>10.4g}{max(plan.peak) / _GIB:>10.1f}"
+                f"{min(plan.margin) / _GIB:>8.1f}"
             )
-        for title, values in (("peak", first.peak), ("peak at most", first.peak_high), ("margin", first.margin)):
-            lines.append(f"{title} of each rank, GiB, of 1: {' '.join(f'{value / _GIB:.1f}' for value in values)}")
-        lines.append(f"layers of 1: {' '.join(map(str, first.layout.layers or ()))}, by stage")
+        lines.append("ranks, GiB: peak + margin to the cap")
+        for number, plan in enumerate(self.plans, 1):
+            ranks = zip(plan.peak, plan.margin, strict=True)
+            lines.append(f"{number:>2} {_runs(f'{peak / _GIB:.1f} + {left / _GIB:.1f}' for peak, left in ranks)}")
+        lines.append(f"ranks of 1 with its uncertain bytes: {_runs(f'{x / _GIB:.1f}' for x in first.peak_high)}")
+        lines.append(f"layers of 1, by stage: {_runs(map(str, first.layout.layers or ()))}")
         lines.append(f"segments of 1: {' '.join(map(str, first.segment_sizes))} tokens")
         for each in first.lengths:
             lines.append(
@@ -253,6 +258,12 @@ class PlanSearch:
         ]
         lines += [f"out: {name}: {reason}" for name, reason in self.fallen.items()]
         return "\n".join(lines)
+
+
+def _runs(texts: Iterable[str]) -> str:
+    """Equal neighbours as one: 2 x16, 1 x48."""
+    runs = ((text, len(list(run))) for text, run in itertools.groupby(texts))
+    return ", ".join(text if count == 1 else f"{text} x{count}" for text, count in runs)
 
 
 def _tokens(plan: Plan) -> str:
@@ -747,15 +758,22 @@ class _Search:
 
     def reasons(self, slowest: float) -> dict[str, str]:
         """Of each family, why it is not among the best."""
-        reasons: dict[str, str] = {}
+        broken: dict[str, dict[str, None]] = {}
         for (name, _, _), rule in self._rules.items():
             if rule is not None:
-                reasons.setdefault(name, f"needs {rule}")
-        for name, (peak, candidate) in self._least.items():
-            kind = f"k {candidate.num_segments}, v {candidate.stages_per_rank}, recompute {candidate.recompute}"
-            reasons[name] = f"does not fit: at least {peak / _GIB:.1f} GiB ({kind})"
+                broken.setdefault(name, {})[rule] = None
+        reasons = {name: f"needs {', and '.join(rules)}" for name, rules in broken.items()}
+        too_large = {
+            name: f"does not fit: at least {peak / _GIB:.1f} GiB (k {candidate.num_segments}, "
+            f"v {candidate.stages_per_rank}, recompute {candidate.recompute})"
+            for name, (peak, candidate) in self._least.items()
+        }
+        reasons |= too_large
         for name, (seconds, is_bound) in self._slower.items():
-            reasons[name] = f"slower: {'at least ' if is_bound else ''}{seconds:.4g} s against {slowest:.4g}"
+            reason = f"slower: {'at least ' if is_bound else ''}{seconds:.4g} s against {slowest:.4g}"
+            if not is_bound and f"{seconds:.4g}" == f"{slowest:.4g}":
+                reason = f"as fast as the last, {slowest:.4g} s, in more memory"
+            reasons[name] = f"{reason}, or {too_large[name]}" if name in too_large else reason
         return reasons
 
 

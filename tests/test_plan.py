@@ -91,6 +91,27 @@ def test_every_family_is_shown_or_falls_for_a_reason():
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
 
 
+def test_the_text_says_of_every_plan_what_its_ranks_hold():
+    found = search_plans(SHAPE, MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1, 4], stages_per_rank=[1, 2], best=3)
+    text = found.to_text("small")
+    lines = text.splitlines()
+    begin = lines.index("ranks, GiB: peak + margin to the cap") + 1
+    for number, plan in enumerate(found.plans, 1):
+        values = [f"{p / 2**30:.1f} + {m / 2**30:.1f}" for p, m in zip(plan.peak, plan.margin, strict=True)]
+        found_values = []
+        for part in lines[begin + number - 1].removeprefix(f"{number:>2} ").split(", "):
+            value, _, count = part.partition(" x")
+            found_values += [value] * int(count or 1)
+        assert found_values == values
+        assert lines[1 + number].split()[-1] == f"{min(plan.margin) / 2**30:.1f}"
+    assert text.count("\nuncertain: ") == 3
+    assert text.count("\nout: ") == len(found.fallen) > 10
+    few_layers = search_plans(
+        SHAPE._replace(layers=4), MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1], stages_per_rank=[1, 2], best=1
+    )
+    assert few_layers.fallen["zbv"] == "needs v = 2, and P v <= 4 layers"
+
+
 def test_progress_ends():
     calls = []
     search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=20, progress=lambda done, total: calls.append((done, total)))
