@@ -319,6 +319,9 @@ static s1f_status run_all(simulator *s)
         if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
             return s1f_fail(S1F_ERR_STATE, "the order of rank %d stops at unit %lld of %lld", rank,
                             (long long)s->ranks[rank].num_run, (long long)s->tape->num_units[rank]);
+    if (!isfinite(s->step_end[s->num_steps - 1]))
+        return s1f_fail(S1F_ERR_ARG, "the end of the last step is %g: the costs sum to more than a double holds",
+                        s->step_end[s->num_steps - 1]);
     s->simulation->makespan = s->step_end[0]; /* the first start is 0: some unit waits for nobody */
     if (s->num_steps > 1)
         s->simulation->period = (s->step_end[s->num_steps - 1] - s->step_end[0]) / (s->num_steps - 1);

@@ -117,7 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "profile": profile,
             "doctor": doctor,
         }
-        return commands_of[options.command](options)
+        done = commands_of[options.command](options)
+        sys.stdout.flush()  # an error of it is told like any other
+        return done
+    except BrokenPipeError:  # nobody reads on
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError, MemoryError, OverflowError) as error:
         print(f"seq1f1b: {error}", file=sys.stderr)
         return 2
@@ -136,8 +142,20 @@ def check_seconds(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
         elif name in SECONDS and hasattr(options, name):
             setattr(options, name, SECONDS[name])
+    if getattr(options, "model", None) is None:
+        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name, default) != default]
+        if options.command in ("draw", "simulate"):
+            unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
+        if unused:
+            raise ValueError(f"--{unused[0].replace('_', '-')} says nothing without --model")
 
 
+OF_A_MODEL = {  # options that say nothing without one, with their defaults
+    **dict.fromkeys(("hardware", "profile", "documents")),
+    **dict.fromkeys(("tensor", "context", "expert", "data"), 1),
+    "all_logits": False,
+    "recompute": "none",
+}
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # where no model is given
 
 
@@ -204,6 +222,8 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     given: dict[str, Any] = dict(map(read_option, options.option))
     if "costs" in known.options and min(counts.values()) > 0:
         given["costs"] = pass_costs(options, **counts)
+    if "transfer" in known.options and options.model is None:
+        given.setdefault("transfer", options.transfer)
     return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts)
 
 
@@ -231,10 +251,14 @@ def read_schedule(name: str, num_segments: int) -> Schedule:
     return schedule
 
 
-def read_option(text: str) -> tuple[str, int]:
+def read_option(text: str) -> tuple[str, int | str]:
     name, _, value = text.partition("=")
-    if not value.isdecimal():
-        raise ValueError(f"--option {text}: an option is written NAME=NUMBER")
+    if name == "costs":
+        raise ValueError(f"--option {text}: costs come from --forward, --backward and --weight, or from --model")
+    if name == "placement":
+        return name, value
+    if not re.fullmatch(r"[0-9]+", value):
+        raise ValueError(f"--option {text}: an option is written NAME=NUMBER, or placement=loop or v")
     return name, int(value)
 
 
@@ -310,9 +334,16 @@ def cost_of(
 
 
 def draw_schedules(options: argparse.Namespace) -> int:
-    if options.width is not None and options.width < 20:
-        raise ValueError(f"--width is {options.width}, must be at least 20")
+    if options.width is not None and not 20 <= options.width <= 10000:
+        raise ValueError(f"--width is {options.width}, must be in 20..10000")
+    for form in PICTURES:
+        if getattr(options, form) == "":
+            raise ValueError(f"--{form} needs the name of a file")
     schedules = {name: make_schedule(name, options) for name in options.schedule}
+    least = sum(2 * each.num_stages * each.num_microbatches * each.num_segments for each in schedules.values())
+    for form, what in (("png", "picture"), ("svg", "picture"), ("html", "page"), ("trace", "trace")):
+        if getattr(options, form) is not None:
+            draw.check_size(what, least)  # before minutes of simulating
     runs = {
         name: schedule.simulate(**arguments_of(schedule, options), critical=options.html is not None)
         for name, schedule in schedules.items()
@@ -374,8 +405,11 @@ def simulate(options: argparse.Namespace) -> int:
     for name in options.schedule:
         schedule = stream_schedule(name, options) or make_schedule(name, options)
         arguments = arguments_of(schedule, options) | {"steps": options.steps, "optimizer_sync": options.sync}
+        num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
+        if num_units > MOST_STREAMED:
+            raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_STREAMED}")
         if isinstance(schedule, StreamedSchedule):
-            with progress_bar(units_of(options, 1) * options.steps) as progress:
+            with progress_bar(num_units) as progress:
                 run = schedule.simulate(**arguments, progress=progress)
         else:
             run = schedule.simulate(**arguments)
@@ -427,7 +461,9 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
     )
     for degree in ("tensor", "context", "expert", "data"):
         command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
-    command.add_argument("--documents", type=read_counts, metavar="N,N", help="tokens of the documents in a sequence")
+    command.add_argument(
+        "--documents", type=argument(read_counts), metavar="N,N", help="tokens of the documents in a sequence"
+    )
     command.add_argument("--all-logits", action="store_true", help="the head is not inside loss_fn: all logits live")
 
 
@@ -458,10 +494,16 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     command.add_argument("--microbatches", type=int, required=True)
-    command.add_argument("--memory", type=read_bytes, help="cap of a device, as 80GiB or 24e9 (default: all it has)")
+    command.add_argument(
+        "--memory", type=argument(read_bytes), help="cap of a device, as 80GiB or 24e9 (default: all it has)"
+    )
     command.add_argument("--schedules", type=read_names, metavar="A,B", help="families to try (default: all but auto)")
-    command.add_argument("--segments", type=read_counts, metavar="K,K", help="default: powers of two up to 16")
-    command.add_argument("--stages", type=read_counts, metavar="V,V", default=[1, 2, 4], help="stages per rank")
+    command.add_argument(
+        "--segments", type=argument(read_counts), metavar="K,K", help="default: powers of two up to 16"
+    )
+    command.add_argument(
+        "--stages", type=argument(read_counts), metavar="V,V", default=[1, 2, 4], help="stages per rank"
+    )
     command.add_argument("--recompute", type=read_names, metavar="A,B", help="none,ffn,full (with a profile: none)")
     command.add_argument(
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
@@ -490,11 +532,25 @@ def read_lengths(text: str) -> dict[int, int]:
     return lengths
 
 
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader as argparse takes it, so that its message is shown."""
+
+    def read_argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_argument
+
+
 def read_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
 def read_counts(text: str) -> list[int]:
+    if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", text):
+        raise ValueError(f"{text!r}: whole numbers are written 1,2,4")
     return [int(count) for count in text.split(",")]
 
 

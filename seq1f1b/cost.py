@@ -192,7 +192,10 @@ def presets(kind: str) -> tuple[str, ...]:
 def _read(kind: str, name: str) -> dict[str, Any]:
     """A preset by its name, or any file whose path ends in .json."""
     if name.endswith(".json"):
-        text = Path(name).read_text()
+        try:
+            text = Path(name).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: not JSON: {error}") from None
     elif name in presets(kind) or name == "default":
         text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
     else:

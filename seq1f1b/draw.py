@@ -10,13 +10,16 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline, Unit
+
+MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
+MOST_TRACED = 1_000_000  # 170 MB of JSON
 
 __all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json", "write_whole"]
 
@@ -105,6 +108,21 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
     yield lambda unit: f"{unit.microbatch}", 0
 
 
+def check_size(what: str, num_units: int) -> None:
+    """Refuses a picture, page or trace that would take minutes and help nobody."""
+    most = MOST_TRACED if what == "trace" else MOST_UNITS
+    if num_units > most:
+        raise ValueError(
+            f"a {what} of {num_units} units, more than the {most} that it shows in good time; draw fewer "
+            "micro-batches, ranks or segments, the pattern repeats"
+        )
+
+
+def count_units(timelines: Iterable[Timeline]) -> int:
+    """Of all together."""
+    return sum(len(track) for timeline in timelines for track in timeline)
+
+
 def _extent(timeline: Timeline) -> tuple[float, float]:
     """First start and last end."""
     if not any(timeline):
@@ -182,7 +200,7 @@ def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *,
         tracks: a timeline, or several with the heading of each, for instance planned and measured.
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: a timeline holds no unit.
+        ValueError: a timeline holds no unit, or all together more than 100000.
     """
     _save_figure(path, tracks, title, Path(path).suffix[1:] or "png")
 
@@ -201,6 +219,7 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
 
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
     longest = max(end - begin for begin, end in map(_extent, named.values()))
+    check_size("picture", count_units(named.values()))
     second, unit_name = _time_unit(longest)
     rows = [len(timeline) for timeline in named.values()]
     figure = Figure(
@@ -290,9 +309,10 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
         path: file to write.
         tracks: a timeline, or several with the name of each, for instance planned and measured: a process each.
     Raises:
-        ValueError: a timeline holds no unit.
+        ValueError: a timeline holds no unit, or all together more than 1000000.
     """
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"pipeline": tracks}
+    check_size("trace", count_units(named.values()))
     events: list[dict[str, object]] = []
     for pid, (heading, timeline) in enumerate(named.items()):
         begin, _ = _extent(timeline)

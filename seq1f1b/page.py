@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from seq1f1b import draw
 from seq1f1b.draw import _PASSES, _color, _extent, _first_stages, _halves, _ink, _is_pair, _time_unit, write_whole
 from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline
 
 __all__ = ["live_units", "memory_curves", "predecessors", "timeline_html"]
-
-MOST_UNITS = 100_000  # of a page: 15 MB of it, and a second or two until a browser has drawn them
 
 _UNITS, _MEMORY = (0.05, 0.56), (0.62, 0.98)  # of a rank's row: its units, and below them its memory curve
 _CRITICAL = 0.60  # of a rank's row: the critical path runs under its units
@@ -96,12 +95,7 @@ def timeline_html(
         heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()
     }
     longest = max(end - begin for begin, end in map(_extent, timelines.values()))
-    num_units = sum(len(track) for timeline in timelines.values() for track in timeline)
-    if num_units > MOST_UNITS:
-        raise ValueError(
-            f"a page of {num_units} units, more than the {MOST_UNITS} that a browser draws in good time; draw fewer "
-            "micro-batches, ranks or segments, the pattern repeats"
-        )
+    draw.check_size("page", draw.count_units(timelines.values()))
     second, unit_name = _time_unit(longest)
     width = longest / second or 1.0
     times = Range1d(-0.01 * width, 1.01 * width, bounds=(-0.05 * width, 1.05 * width))

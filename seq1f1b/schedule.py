@@ -185,8 +185,8 @@ class _Order:
             raise ValueError("weight is more than backward, of which it is a part")
         if segment_sizes is not None and len(segment_sizes) != self.num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
-        if steps < 1:
-            raise ValueError(f"steps is {steps}, must be at least 1")
+        if not 1 <= steps < 2**31:
+            raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
         if steps > 1 and optimizer_sync is None:
             raise ValueError("optimizer_sync must be True or False where there is more than one step")
         if not 0 <= seed < 2**64:
@@ -570,6 +570,8 @@ def _flat_options(
 ) -> dict[str, Any]:
     """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
     flat = dict(options or {})
+    if not isinstance(flat.get("placement", ""), str):
+        raise ValueError(f"placement is {flat['placement']!r}, must be 'loop' or 'v'")
     num_stages = num_ranks * stages_per_rank
     if "costs" in flat:
         names = ("F", "I", "W")

@@ -38,7 +38,9 @@ def test_simulate_takes_stages_and_options(capsys):
     assert lines[3].split()[3:] == ["19", "4.75"]
     assert lines[5].split()[3:] == ["8", "8.00"]
     assert main(["simulate", "kfkb", "--option", "group"]) == 2
-    assert capsys.readouterr().err == "seq1f1b: --option group: an option is written NAME=NUMBER\n"
+    assert (
+        capsys.readouterr().err == "seq1f1b: --option group: an option is written NAME=NUMBER, or placement=loop or v\n"
+    )
     assert main(["simulate", "kfkb", "--option", "group=0"]) == 2
     assert main(["simulate", "interleaved-1f1b", "--microbatches", "2"]) == 2
     assert "needs M >= P: here P = 4 ranks" in capsys.readouterr().err
@@ -183,7 +185,7 @@ MISTAKES = {
     "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
     "simulate 1f1b --jitter 2": "jitter is 2, must be in 0..1: a share of a unit's seconds",
     "simulate 1f1b --seed -1": "seed is -1, must be in 0..2**64 - 1",
-    "simulate 1f1b --steps 0": "steps is 0, must be at least 1",
+    "simulate 1f1b --steps 0": "steps is 0, must be in 1..2147483647",
     "simulate 1f1b --steps 2 --optimizer nan": "--optimizer is nan, must be finite and at least 0",
     "simulate zb-h1 --weight 3": "weight is more than backward, of which it is a part",
     "simulate zb-h1 --ranks 0": "num_ranks is 0, must be at least 1",
@@ -200,7 +202,24 @@ MISTAKES = {
     "compare --model gpt-7b --seq 64 --transfer 1": "--transfer and --model: the model has costs of its own",
     "compare --model gpt-7b --seq 64 --token-bytes 8": "token_bytes, message_bytes and bandwidth are the model's",
     "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap; the least possible is ",
-    "draw 1f1b --width 7": "--width is 7, must be at least 20",
+    "draw 1f1b --width 100000000": "--width is 100000000, must be in 20..10000",
+    "draw 1f1b --png=": "--png needs the name of a file",
+    "draw 1f1b --forward 1e308 --backward 1e308": "the costs sum to more than a double holds",
+    "simulate 1f1b --optimizer 1e308 --steps 3": "the costs sum to more than a double holds",
+    "simulate 1f1b --steps 99999999999": "1f1b: 6399999999936 units in 99999999999 steps, more than 1000000000",
+    "simulate 1f1b --steps 2000000000": "1f1b: 128000000000 units in 2000000000 steps, more than 1000000000",
+    "draw gpipe --ranks 500 --microbatches 101 --png t.png": "a picture of 101000 units, more than the 100000",
+    "draw gpipe --ranks 500 --microbatches 101 --html t.html": "a page of 101000 units, more than the 100000",
+    "draw gpipe --ranks 5 --microbatches 100001 --trace t.json": "a trace of 1000010 units, more than the 1000000",
+    "draw auto --option placement=1": "placement is '1', must be 'loop' or 'v'",
+    "draw auto --option costs=1": "--option costs=1: costs come from --forward, --backward and --weight",
+    "draw kfkb --option group=\u0662": "an option is written NAME=NUMBER",
+    "simulate 1f1b --sizes 3": "--sizes says nothing without --model",
+    "simulate 1f1b --hardware h100": "--hardware says nothing without --model",
+    "compare 1f1b --tensor 2": "--tensor says nothing without --model",
+    "compare 1f1b --all-logits": "--all-logits says nothing without --model",
+    "draw 1f1b --model bytes.json --seq 4": "bytes.json: not JSON: 'utf-8' codec can't decode byte 0xff",
+    "draw 1f1b --width 7": "--width is 7, must be in 20..10000",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
@@ -224,6 +243,7 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     Path("garbage.txt").write_text("F0.0 B0.0\nwhat?\n")
     Path("garbage.csv").write_text("0F0,0SEND_F0\n")
     Path("uneven.txt").write_text("[0]F0.0 [2]F0.0 [2]B0.0 [0]B0.0\n[1]F0.0 [1]B0.0\n")
+    Path("bytes.json").write_bytes(b"\xff")
     Path("bytes.txt").write_bytes(b"F0.0 \xff")
     files = sorted(Path().iterdir())
     assert main(line.split()) == 2
@@ -231,6 +251,33 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     assert out == "" and err.startswith("seq1f1b: ") and err.count("\n") == 1
     assert MISTAKES[line] in err
     assert sorted(Path().iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("draw 1f1b --width many", "argument --width: invalid int value: 'many'"),
+        ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory x", "'x' is no number of bytes from 1"),
+        ("draw 1f1b --model llama3-8b --seq 64 --documents a,b", "'a,b': whole numbers are written 1,2,4"),
+        ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --segments 4,", "whole numbers are written 1,2,4"),
+    ],
+)
+def test_words_that_are_no_numbers_are_refused_with_what_is_written(line, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_or_that_has_no_room(tmp_path):
+    """A reader that leaves, as `head` does, is no error; a full disk is."""
+    line = [sys.executable, "-m", "seq1f1b", "draw", "gpipe", "--ranks", "200", "--width", "10000"]
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout.read(6) == b"rank 0"
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(timeout=60)) == (b"", 0)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "seq1f1b: [Errno 28] No space left on device\n")
 
 
 def test_a_file_is_written_whole_or_stays(tmp_path):

@@ -18,7 +18,8 @@ import pytest
 from orders import small_schedule
 
 from seq1f1b import Simulation, build_schedule, schedules
-from seq1f1b.page import MOST_UNITS, live_units, memory_curves, predecessors, timeline_html
+from seq1f1b.draw import MOST_UNITS
+from seq1f1b.page import live_units, memory_curves, predecessors, timeline_html
 from seq1f1b.schedule import StepMemory, StreamedSchedule
 
 # -- without a browser -------------------------------------------------------------------------------------------------
@@ -109,9 +110,7 @@ def test_curves_in_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> N
 def test_what_a_page_refuses(tmp_path: Path) -> None:
     pytest.importorskip("bokeh", reason='the HTML page needs the optional bokeh: pip install "seq1f1b[plot]"')
     path = tmp_path / "none.html"
-    with pytest.raises(
-        ValueError, match=f"a page of {MOST_UNITS + 2} units, more than the {MOST_UNITS} that a browser"
-    ):
+    with pytest.raises(ValueError, match=f"a page of {MOST_UNITS + 2} units, more than the {MOST_UNITS} that it shows"):
         timeline_html(path, simulate("gpipe", num_ranks=1, num_microbatches=MOST_UNITS // 2 + 1))
     with pytest.raises(ValueError, match="the timeline holds no unit"):
         timeline_html(path, [[]])
