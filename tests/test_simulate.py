@@ -399,6 +399,16 @@ def test_random_steps_in_a_row() -> None:
             assert list(zip(start, end, strict=True)) == [close(pair) for pair in expected]
 
 
+def test_with_a_common_optimizer_all_steps_but_the_first_are_alike() -> None:
+    """So two steps tell the period."""
+    rng = random.Random(11)
+    for _ in range(60):
+        case = RandomCase(rng)
+        steps = {"optimizer": [rng.random() for _ in case.schedule.ranks], "optimizer_sync": True}
+        periods = [case.schedule.simulate(**case.arguments, **steps, steps=n).period for n in (2, 3, 5)]
+        assert periods == close([periods[0]] * 3)
+
+
 def test_period_of_known_orders() -> None:
     """Without a common optimizer a step takes as long as the worst rank is at it: zb-h2's gain (M >= 2 P - 1)."""
     for name, makespan, span in (("1f1b", 24 + 9, 24 + 9), ("zb-h1", 24 + 3, 24 + 3), ("zb-h2", 24 + 3, 24)):
