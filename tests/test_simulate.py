@@ -641,7 +641,7 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"prefetch": -1}, "prefetch is -1, must be at least 0"),
         ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),
         ({"seed": -1}, "seed is -1, must be in 0..2**64 - 1"),
-        ({"steps": 0}, "steps is 0, must be at least 1"),
+        ({"steps": 0}, "steps is 0, must be in 1..2147483647"),
         ({"steps": 2}, "optimizer_sync must be True or False where there is more than one step"),
         ({"optimizer": -1.0}, "the time of an optimizer is -1, must be finite and at least 0"),
         (
