@@ -116,12 +116,17 @@ class Profile:
         return {name: part for name, part in named.items() if part is not None}
 
     def spread(self, passes: str) -> float:
-        """Relative: of the fit and from run to run together, of the layer's ``"forward"`` or ``"backward"`` or of the
-        ends (``"ends"``)."""
+        """Relative: of the fit and from run to run together, of the layer's ``"forward"`` or ``"backward"``, or of the
+        ends (``"ends"``) by their shares of the time."""
         if passes != "ends":
             return math.hypot(getattr(self.layer, passes).residual, self.layer.noise)
-        ends = [part for part in (self.embedding, self.head) if part is not None]
-        return max((math.hypot(max(p.forward.residual, p.backward.residual), p.noise) for p in ends), default=0.0)
+        whole = spread = 0.0
+        for part in (self.embedding, self.head):
+            for fit in (part.forward, part.backward) if part is not None else ():
+                seconds = fit.seconds(self.seq_len, 0.0)
+                whole += seconds
+                spread += seconds * math.hypot(fit.residual, part.noise if part is not None else 0.0)
+        return spread / whole if whole > 0 else 0.0
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Seconds of F and B of the whole model over each of so many equal pieces of a sequence, floors left out:
@@ -146,6 +151,8 @@ class Profile:
         for name, part in self.parts().items():
             for kind in _PASSES:
                 fit = getattr(part, kind)
+                if not any(fit[:3]):
+                    continue  # was not measured, or the part has no parameters
                 lines.append(
                     f"{name:<10} {kind.replace('_', ' '):<13}{fit.floor * 1e6:>10.1f}{fit.per_token * 1e6:>10.3f}"
                     f"{fit.per_pair * 1e9:>10.3f}{fit.residual:>8.1%}{part.noise:>8.1%}"

@@ -89,6 +89,7 @@ def measure_stage(
     segments: Sequence[int] = _SEGMENTS,
     repeats: int = 5,
     wait: Callable[[], object] = lambda: None,
+    weights: bool = True,
 ) -> Measured:
     """Runs a stage in the engine, over lengths and offsets, and times its units.
 
@@ -102,7 +103,9 @@ def measure_stage(
         layers: equal layers of the stage, of which the profile tells one.
         loss_fn, make_target: of the last stage; the target is made as the inputs are.
         segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
-        repeats: measured steps of each. wait: called before each, to keep several processes together.
+        repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
+            this thread did not run. wait: called before each, to keep several processes together.
+        weights: also tell W from the rest of B.
     Raises:
         ValueError: a count below 1, no cut that leaves enough tokens, or a loss without a target.
     """
@@ -120,7 +123,7 @@ def measure_stage(
     result = Measured(layers, {}, {}, [], 0.0, 0.0, 0.0, [], [])
     for k in cuts:
         result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, repeats, wait, result)
-    for k in cuts:
+    for k in cuts if weights else []:
         tokens = seq_len // k
         target = None if make_target is None else make_target(tokens)
         result.alone[tokens] = _measure_alone(stage, make_inputs(tokens), loss_fn, target, repeats, wait)
@@ -166,10 +169,11 @@ def _measure_cut(
     )
     target = torch.zeros(inputs[0].shape[0], seq_len) if make_target is None else make_target(seq_len)
     starts = [sum(sizes[:s]) for s in range(k)]
+    steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
     try:
         for repetition in range(_WARM_UP + repeats):
             wait()
-            sink.bytes, begin = 0, time.perf_counter()
+            sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
             whole, report = time.perf_counter() - begin, engine.report()
             if repetition == 0:  # the first step of a shape counts the bytes of graphs
@@ -178,6 +182,9 @@ def _measure_cut(
                     result.saved.append((seq_len, k, saved))
             if repetition < _WARM_UP:
                 continue
+            steps.append((whole - (time.thread_time() - ran), whole, report))
+        steps.sort(key=lambda step: step[0])
+        for _, whole, report in steps[: (repeats + 1) // 2]:
             for unit, start, end in report.timeline:
                 if unit.stage == feeds:
                     key = starts[unit.segment], sizes[unit.segment]
