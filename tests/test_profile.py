@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -330,6 +332,43 @@ def test_a_plan_by_a_profile():
     assert search_plans(SHAPE, slower, **counts, names=["seq1f1b"]).plans[0].seconds > plan.seconds
     with pytest.raises(ValueError, match="a profile is of stages that recompute nothing"):
         search_plans(SHAPE, machine, **counts, recompute=["full"])
+
+
+# -- ranks that share cores, in benchmarks/predict.py
+
+
+def sharing(family, P, M, k, v=1, **arguments):
+    """The order replayed with random seconds, and these."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    try:
+        from sharing import replay
+    finally:
+        sys.path.pop(0)
+    draw = random.Random(0)
+    seconds = {(kind, s, i): draw.uniform(1, 3) for kind in "FB" for s in range(P * v) for i in range(k)}
+    order = build_schedule(family, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    return order, seconds, replay(order, seconds, seconds, **arguments)
+
+
+CASES = [("1f1b", 3, 5, 1), ("gpipe", 2, 4, 1), ("seq1f1b", 4, 6, 3), ("interleaved-1f1b", 2, 4, 1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_a_core_each_the_replay_is_the_simulator(case):
+    order, seconds, found = sharing(*case, cores=case[1], waking=0.25)
+    tables = [
+        [[seconds[kind, s, i] for i in range(order.num_segments)] for s in range(order.num_stages)] for kind in "FB"
+    ]
+    assert found == pytest.approx(order.simulate(*tables, transfer=0.25, prefetch=100).makespan)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_core_does_all_the_work_in_its_time(case):
+    """Whatever the order, one core is never idle; crowded ones take longer, at most by the factor for twice as many."""
+    order, seconds, found = sharing(*case, cores=1)
+    work = sum(seconds[unit.kind, unit.stage, unit.segment] for rank in order.ranks for unit in rank)
+    assert found == pytest.approx(work)
+    assert work < sharing(*case, cores=1, crowding=1.5)[2] <= 1.5 * work
 
 
 # -- the commands

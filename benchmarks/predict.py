@@ -1,0 +1,528 @@
+"""Does a profile foretell the step, and is the planned best the best? Real steps of 2 to 4 processes on this machine.
+
+For each of four models `seq1f1b.profiler` measures a stage, the embedding and the head, alone and in as many processes
+as there are cores; and how much longer the same work takes where twice as many share them. From that alone come the
+predictions, printed before any step is measured: every unit takes its profiled seconds in a replay of the order in
+which running ranks share the cores. Nothing is fitted to steps.
+
+The interval of a step is the hypotenuse of independent parts, each moved on its own through the replay:
+    fit      two of its relative residual of F and of B, and of the ends, as if all units erred alike
+    runs     two of half the interquartile range from run to run in the profile
+    sharing  half of what it costs the step that ranks run beside each other: the replay changes a unit's speed at once,
+             caches take their time
+    crowding half of what it costs, beyond the cores' fair shares, that more processes run than there are cores
+    waking   a rank that sleeps wakes 53 us after its message (results/p2p.txt); at once if it still spins
+    others   their share of all cores up to the limit below, in profile or step
+
+A step counts while other processes use less than 8 % of a core; the median of a configuration's steps is compared.
+
+    python benchmarks/predict.py                 # all of it, about six minutes
+    python benchmarks/predict.py --any-load      # counts every step: to try it out on a machine in use, not for results
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import FOREIGN_LIMIT, ForeignLoad, header
+from model import HEAD_DIM, Block, cross_entropy
+from sharing import UnitSeconds, replay
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b.cost import CostModel, Layout, ProfiledHardware, load_hardware
+from seq1f1b.plan import Plan, search_plans
+from seq1f1b.profile import Profile
+from seq1f1b.profiler import Measured, make_profile, measure_stage
+
+MACHINE = load_hardware("cpu-zen5")
+CORES, RANKS = 2, 4
+WAKING = 53e-6
+WANTED_INSIDE, WANTED_OF_BEST, WIDEST = 18, 1.05, 0.15
+BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose clock ticks at 10 ms
+LEAST_STEPS = 5
+PAUSE = 0.3  # seconds over which the load is looked at before another try
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model in a dtype, and the longest sequence that its profile covers."""
+
+    name: str
+    hidden: int
+    vocab: int
+    seq_len: int
+    bf16: bool
+
+    def shape(self, layers: int) -> seq1f1b.ModelShape:
+        heads = self.hidden // HEAD_DIM
+        return seq1f1b.ModelShape(self.hidden, layers, heads, heads, 4 * self.hidden * 2 // 3, self.vocab)
+
+
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("h256 fp32", 256, 1024, 2048, False),
+        Setup("h256 bf16", 256, 1024, 2048, True),
+        Setup("h512 fp32", 512, 2048, 1024, False),
+        Setup("h512 bf16", 512, 2048, 1024, True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    setup: str
+    family: str
+    num_ranks: int
+    layers: tuple[int, ...]  # of each stage
+    num_microbatches: int
+    num_segments: int
+    seq_len: int
+    split: str = "even"  # or "profiled"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.setup} {self.family} P{self.num_ranks} M{self.num_microbatches} k{self.num_segments} "
+            f"S{self.seq_len} layers {'+'.join(map(str, self.layers))} {self.split}"
+        )
+
+    def order(self) -> seq1f1b.Schedule:
+        return seq1f1b.build_schedule(
+            self.family,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=self.num_segments,
+            stages_per_rank=len(self.layers) // self.num_ranks,
+        )
+
+
+CONFIGURATIONS = [
+    Configuration("h256 fp32", "gpipe", 2, (2, 2), 4, 1, 1024),
+    Configuration("h256 fp32", "1f1b", 2, (2, 2), 3, 1, 2048),
+    Configuration("h256 fp32", "seq1f1b", 2, (2, 2), 2, 4, 2048),
+    Configuration("h256 fp32", "seq1f1b", 2, (3, 2), 3, 8, 2048, "profiled"),
+    Configuration("h256 fp32", "interleaved-1f1b", 2, (1, 1, 1, 1), 4, 1, 1024),
+    Configuration("h256 fp32", "seq1f1b", 3, (2, 1, 1), 4, 2, 1024, "profiled"),
+    Configuration("h256 fp32", "seq1f1b", 4, (1, 1, 1, 1), 4, 4, 2048),
+    Configuration("h256 bf16", "1f1b", 2, (3, 3), 6, 1, 1024),
+    Configuration("h256 bf16", "seq1f1b-interleaved", 2, (1, 1, 1, 1), 4, 2, 2048),
+    Configuration("h256 bf16", "breadth-first", 2, (1, 2, 2, 1), 4, 1, 1024),
+    Configuration("h256 bf16", "gpipe", 4, (1, 1, 1, 1), 6, 1, 1024),
+    Configuration("h512 fp32", "seq1f1b", 2, (1, 1), 4, 2, 1024),
+    Configuration("h512 fp32", "terapipe", 2, (2, 1), 2, 4, 1024, "profiled"),
+    Configuration("h512 fp32", "kfkb", 2, (2, 2), 4, 1, 512),
+    Configuration("h512 fp32", "1f1b", 3, (1, 1, 1), 4, 1, 512),
+    Configuration("h512 fp32", "hanayo", 2, (1, 1, 1, 1), 4, 1, 512),
+    Configuration("h512 bf16", "seq1f1b", 2, (2, 2), 2, 8, 1024),
+    Configuration("h512 bf16", "1f1b", 2, (2, 2), 8, 1, 512),
+    Configuration("h512 bf16", "seq1f1b", 4, (1, 1, 1, 1), 4, 2, 1024, "profiled"),
+    Configuration("h512 bf16", "interleaved-1f1b", 2, (1, 1, 1, 1), 6, 1, 1024),
+]
+# setup, layers, M, S: plans for two ranks, each on a core of its own
+PLANNED = [("h256 fp32", 6, 4, 2048), ("h512 bf16", 6, 3, 1024)]
+FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f1b", "seq1f1b-interleaved"]
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def embedding_of(setup: Setup) -> nn.Module:
+    return nn.Embedding(setup.vocab, setup.hidden)
+
+
+def head_of(setup: Setup) -> nn.Module:
+    return nn.Sequential(nn.RMSNorm(setup.hidden), nn.Linear(setup.hidden, setup.vocab, bias=False))
+
+
+def make_stage(setup: Setup, index: int, layers: Sequence[int]) -> nn.Module:
+    torch.manual_seed(index)
+    first = sum(layers[:index])
+    modules: list[nn.Module] = [Block(setup.hidden, i, "ours") for i in range(first, first + layers[index])]
+    if index == 0:
+        modules.insert(0, embedding_of(setup))
+    if index == len(layers) - 1:
+        modules.append(head_of(setup))
+    return nn.Sequential(*modules)
+
+
+def autocast(setup: Setup) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16)
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+def measure_part(setup: Setup, part: str, wait: Callable[[], object]) -> Measured:
+    def hidden(tokens: int) -> Tensor:
+        return torch.randn(1, tokens, setup.hidden)
+
+    def words(tokens: int) -> Tensor:
+        return torch.randint(setup.vocab, (1, tokens))
+
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"seq_len": setup.seq_len, "repeats": 5, "wait": wait, "weights": False}
+    settings["segments"] = (1, 2, 4, 8)
+    with autocast(setup):
+        if part == "embedding":
+            return measure_stage(embedding_of(setup), words, **settings)
+        if part == "head":
+            return measure_stage(head_of(setup), hidden, loss_fn=cross_entropy, make_target=words, **settings)
+        return measure_stage(
+            nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(2))), hidden, layers=2, **settings
+        )
+
+
+def measure_work(setup: Setup, wait: Callable[[], object]) -> float:
+    """Seconds of a fixed amount of a layer's work, several steps of F and B."""
+    block, begin = Block(setup.hidden, 0, "ours"), 0.0
+    x = torch.randn(1, setup.seq_len, setup.hidden, requires_grad=True)
+    for step in range(7):
+        if step == 1:
+            wait()
+            begin = time.perf_counter()
+        with autocast(setup):
+            output = block(x)
+        output.sum().backward()
+    wait()
+    return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Of a process alone, and with as many as cores at once; and by what factor the work of twice as many takes longer
+    than twice the time."""
+
+    alone: Profile
+    together: Profile
+    crowding: float
+
+
+class TimeUp(Exception):
+    """Other processes used the cores until nothing is tried any more; raised on every rank."""
+
+
+def quietly(world: World, processes: int, work: Callable[[Callable[[], object]], Any]) -> list[Any]:
+    """What the first processes found, at the same time and with nobody else on the cores; on every rank."""
+    while world.await_quiet():
+        load, mine = ForeignLoad(world.pids), None
+        if world.rank < processes:
+            group = world.groups[processes]
+            mine = work(lambda g=group: dist.barrier(g))  # type: ignore[misc]
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, mine)
+        if world.agreed(load.cores() < FOREIGN_LIMIT):
+            return everyone[:processes]
+    raise TimeUp
+
+
+def profile_setup(setup: Setup, world: World) -> Profiles:
+    profiles = []
+    for processes in (1, CORES):
+        begin = time.perf_counter()
+        parts = {
+            part: quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
+            for part in ("layer", "embedding", "head")
+        }
+        profiles.append(
+            make_profile(
+                setup.shape(1),
+                **parts,
+                seq_len=setup.seq_len,
+                threads=1,
+                dtype="bfloat16 autocast" if setup.bf16 else "float32",
+                seconds=time.perf_counter() - begin,
+            )
+        )
+    work = [statistics.fmean(quietly(world, n, lambda wait: measure_work(setup, wait))) for n in (CORES, 2 * CORES)]
+    # Below 1 it is noise: no share of a core does more than its part of what a whole one does.
+    return Profiles(*profiles, crowding=max(1.0, work[1] / (2 * work[0])))
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    half_width: float
+    parts: dict[str, float]  # of the half width
+
+
+def sizes_of(configuration: Configuration, profiles: Profiles) -> list[int]:
+    k, length = configuration.num_segments, configuration.seq_len
+    if configuration.split == "even":
+        return seq1f1b.partition_sequence(length, k, strategy="even")
+    profile = replace(profiles.together, model=SETUPS[configuration.setup].shape(sum(configuration.layers)))
+    return seq1f1b.partition_sequence(length, k, strategy="profiled", profile=profile, multiple_of=16)
+
+
+def unit_costs(
+    configuration: Configuration, profile: Profile, sizes: Sequence[int], factors: dict[str, float]
+) -> UnitSeconds:
+    """Of F and of the whole B, with the copy of its message, which the sender makes."""
+    num_stages = len(configuration.layers)
+    model = CostModel(
+        SETUPS[configuration.setup].shape(sum(configuration.layers)),
+        replace(ProfiledHardware.of(profile, MACHINE), **factors),
+        num_ranks=configuration.num_ranks,
+        stages_per_rank=num_stages // configuration.num_ranks,
+        seq_len=configuration.seq_len,
+        layout=Layout(layers=configuration.layers, head_in_loss=False),
+    )
+    seconds = model.unit_seconds(sizes)
+    copying = [size / MACHINE.inside_bandwidth for size in model.message_bytes(sizes)]
+    costs = {}
+    for stage, s in itertools.product(range(num_stages), range(len(sizes))):
+        costs["F", stage, s] = seconds.forward[stage][s] + copying[s]
+        costs["B", stage, s] = seconds.input[stage][s] + seconds.weight[stage][s] + copying[s]
+    return costs
+
+
+def predict(configuration: Configuration, profiles: Profiles, sizes: Sequence[int]) -> Prediction:
+    order = configuration.order()
+    overhead = profiles.alone.step_overhead
+
+    def step(crowding: float = profiles.crowding, waking: float = WAKING, **factors: float) -> float:
+        alone, together = (
+            unit_costs(configuration, profile, sizes, factors) for profile in (profiles.alone, profiles.together)
+        )
+        return replay(order, alone, together, cores=CORES, crowding=crowding, waking=waking) + overhead
+
+    middle, layer = step(), profiles.together.layer
+    all_alone, all_together = (
+        replay(order, costs, costs, cores=CORES, crowding=profiles.crowding)
+        for costs in (unit_costs(configuration, profile, sizes, {}) for profile in (profiles.alone, profiles.together))
+    )
+    parts = {
+        "fit F": step(measured_forward=1 + 2 * layer.forward.residual) - middle,
+        "fit B": step(measured_backward=1 + 2 * layer.backward.residual) - middle,
+        "fit ends": step(measured_ends=1 + 2 * profiles.together.spread("ends")) - middle,
+        "runs": 2 * layer.noise * middle,
+        "sharing": (all_together - all_alone) / 2,
+        "waking": step(waking=0.0) - middle,
+        "crowding": (step(crowding=1.0) - middle) / 2,
+        "others": FOREIGN_LIMIT / CORES * middle,
+    }
+    return Prediction(middle, math.hypot(*parts.values()), parts)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the four."""
+
+    rank: int
+    pids: list[int]
+    groups: dict[int, Any]  # of the first n ranks
+    any_load: bool
+    deadline: float  # by rank 0's clock; nothing is tried again after it
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def agreed(self, value: bool, group: Any = None) -> bool:
+        """Rank 0's; always true where any load will do."""
+        values = [value or self.any_load]
+        dist.broadcast_object_list(values, src=0, group=group)
+        return values[0]
+
+    def await_quiet(self, group: Any = None) -> bool:
+        """Waits until other processes leave the cores alone; False where time is up."""
+        while self.agreed(time.perf_counter() < self.deadline, group):
+            load = ForeignLoad(self.pids)
+            time.sleep(0.0 if self.any_load else PAUSE)
+            if self.agreed(load.cores() < FOREIGN_LIMIT, group):
+                return True
+        return False
+
+
+def measure(
+    world: World, setup: Setup, layers: Sequence[int], length: int, num_ranks: int, M: int, arguments: dict[str, Any]
+) -> list[float]:
+    """Seconds of the steps that counted; on every rank."""
+    result: list[Any] = [[]]
+    if world.rank < num_ranks:
+        group = world.groups[num_ranks]
+        order = arguments["plan"].build() if "plan" in arguments else arguments["schedule"]
+        mine = [i for i, rank in enumerate(order.rank_of_stage) if rank == world.rank]
+        engine = seq1f1b.PipelineEngine(
+            [make_stage(setup, i, layers) for i in mine], loss_fn=cross_entropy, group=group, **arguments
+        )
+        tokens = torch.randint(setup.vocab, (M, length), generator=torch.Generator().manual_seed(1))
+        target = seq1f1b.shift_labels(tokens)
+
+        def step() -> float:
+            for parameter in engine.parameters():  # gradients stay and are added to, as in the profile
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            dist.barrier(group)
+            begin = time.perf_counter()
+            with autocast(setup):
+                engine.step(tokens, target=target)
+            dist.barrier(group)
+            return time.perf_counter() - begin
+
+        longest = max(step() for _ in range(2))
+        result[0] = take_blocks(world, group, step, longest)
+        engine.close()
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+def take_blocks(world: World, group: Any, step: Callable[[], float], seconds: float) -> list[float]:
+    counts = [max(1, math.ceil(BLOCK_SECONDS / seconds))]
+    dist.broadcast_object_list(counts, src=0, group=group)
+    times: list[float] = []
+    while len(times) < LEAST_STEPS and world.await_quiet(group):
+        load = ForeignLoad(world.pids)
+        block = [step() for _ in range(counts[0])]
+        if world.agreed(load.cores() < FOREIGN_LIMIT, group):
+            times += block
+    return times if len(times) >= LEAST_STEPS else []
+
+
+def check_predictions(world: World, profiles: dict[str, Profiles], number: int) -> bool:
+    chosen = CONFIGURATIONS[:number]
+    sizes = [sizes_of(c, profiles[c.setup]) for c in chosen]
+    predictions = [predict(c, profiles[c.setup], s) for c, s in zip(chosen, sizes, strict=True)]
+    world.say("\npredictions, made before any step; the largest two parts of the half width in %")
+    for number, (c, p) in enumerate(zip(chosen, predictions, strict=True), 1):
+        largest = sorted(p.parts.items(), key=lambda part: -abs(part[1]))[:2]
+        world.say(
+            f"{number:>3} {c!s:<76} {p.seconds * 1e3:>8.1f} ms +- {p.half_width / p.seconds:>5.1%}  "
+            + ", ".join(f"{name} {seconds / p.seconds:.1%}" for name, seconds in largest)
+        )
+    world.say(f"\n{'':>3} {'measured ms':>12}{'least':>9}{'most':>9}{'steps':>6}{'interval ms':>20}{'error':>8}")
+    inside = measured = 0
+    for number, (c, s, p) in enumerate(zip(chosen, sizes, predictions, strict=True), 1):
+        arguments = {
+            "schedule": c.order(),
+            "num_microbatches": c.num_microbatches,
+            "num_segments": c.num_segments,
+            "segment_sizes": s,
+        }
+        times = measure(world, SETUPS[c.setup], c.layers, c.seq_len, c.num_ranks, c.num_microbatches, arguments)
+        low, high = ((p.seconds + sign * p.half_width) * 1e3 for sign in (-1, 1))
+        if not times:
+            world.say(f"{number:>3} UNMEASURED: other processes used the cores")
+            continue
+        median = statistics.median(times) * 1e3
+        is_inside = low <= median <= high
+        measured, inside = measured + 1, inside + is_inside
+        world.say(
+            f"{number:>3} {median:>12.1f}{min(times) * 1e3:>9.1f}{max(times) * 1e3:>9.1f}{len(times):>6}"
+            f"{f'{low:.1f}..{high:.1f}':>20}{p.seconds * 1e3 / median - 1:>+8.1%}"
+            f"  {'inside' if is_inside else 'OUTSIDE'}"
+        )
+    widths = sorted(p.half_width / p.seconds for p in predictions)
+    passed = measured == len(chosen) and inside * len(CONFIGURATIONS) >= WANTED_INSIDE * len(chosen)
+    world.say(
+        f"{inside} of {measured} measured ones inside, of {len(chosen)}; half width: median "
+        f"{statistics.median(widths):.1%}, most {widths[-1]:.1%}; wanted {WANTED_INSIDE} of {len(CONFIGURATIONS)} at "
+        f"most +-{WIDEST:.0%}: {'passed' if passed and widths[-1] <= WIDEST else 'FAILED'}"
+    )
+    return passed
+
+
+def check_plans(world: World, profiles: dict[str, Profiles]) -> None:
+    for name, layers, M, length in PLANNED:
+        setup = SETUPS[name]
+        plans: tuple[Plan, ...] = search_plans(
+            setup.shape(layers),
+            ProfiledHardware.of(profiles[name].together, MACHINE),
+            seq_len=length,
+            num_ranks=2,
+            num_microbatches=M,
+            layout=Layout(head_in_loss=False),
+            names=FAMILIES,
+            segments=[1, 2, 4, 8],
+            stages_per_rank=[1, 2],
+            best=6,
+            within=2.0,
+        ).plans
+        world.say(f"\nplans for {name}, {layers} layers, P2 M{M} S{length}")
+        world.say(f"{'':>3} {'planned ms':>11}{'measured ms':>13}  plan")
+        medians = []
+        for number, plan in enumerate(plans, 1):
+            assert plan.layout.layers is not None
+            times = measure(world, setup, plan.layout.layers, length, 2, M, {"plan": plan})
+            medians.append(statistics.median(times) if times else math.nan)
+            world.say(
+                f"{number:>3} {plan.seconds * 1e3:>11.1f}{medians[-1] * 1e3:>13.1f}  {plan.schedule} "
+                f"k{plan.num_segments} v{plan.stages_per_rank} mix {plan.mix} "
+                f"layers {'+'.join(map(str, plan.layout.layers))}"
+            )
+        ratio = medians[0] / min(medians)
+        if any(map(math.isnan, medians)):
+            verdict = "UNMEASURED"
+        else:
+            verdict = "passed" if ratio <= WANTED_OF_BEST else "FAILED"
+        world.say(f"first plan over the measured best: {ratio:.3f}; wanted {WANTED_OF_BEST}: {verdict}")
+
+
+def worker(rank: int, store: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    pids: list[Any] = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, RANKS + 1)}
+    begin = time.perf_counter()
+    world = World(rank, pids, groups, options.any_load, begin + 60 * options.minutes)
+    try:
+        run(world, options.first)
+    except TimeUp:
+        world.say("UNMEASURED: other processes used the cores while profiles were measured, so nothing is predicted")
+    world.say(f"\n{time.perf_counter() - begin:.0f} s in all")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: World, number: int) -> None:
+    profiles = {}
+    for name in dict.fromkeys(c.setup for c in CONFIGURATIONS[:number]):
+        profiles[name] = profile_setup(SETUPS[name], world)
+        for profile in (profiles[name].alone, profiles[name].together):
+            world.say(f"\n{name}: {profile.to_text()}")
+        world.say(f"twice as many processes as cores: {profiles[name].crowding:.3f} times their share")
+    check_predictions(world, profiles, number)
+    if number == len(CONFIGURATIONS):
+        check_plans(world, profiles)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--any-load", action="store_true", help="count steps whatever else runs: no result")
+    parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), help="only so many configurations")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which nothing is tried again (%(default)s)")
+    options = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < CORES:
+        parser.error(f"needs {CORES} cores")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Freed memory stays with the process: else page faults, which differ between profile and step, take their time.
+    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    print(header("Steps predicted from profiles, and plans against measured steps"))
+    if options.any_load:
+        print("# COUNTS STEPS UNDER ANY LOAD: no result")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (f"{folder}/store", options), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()
