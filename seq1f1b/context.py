@@ -22,8 +22,8 @@ class LiveUnit:
     """What F(m.s) leaves behind for B(m.s)."""
 
     __slots__ = (
-        "auxiliary", "carried_in", "carried_out", "forward", "leaves", "microbatch", "previous", "roots",
-        "saved_bytes", "seeds", "segment", "stage", "training",
+        "auxiliary", "carried_in", "carried_out", "forward", "leaves", "microbatch", "outputs", "previous",
+        "roots", "saved_bytes", "seeds", "segment", "stage", "training",
     )  # fmt: skip
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
@@ -36,6 +36,7 @@ class LiveUnit:
         self.leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
         self.roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
         self.seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
+        self.outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
         self.saved_bytes = 0  # by its graph, in the steps that measure
         self.carried_in: dict[int, Tensor] | None = None
         self.carried_out: dict[int, Tensor] | None = None

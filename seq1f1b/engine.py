@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from seq1f1b import _core
 from seq1f1b.context import inside_step
+from seq1f1b.data_parallel import data_parallel, without_wrapper
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.report import StepRecord, make_report
@@ -42,7 +43,8 @@ class PipelineEngine:
 
     Args:
         stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. A
-            middle stage gets what the one before returned: a tensor, or a tuple of tensors.
+            middle stage gets what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2
+            (``fully_shard``), over ranks that hold the same stage, gradients are reduced once: in the last backward.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
@@ -60,7 +62,8 @@ class PipelineEngine:
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1.
         transport: ``"auto"``, ``"shm"`` (processes of one host) or ``"c10d"`` (any process group).
         timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
-        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step; None: in their own.
+        grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
+            FSDP2; None: in their own.
         prefetch: receive places beyond the peak of live ones.
         spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
@@ -198,6 +201,10 @@ class PipelineEngine:
 
     def modules(self) -> list[nn.Module]:
         """This rank's stages in ascending order, and on the last stage's rank a loss that holds parameters."""
+        return [without_wrapper(module) for module in self._wrapped_modules()]
+
+    def _wrapped_modules(self) -> list[nn.Module]:
+        """As they were given: under DDP or not."""
         modules = [r.module for r in self._runtimes.values() if isinstance(r.module, nn.Module)]
         if self.has_last and isinstance(self._loss_fn, nn.Module):
             modules.append(self._loss_fn)
@@ -211,12 +218,10 @@ class PipelineEngine:
         """
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if norm_type == float("inf"):
-            local = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+            local = max((_norm(g, norm_type) for g in gradients if g.numel()), default=0.0)
             total = max(self._group.all_gather_object(local))
         else:
-            power = sum(
-                float(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)) ** norm_type for g in gradients
-            )
+            power = sum(_norm(g, norm_type) ** norm_type for g in gradients)
             # Summed in rank order on every rank, so that all scale by the same number.
             total = sum(self._group.all_gather_object(power)) ** (1.0 / norm_type)
         scale = max_norm / (total + 1e-6)
@@ -272,6 +277,7 @@ class PipelineEngine:
                 loss_fn=self._loss_fn,
                 device=self.device,
                 thread_scope=self._thread_scope,
+                order=self.schedule.ranks[self.rank],
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
@@ -420,6 +426,8 @@ class PipelineEngine:
                 batch.leaves.propagate()
             finally:
                 self._leave_grad_dtype(accumulators)
+                for runtime in self._runtimes.values():
+                    runtime.end_step()
             self._group.end_step(failed=False)
         except BaseException as error:
             explained = self._end_failed_step(error, entered)
@@ -455,7 +463,9 @@ class PipelineEngine:
         """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
         if self._grad_dtype is None:
             return []
-        changed = [p for p in self.parameters() if p.requires_grad and p.dtype in _REDUCED]
+        own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
+        parameters = {id(p): p for module in own for p in module.parameters()}.values()
+        changed = [p for p in parameters if p.requires_grad and p.dtype in _REDUCED]
         for parameter in changed:
             _set_grad_dtype(parameter, self._grad_dtype)
         return changed
@@ -626,6 +636,12 @@ def _merge(parts: list[Any], dim: int) -> Any:
     if isinstance(parts[0], dict):
         return {key: _merge([part[key] for part in parts], dim) for key in parts[0]}
     return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]
+
+
+def _norm(gradient: Tensor, norm_type: float) -> float:
+    """Of the whole gradient, also where this rank holds a shard of it (DTensor)."""
+    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.context import LiveUnit, set_process_current, set_thread_current
+from seq1f1b.data_parallel import Fsdp, data_parallel
 from seq1f1b.measure import SavedBytes, is_compiled
+from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
 
@@ -32,6 +35,7 @@ class StageRuntime:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         device: torch.device,
         thread_scope: bool,
+        order: Sequence[Unit],
     ) -> None:
         self.module = module
         self.index = index
@@ -45,6 +49,11 @@ class StageRuntime:
         self._num_segments = num_segments
         self._device = device
         self._set_current = set_thread_current if thread_scope else set_process_current
+        own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
+        self._forwards = [key for kind, key in own if kind == "F"]
+        self._last_backward = next((key for kind, key in reversed(own) if kind == "B"), -1)
+        self.parallel = data_parallel(module)
+        self.head_parallel = data_parallel(self.loss_fn)
         self.begin_step(training=False)
 
     def begin_step(
@@ -71,8 +80,23 @@ class StageRuntime:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self.output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
-        self.measure_activations = measure_activations and not any(map(is_compiled, self._modules()))
+        sharded = isinstance(self.parallel, Fsdp) or isinstance(
+            self.head_parallel, Fsdp
+        )  # their graphs keep parameters
+        self.measure_activations = measure_activations and not sharded and not any(map(is_compiled, self._modules()))
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, where measured
+        self._last_head = -1
+        if self.head_parallel is not None and shares is not None:
+            counted = [share != 0.0 for row in shares for share in row]
+            self._last_head = next((key for key in reversed(self._forwards) if counted[key]), -1)
+        for parallel in (self.parallel, self.head_parallel):
+            if parallel is not None:
+                parallel.begin_step()
+
+    def end_step(self) -> None:
+        for parallel in (self.parallel, self.head_parallel):
+            if parallel is not None:
+                parallel.end_step()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +122,13 @@ class StageRuntime:
         self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
     ) -> tuple[Tensor, ...] | None:
         kwargs = None if self.kwargs is None else self.kwargs[m][s]
-        output = self.module(*arguments, **kwargs) if kwargs else self.module(*arguments)
+        if self.parallel is None:
+            output = self.module(*arguments, **kwargs) if kwargs else self.module(*arguments)
+        else:
+            with self.parallel.forward():
+                output = self.module(*arguments, **(kwargs or {}))
+            if self.training and key == self._last_backward:
+                unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
         if not self.is_last:
             return self._finish_middle(key, length, output, unit)
         self._finish_last(key, m, s, output, unit)
@@ -217,11 +247,14 @@ class StageRuntime:
                 f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
             )
         hidden = output.detach().requires_grad_(output.requires_grad)
-        loss = self._loss(hidden, target)
+        parallel = self.head_parallel
+        with parallel.forward() if parallel is not None else nullcontext():
+            loss = self._loss(hidden, target)
         self.losses[key] = loss.detach()
         if not loss.requires_grad:
             return
-        with torch.autocast(self._device.type, enabled=False):
+        around = parallel.backward(key == self._last_head, (loss,)) if parallel is not None else nullcontext()
+        with around, torch.autocast(self._device.type, enabled=False):
             torch.autograd.backward(loss, self._seed(m, s, loss))
         if hidden.grad is not None:
             unit.roots = (get_gradient_edge(output),)
@@ -262,10 +295,14 @@ class StageRuntime:
         if roots:
             self._set_current(unit)
             try:
-                torch.autograd.backward(roots, seeds)
+                if self.parallel is None:
+                    torch.autograd.backward(roots, seeds)
+                else:
+                    with self.parallel.backward(key == self._last_backward, unit.outputs):
+                        torch.autograd.backward(roots, seeds)
             finally:
                 self._set_current(None)
-        unit.roots = ()
+        unit.roots = unit.outputs = ()
         unit.previous = None
         if unit.carried_in is not None and s:
             self.carried_back[key - 1] = unit.carried_in

@@ -1,0 +1,89 @@
+"""Stages under DDP and FSDP2: their gradients are reduced once per step, in the last backward.
+
+Each would reduce in every backward; and DDP, whose forward and backward alternate in a pipeline, would do it wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__: list[str] = []
+
+
+class Ddp:
+    """Of one module, for the time of an engine."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        if module.static_graph:
+            raise ValueError("DDP with static_graph=True takes one backward per forward: a pipeline step has many")
+        self._module = module
+
+    def begin_step(self) -> None:
+        pass
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._module.no_sync()
+
+    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Around a backward. outputs: of the module, in the last backward: the reducer looks for unused parameters."""
+        if not is_last:
+            return self._module.no_sync()
+        self._module.reducer.prepare_for_backward(list(outputs))
+        return nullcontext()
+
+    def end_step(self) -> None:
+        pass
+
+
+class Fsdp:
+    """Parameters stay whole from their first use in a step to the last backward, in an evaluation to its end.
+
+    So replicas gather equally often, also where a loss that holds the head is not called for segments without targets.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def begin_step(self) -> None:
+        self._module.set_reshard_after_forward(False)
+        self._set_last(False)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        if is_last:
+            self._set_last(True)
+        return nullcontext()
+
+    def end_step(self) -> None:
+        """After an evaluation, or a step that failed, whole parameters are left."""
+        for module in self._module.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+    def _set_last(self, is_last: bool) -> None:
+        self._module.set_is_last_backward(is_last)
+        self._module.set_reshard_after_backward(is_last)
+        self._module.set_requires_gradient_sync(is_last)
+
+
+def data_parallel(module: Any) -> Ddp | Fsdp | None:
+    """What a stage needs around its passes; None for a module that is neither."""
+    if isinstance(module, DistributedDataParallel):
+        return Ddp(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever wrapped the module has imported it
+    return Fsdp(module) if fsdp is not None and isinstance(module, fsdp.FSDPModule) else None
+
+
+def without_wrapper(module: nn.Module) -> nn.Module:
+    """The user's module: DDP puts its own around it, FSDP2 does not."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(inner, nn.Module)
+    return inner
