@@ -226,15 +226,21 @@ const i = special_vars.index, before = edges.data.unit
 const time = (x) => `${+x.toPrecision(6)} ${unit_name}`
 const name = (j) => `${names_stage ? `[${stage[j]}]` : ""}${"FBIW"[kind[j]]}${microbatch[j]}.${segment[j]}`
 const list = (js, tell) => js.map((j) => `${name(j)} on rank ${rank[j]}, ${tell(j)}`).join("; ") || "nothing"
-const comes_after = (j) => [...before.slice(first[j], j + 1 < first.length ? first[j + 1] : before.length)]
+const last = (j) => j + 1 < first.length ? first[j + 1] : before.length
 switch (format) {
   case "unit": return `${name(i)}, ${passes[kind[i]]}`
   case "rank": return `${rank[i]}, stage ${stage[i]}`
   case "time": return `${time(left[i])} to ${time(right[i])}, ${time(right[i] - left[i])} long`
   case "slack": return critical[i] ? "on the critical path" : `may take ${time(slack[i])} longer`
-  case "after": return list(comes_after(i).sort((a, b) => right[b] - right[a]), (j) => `ended at ${time(right[j])}`)
+  case "after": {
+    const earlier = Array.from(before.slice(first[i], last(i)))
+    return list(earlier.sort((a, b) => right[b] - right[a]), (j) => `ended at ${time(right[j])}`)
+  }
   case "before": {
-    const later = [...left.keys()].filter((j) => comes_after(j).includes(i))
+    const later = []
+    for (let j = 0; j < first.length; j++)
+      for (let e = first[j]; e < last(j); e++)
+        if (before[e] === i) later.push(j)
     return list(later.sort((a, b) => left[a] - left[b]), (j) => `from ${time(left[j])}`)
   }
 }
