@@ -29,6 +29,7 @@ from seq1f1b.splitting import (
     split_sequence,
 )
 from seq1f1b.stage import StageRuntime
+from seq1f1b.tied import TiedParameters
 from seq1f1b.transport import DTYPES, RankGroup, resolve_group
 from seq1f1b.weighting import combine, count_targets, make_seeds, shares
 
@@ -45,6 +46,8 @@ class PipelineEngine:
         stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. A
             middle stage gets what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2
             (``fully_shard``), over ranks that hold the same stage, gradients are reduced once: in the last backward.
+            Of parameters that a stage lists in an attribute ``tied_parameters``, a dict by name, other stages hold
+            copies under the same name: at a step's end all get the sum of their gradients, and a norm counts it once.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
@@ -216,12 +219,14 @@ class PipelineEngine:
         Returns:
             The norm before clipping, equal on every rank.
         """
+        elsewhere = self.tied_elsewhere()
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        counted = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
         if norm_type == float("inf"):
-            local = max((_norm(g, norm_type) for g in gradients if g.numel()), default=0.0)
+            local = max((_norm(g, norm_type) for g in counted if g.numel()), default=0.0)
             total = max(self._group.all_gather_object(local))
         else:
-            power = sum(_norm(g, norm_type) ** norm_type for g in gradients)
+            power = sum(_norm(g, norm_type) ** norm_type for g in counted)
             # Summed in rank order on every rank, so that all scale by the same number.
             total = sum(self._group.all_gather_object(power)) ** (1.0 / norm_type)
         scale = max_norm / (total + 1e-6)
@@ -229,6 +234,14 @@ class PipelineEngine:
             for gradient in gradients:
                 gradient.mul_(scale)
         return torch.tensor(total, dtype=torch.float64)
+
+    def tied_elsewhere(self) -> set[int]:
+        """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
+        return self._tied.counted_elsewhere()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps."""
+        return self._group.all_gather_object(value)
 
     def report(self, gather: bool = False) -> Any:
         """What the last step measured, beside what the plan says.
@@ -284,6 +297,7 @@ class PipelineEngine:
         for index, runtime in self._runtimes.items():
             runtime.previous = self._runtimes.get(index - 1)
             runtime.following = self._runtimes.get(index + 1)
+        self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _core.kv_cache_create()
         self._ends: dict[tuple[int, int], Any] = {}
         self._program = _core.program_lower(self.schedule.handle, self._prefetch)
@@ -406,6 +420,8 @@ class PipelineEngine:
             batch.prepare()
             self._step = self._group.begin_step()
             accumulators = self._enter_grad_dtype() if training else []
+            if training:
+                self._tied.begin_step()
             autocast = torch.is_autocast_enabled(self.device.type)
             entered = executor
             start = time.perf_counter()
@@ -424,6 +440,8 @@ class PipelineEngine:
                     )
                 elapsed = time.perf_counter() - start
                 batch.leaves.propagate()
+                if training:
+                    self._tied.end_step()
             finally:
                 self._leave_grad_dtype(accumulators)
                 for runtime in self._runtimes.values():

@@ -212,6 +212,33 @@ class RankGroup(ABC):
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self._all_gather_floats(values), strict=True)]
 
+    # -- gradients of tied parameters
+
+    def exchange(
+        self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
+    ) -> dict[int, Tensor]:
+        """Tensors of a few ranks, by rank, this rank's own among them. Called by all of these, in one order.
+
+        Args:
+            mine: sent to the receivers; None: nothing is sent.
+            senders: other ranks that send, each a tensor of the shape of ``like``, a parameter, in the dtype of its
+                gradients; or in its own, where it is not one.
+        """
+        found = {} if mine is None else {self.rank: mine.contiguous()}
+        places = {rank: torch.empty(like.shape, dtype=like.grad_dtype or like.dtype) for rank in senders}
+        transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
+        if mine is not None:
+            transfers += [self._begin_send(found[self.rank], rank) for rank in receivers]
+        for transfer in transfers:
+            transfer.wait()
+        return found | places
+
+    @abstractmethod
+    def _begin_send(self, data: Tensor, rank: int) -> Any: ...
+
+    @abstractmethod
+    def _begin_receive(self, data: Tensor, rank: int) -> Any: ...
+
     # -- edges
 
     def edge_end(
@@ -279,6 +306,7 @@ class _LoopbackMemory:
         self._lock = threading.Lock()
         self._arena_bytes = arena_bytes
         self._arenas: dict[tuple[int, int], object] = {}
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
         block_bytes = _core.group_block_bytes(size)
         self.block = map_fd(memory_fd(block_bytes), block_bytes)
 
@@ -290,6 +318,27 @@ class _LoopbackMemory:
                 self._arenas[key] = map_fd(memory_fd(self._arena_bytes), self._arena_bytes)
             return self._arenas[key]
 
+    def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:
+        """Tensors on their way from one rank to another."""
+        with self._lock:
+            return self._boxes.setdefault((source, destination), queue.SimpleQueue())
+
+
+class _LoopbackReceive:
+    def __init__(self, group: RankGroup, box: queue.SimpleQueue[Tensor], place: Tensor) -> None:
+        self._group, self._box, self._place = group, box, place
+
+    def wait(self) -> None:
+        while True:
+            self._group.check()
+            with contextlib.suppress(queue.Empty):
+                self._place.copy_(self._box.get(timeout=0.1))
+                return
+
+
+class _Done:
+    def wait(self) -> None: ...
+
 
 class _LoopbackRank(RankGroup):
     is_thread = True
@@ -298,6 +347,13 @@ class _LoopbackRank(RankGroup):
         group = _core.group_create(memory.block, size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
         self._memory = memory
+
+    def _begin_send(self, data: Tensor, rank: int) -> Any:
+        self._memory.box(self.rank, rank).put(data.clone())
+        return _Done()
+
+    def _begin_receive(self, data: Tensor, rank: int) -> Any:
+        return _LoopbackReceive(self, self._memory.box(rank, self.rank), data)
 
     def _open_end(
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
@@ -441,13 +497,35 @@ def _forget_sockets_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_sockets_after_fork)
 
 
-class _ShmRank(RankGroup):
+_EXCHANGE_TAG = (1 << 31) - 1  # of gradients of tied parameters: no edge of any generation has it
+
+
+class _ProcessRank(RankGroup):
+    """A rank that is a process of a torch process group."""
+
+    _process_group: Any
+
+    def _begin_send(self, data: Tensor, rank: int) -> Any:
+        return dist.isend(data, group=self._process_group, group_dst=rank, tag=_EXCHANGE_TAG)
+
+    def _begin_receive(self, data: Tensor, rank: int) -> Any:
+        return dist.irecv(data, group=self._process_group, group_src=rank, tag=_EXCHANGE_TAG)
+
+
+class _ShmRank(_ProcessRank):
     """A rank whose peers are processes of the same host: one shared block, and an arena per edge."""
 
     def __init__(
-        self, rank: int, size: int, block: object, connections: dict[int, socket.socket], arena_bytes: int
+        self,
+        rank: int,
+        size: int,
+        process_group: Any,
+        block: object,
+        connections: dict[int, socket.socket],
+        arena_bytes: int,
     ) -> None:
         super().__init__(rank, size, _core.group_create(block, size, rank), arena_bytes=arena_bytes, local_size=size)
+        self._process_group = process_group
         self._connections = connections
         _open_groups.add(self)
 
@@ -498,7 +576,9 @@ def _share_arena(
     return map_fd(fds[0], size)
 
 
-def _connect_shm(rank: int, size: int, gather: Callable[[Any], list[Any]], arena_bytes: int) -> _ShmRank:
+def _connect_shm(
+    rank: int, size: int, process_group: Any, gather: Callable[[Any], list[Any]], arena_bytes: int
+) -> _ShmRank:
     meeting = Meeting(rank)
     offers = gather((meeting.name, meeting.token))
     connections = meeting.connect(
@@ -515,7 +595,7 @@ def _connect_shm(rank: int, size: int, gather: Callable[[Any], list[Any]], arena
         if not fds:
             raise _core.PipelineError("rank 0 left during set-up")
         fd = fds[0]
-    return _ShmRank(rank, size, map_fd(fd, block_bytes), connections, arena_bytes)
+    return _ShmRank(rank, size, process_group, map_fd(fd, block_bytes), connections, arena_bytes)
 
 
 # -- any torch process group -------------------------------------------------------------------------------------------
@@ -661,7 +741,7 @@ class C10dRelay:
         self.end = None
 
 
-class _StoreRank(RankGroup):
+class _StoreRank(_ProcessRank):
     """A rank whose peers are anywhere: the block is this process's own, and a store carries what it would share.
 
     A watcher thread with a connection of its own copies failures and progress between block and store. Edges between
@@ -881,7 +961,8 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
     """Joins the processes of a torch process group into a pipeline. Collective.
 
     Args:
-        process_group: of at least one rank; None: the default group. Used for set-up only, unless c10d carries edges.
+        process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
+            parameters only, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm where it can be.
         arena_bytes: address space of one edge; a smaller one only where address space is limited.
     """
@@ -903,7 +984,7 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         raise ValueError(f"the ranks ask for different transports: {[wish for wish, _ in wishes]}")
     keys = [key for _, key in wishes]
     if transport != "c10d" and len(set(keys)) == 1:
-        return _connect_shm(rank, size, gather, arena_bytes)
+        return _connect_shm(rank, size, process_group, gather, arena_bytes)
     if transport == "shm":
         raise ValueError('transport="shm" needs all ranks on one host, in one network namespace and of one user')
     return _connect_store(rank, process_group, gather, keys, transport == "auto", arena_bytes)
