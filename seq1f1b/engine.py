@@ -150,6 +150,7 @@ class PipelineEngine:
         target: Any = None,
         kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
         loss_weight: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> list[Tensor]:
         """Forward and backward of one batch; adds to ``.grad``.
 
@@ -160,13 +161,21 @@ class PipelineEngine:
             kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
             loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
                 instead of by each micro-batch's and M.
+            grad_scaler: scales gradients, not the losses returned; its ``unscale_``, ``step`` and ``update`` are called
+                as always, on every rank. Where gradients of one rank overflow, all ranks skip the optimizer's step.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
-        return self.run(True, inputs, target, kwargs, loss_weight=loss_weight)[0]
+        if grad_scaler is None or not grad_scaler.is_enabled():
+            return self.run(True, inputs, target, kwargs, loss_weight=loss_weight)[0]
+        grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
+        scale = grad_scaler.get_scale()
+        losses, _ = self.run(True, inputs, target, kwargs, loss_weight=loss_weight, gradient_scale=scale)
+        self._share_overflow()
+        return losses
 
     def eval(
         self,
@@ -405,6 +414,7 @@ class PipelineEngine:
         kwargs: Any,
         *,
         loss_weight: float | None = None,
+        gradient_scale: float = 1.0,
         return_outputs: bool = False,
     ) -> tuple[list[Tensor], list[Any] | None]:
         """What :meth:`step` and :meth:`eval` share: losses, and where asked for the outputs of the M micro-batches."""
@@ -414,7 +424,7 @@ class PipelineEngine:
             raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
         self._running = True
         entered = None  # the executor, once the step has begun
-        batch = _Batch(self, training, inputs, target, kwargs, loss_weight, return_outputs)
+        batch = _Batch(self, training, inputs, target, kwargs, loss_weight, gradient_scale, return_outputs)
         try:
             program, executor = (self._program, self._executor) if training else self._eval_parts()
             batch.prepare()
@@ -472,6 +482,13 @@ class PipelineEngine:
     def _backward_without_autocast(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
         with torch.autocast(self.device.type, enabled=False):
             return self._runtimes[stage].backward(m, s, received)
+
+    def _share_overflow(self) -> None:
+        """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        finite = all(bool(torch.isfinite(g).all()) for g in gradients)
+        if not all(self._group.all_gather_object(finite)) and finite and gradients:
+            gradients[0].fill_(float("inf"))
 
     def _set_limits(self, shape_known: bool) -> None:
         """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
@@ -541,11 +558,12 @@ class _Batch:
         target: Any,
         kwargs: Any,
         loss_weight: float | None,
+        gradient_scale: float,
         keep_outputs: bool,
     ) -> None:
         self._engine, self._training = engine, training
         self._inputs, self._target, self._kwargs = inputs, target, kwargs
-        self._global_count, self._keep_outputs = loss_weight, keep_outputs
+        self._global_count, self._gradient_scale, self._keep_outputs = loss_weight, gradient_scale, keep_outputs
         self.leaves = Leaves()
         self.length, self.sizes = 0, [0] * engine.num_segments
         self._weights: list[list[float]] = []
@@ -590,7 +608,7 @@ class _Batch:
         if engine.has_last and self._target is not None:
             targets = self._split_targets(self._target, dim)
             segment_shares, seeds = self._weigh(self._target, targets)
-        scale = 1.0 / M if engine._scale_grads and self._global_count is None else 1.0
+        scale = self._gradient_scale / (M if engine._scale_grads and self._global_count is None else 1.0)
         mean = engine._loss_reduction == "mean"
         for runtime in engine._runtimes.values():
             last = runtime.is_last
@@ -622,9 +640,10 @@ class _Batch:
             counts = count_targets(whole, split, self.sizes, engine.seq_dim, engine._loss_weight)
             self._weights = shares(counts)
         if self._global_count is not None:
-            seeds = [[count / self._global_count for count in row] for row in counts]
+            scale = self._gradient_scale
+            seeds = [[scale * count / self._global_count for count in row] for row in counts]
         else:
-            scale = 1.0 / M if engine._scale_grads else 1.0
+            scale = self._gradient_scale / (M if engine._scale_grads else 1.0)
             seeds = [[share * scale for share in row] for row in self._weights]
         return self._weights, make_seeds(seeds, engine.device)
 
