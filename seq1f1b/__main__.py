@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print JSON")
     for command in (drawing, simulating):
         command.add_argument("--jitter", type=float, default=0.0, help="share by which a unit's seconds vary, seeded")
+        command.add_argument("--transfer-jitter", type=float, default=0.0, help="the same of a message's time")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument(
             "--option",
@@ -287,7 +288,7 @@ def tokens_of(options: argparse.Namespace) -> int:
 
 def arguments_of(schedule: Schedule | StreamedSchedule, options: argparse.Namespace) -> dict[str, Any]:
     """Of its simulation. Without a model segments of a micro-batch cost the same, and so do the stages."""
-    arguments: dict[str, Any] = {"jitter": options.jitter, "seed": options.seed}
+    arguments = {name: getattr(options, name) for name in ("jitter", "transfer_jitter", "seed")}
     optimizer = getattr(options, "optimizer", None)
     if options.model is None:
         parts = units_per_microbatch(schedule)

@@ -92,6 +92,10 @@ def test_simulate_jitters_by_the_seed(capsys):
     for jitter, seed in (("0", "0"), ("0.2", "7"), ("0.2", "7"), ("0.2", "8")):
         assert main([*line, jitter, "--seed", seed]) == 0
         outputs.append(capsys.readouterr().out)
+    messages = ["simulate", "1f1b", "--transfer", "1"]
+    assert main([*messages, "--transfer-jitter", "0.5"]) == main(messages) == 0
+    jittered, plain = capsys.readouterr().out.split("schedule")[1:]
+    assert jittered != plain and plain.split()[-4] != jittered.split()[-4]
     assert outputs[0].splitlines()[1].split()[1:3] == ["33.000", "35.000"]  # the optimizer after all ranks
     assert outputs[1] == outputs[2] and len(set(outputs)) == 3
 
@@ -184,6 +188,7 @@ MISTAKES = {
     "simulate gpipe --transfer inf": "--transfer is inf, must be finite and at least 0",
     "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
     "simulate 1f1b --jitter 2": "jitter is 2, must be in 0..1: a share of a unit's seconds",
+    "simulate 1f1b --transfer-jitter 1.5": "transfer_jitter is 1.5, must be in 0..1: a share of a message",
     "simulate 1f1b --seed -1": "seed is -1, must be in 0..2**64 - 1",
     "simulate 1f1b --steps 0": "steps is 0, must be in 1..2147483647",
     "simulate 1f1b --steps 2 --optimizer nan": "--optimizer is nan, must be finite and at least 0",
