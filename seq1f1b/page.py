@@ -107,6 +107,7 @@ def timeline_html(
         plot = _Plot(timeline, runs[heading], times, second, unit_name)
         plot.draw(heading, max(44, min(72, 540 // num_ranks)))
         plot.draw_memory(memories[heading], tallest)
+        plot.follow()
         rows.append(plot.figure)
     page = column(rows, sizing_mode="stretch_width")
     write_whole(path, file_html(page, INLINE, title=title).encode())
@@ -258,7 +259,8 @@ switch (format) {
   case "time": return `${+left[i].toPrecision(6)} to ${+right[i].toPrecision(6)} ${unit_name}`
 }
 """
-# Of the units in view, those with room for a label get one; white edges would hide units of a pixel.
+# Of the units in view, those with room for a label get one; white edges would hide units of a pixel. Bokeh would draw
+# what lies outside the view too, so filters keep to what does not.
 _FOLLOW_ZOOM = """
 const {left, right, top, bottom, microbatch, segment, ink} = units.data
 const pixels = plot.inner_width / (times.end - times.start)
@@ -274,6 +276,12 @@ for (let i = 0; i < left.length; i++) {
 }
 labels.data = shown
 units_drawn.glyph.line_alpha = shortest * pixels < 2 ? 0 : 1
+for (const [source, filter] of in_view) {
+  const {left, right} = source.data, indices = []
+  for (let i = 0; i < left.length; i++)
+    if (right[i] >= times.start && left[i] <= times.end) indices.push(i)
+  if (indices.length < left.length || filter.indices !== null) filter.indices = indices
+}
 """
 _INKS = ("#222222", "white")
 
@@ -284,6 +292,7 @@ class _Plot:
     def __init__(self, timeline: Timeline, run: Simulation | None, times: Any, second: float, unit_name: str) -> None:
         self.timeline, self.times, self.second, self.unit_name = timeline, times, second, unit_name
         self.begin, _ = _extent(timeline)
+        self.in_view: list[tuple[Any, Any]] = []  # source and filter of all boxes
         self.path: Sequence[Unit] = ()
         self.slack: dict[Unit, float] = {}
         self.is_critical = run is not None and run.slack is not None
@@ -297,7 +306,7 @@ class _Plot:
 
     def draw(self, heading: str, row_height: int) -> None:
         """The units."""
-        from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, CustomJS
+        from bokeh.models import BooleanFilter, CDSView, ColumnDataSource
         from bokeh.plotting import figure
 
         num_ranks = len(self.timeline)
@@ -318,12 +327,14 @@ class _Plot:
         bars, edges = self._bars()
         units = ColumnDataSource(bars)
         quads = plot.quad(
-            "left", "right", "top", "bottom", source=units, fill_color="color", line_color="white", line_width=0.6,
-            line_alpha=0, hover_line_alpha=1, hover_line_color="black", hover_fill_color="color",
+            "left", "right", "top", "bottom", source=units, view=CDSView(filter=self._in_view(units)),
+            fill_color="color", line_color="white", line_width=0.6, line_alpha=0,
+            hover_line_alpha=1, hover_line_color="black", hover_fill_color="color",
         )  # fmt: skip
         if bars["later"].any():  # a hatch is slow to draw: only where there is one
             plot.quad(
-                "left", "right", "top", "bottom", source=units, view=CDSView(filter=BooleanFilter(bars["later"])),
+                "left", "right", "top", "bottom", source=units,
+                view=CDSView(filter=self._in_view(units) & BooleanFilter(bars["later"])),
                 fill_alpha=0, line_alpha=0, hatch_pattern="right_diagonal_line", hatch_color="white", hatch_alpha=0.45,
                 hatch_scale=9.0,
             )  # fmt: skip
@@ -348,18 +359,33 @@ class _Plot:
             names_stage=names_stage,
             passes=[_PASSES[kind] for kind in _UNIT_KINDS],
         )
-        has_segments = any(unit.segment > 0 for track in self.timeline for unit, _, _ in track)
-        lengths = bars["right"] - bars["left"]
+        self.units, self.labels, self.quads = units, labels, quads
+        plot.ygrid.visible = False
+
+    def _in_view(self, source: Any) -> Any:
+        """A filter that keeps to what :meth:`follow` finds in view; at first everything."""
+        from bokeh.models import IndexFilter
+
+        self.in_view.append((source, IndexFilter()))
+        return self.in_view[-1][1]
+
+    def follow(self) -> None:
+        """Once all is drawn: keeps labels, edges and filters with the zoom."""
+        from bokeh.models import CustomJS
+
+        plot, data = self.figure, self.units.data
+        lengths = data["right"] - data["left"]
         follow = CustomJS(
             args={
-                "units": units, "labels": labels, "plot": plot, "times": self.times, "has_segments": has_segments,
-                "inks": _INKS, "units_drawn": quads, "shortest": min(lengths[lengths > 0], default=0.0),
+                "units": self.units, "labels": self.labels, "plot": plot, "times": self.times, "inks": _INKS,
+                "has_segments": any(unit.segment > 0 for track in self.timeline for unit, _, _ in track),
+                "units_drawn": self.quads, "shortest": min(lengths[lengths > 0], default=0.0),
+                "in_view": self.in_view,
             },
             code=_FOLLOW_ZOOM,
         )  # fmt: skip
         self.times.js_on_change("end", follow)
         plot.js_on_change("inner_width", follow)
-        plot.ygrid.visible = False
 
     def _heading(self, heading: str) -> str:
         """With makespan and bubble."""
@@ -451,7 +477,7 @@ class _Plot:
     def draw_memory(self, memory: _Memory, tallest: float) -> None:
         """A bar per step and kind, one upon the other."""
         import numpy as np
-        from bokeh.models import ColumnDataSource, FixedTicker
+        from bokeh.models import CDSView, ColumnDataSource, FixedTicker
 
         height = memory.scale * (_MEMORY[1] - _MEMORY[0]) / tallest
         layers: dict[str, list[tuple[float, float, float, float, int, int]]] = defaultdict(list)
@@ -466,8 +492,9 @@ class _Plot:
             columns = zip(("left", "right", "top", "bottom", "rank", "held"), np.array(bars).T, strict=True)
             source = ColumnDataSource(dict(columns))
             quads = self.figure.quad(
-                "left", "right", "top", "bottom", source=source, color=_MEMORY_COLORS[kind], line_width=0
-            )
+                "left", "right", "top", "bottom", source=source, view=CDSView(filter=self._in_view(source)),
+                color=_MEMORY_COLORS[kind], line_width=0,
+            )  # fmt: skip
             told = {"rank": "rank", "held": "held" if memory.is_bytes else "live", "time": "time"}
             if memory.is_bytes:
                 told["all"] = "with all below"

@@ -391,3 +391,11 @@ def test_thousands_of_units(browser: Any, tmp_path: Path) -> None:
     page.plot(0, "plot.x_range.setv({start: 60.1, end: 61.9})")
     in_view = sum(end > 60.1 and start < 61.9 for track in run.timeline for _, start, end in track)
     assert page.plot(0, labels) == in_view and page.plot(0, edges) == 1
+    touched = sum(end >= 60.1 and start <= 61.9 for track in run.timeline for _, start, end in track)
+    drawn = "return Bokeh.index.find_one(plot.renderers[0]).model.view.indices.count"
+    assert page.plot(0, drawn) == touched
+    page.plot(0, "plot.x_range.setv({start: -1, end: 2000})")
+    assert page.plot(0, drawn) == 20480
+    page.plot(0, "plot.x_range.setv({start: 1000, end: 1010})")
+    (unit, start, end) = next(entry for entry in run.timeline[5] if entry[1] > 1004)
+    assert f"{unit}, " in page.hover(0, (start + end) / 2, 5.3)
