@@ -22,12 +22,12 @@ class SavedBytes:
         known = [t for t in excluded if isinstance(t, Tensor)]
         for module in modules:
             known += [*module.parameters(), *module.buffers()]
-        self._seen = {t.untyped_storage().data_ptr() for t in known}
+        self._seen = {_storage(t).data_ptr() for t in known}
         self.bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
 
     def _count(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.bytes += storage.nbytes()
@@ -41,6 +41,13 @@ class SavedBytes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Of a DTensor its own shard's."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    storage: torch.UntypedStorage = local.untyped_storage()
+    return storage
 
 
 def is_compiled(module: nn.Module) -> bool:
