@@ -125,14 +125,14 @@ CONFIGURATIONS = [
     Configuration("h512 fp32", "terapipe", 2, (2, 1), 2, 4, 1024, "profiled"),
     Configuration("h512 fp32", "kfkb", 2, (2, 2), 4, 1, 512),
     Configuration("h512 fp32", "1f1b", 3, (1, 1, 1), 4, 1, 512),
-    Configuration("h512 fp32", "hanayo", 2, (1, 1, 1, 1), 4, 1, 512),
+    Configuration("h512 fp32", "hanayo", 2, (1, 1, 1, 1), 2, 1, 1024),
     Configuration("h512 bf16", "seq1f1b", 2, (2, 2), 2, 8, 1024),
     Configuration("h512 bf16", "1f1b", 2, (2, 2), 8, 1, 512),
     Configuration("h512 bf16", "seq1f1b", 4, (1, 1, 1, 1), 4, 2, 1024, "profiled"),
     Configuration("h512 bf16", "interleaved-1f1b", 2, (1, 1, 1, 1), 6, 1, 1024),
 ]
 # setup, layers, M, S: plans for two ranks, each on a core of its own
-PLANNED = [("h256 fp32", 6, 4, 2048), ("h512 bf16", 6, 3, 1024)]
+PLANNED = [("h256 fp32", 4, 4, 2048), ("h512 bf16", 6, 3, 1024)]
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f1b", "seq1f1b-interleaved"]
 
 
