@@ -489,8 +489,16 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
             part = os.path.join(unfinished, str(i))
             own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
             state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
-            stage.causal_lm.save_pretrained(part, state_dict=state)
-            shards.extend(os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS))
+            # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
+            stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
+            try:
+                stage.causal_lm.save_pretrained(part, state_dict=state)
+            finally:
+                del stage.causal_lm.should_save_on_this_rank
+            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
+            if not written:
+                raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
+            shards.extend(written)
 
     _together(gather, folder, engine.rank, write)
     contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])

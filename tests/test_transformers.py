@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,7 +223,7 @@ def test_copies_of_a_tied_embedding_stay_equal_over_steps_and_count_once_in_the_
     assert "lm_head.weight" in stages[2].state_dict() and "model.embed_tokens.weight" not in stages[2].state_dict()
 
 
-def train_tied(rank: int, world: int, transport: str) -> None:
+def train_tied(rank: int, world: int, transport: str, folder: str) -> None:
     model = build("gemma", tie_word_embeddings=True)
     whole = copy.deepcopy(model)
     tokens, target = batch()
@@ -235,6 +241,7 @@ def train_tied(rank: int, world: int, transport: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+    save_pretrained(engine, folder)
     engine.close()
     names = {id(p): name for name, p in stage.tied_parameters.items()}
     want = dict(whole.named_parameters())
@@ -243,8 +250,11 @@ def train_tied(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_processes_train_a_tied_model_as_one_does(transport):
-    run_processes(2, train_tied, transport)
+def test_processes_train_a_tied_model_as_one_does(transport, tmp_path):
+    run_processes(2, train_tied, transport, str(tmp_path))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 # -- checkpoints and memory --------------------------------------------------------------------------------------------
@@ -364,3 +374,56 @@ def test_the_attention_alone_refuses_what_it_would_get_wrong():
     )
     with pytest.raises(ValueError, match="sinks"):
         sinks(tokens, use_cache=False)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune_hf.py"
+CONVERSATIONS = [
+    [("system", "Be brief."), ("user", "one " * 40), ("assistant", "two"), ("user", "three"), ("assistant", "four")],
+    [("user", "five " * 9), ("assistant", "six six")],
+]
+
+
+def finetune(folder: Path, lines: list[str]) -> subprocess.CompletedProcess[str]:
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    short = {"steps": 4, "seq-len": 64, "layers": 3, "hidden": 32, "vocab": 300, "microbatches": 2, "segments": 3}
+    path = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*launch, *(f"--{name}={value}" for name, value in short.items()), "--data=data.jsonl", "--out=run"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def as_line(conversation: list[tuple[str, str]]) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
+
+
+def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path):
+    done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS])  # it compares the two losses itself
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    messages = json.loads(as_line(CONVERSATIONS[0]))["messages"]
+    for length in (200, 24):  # padded, and without the beginning of its first message
+        tokens, labels = example.encode(messages, tokenizer, length)
+        counted = labels != -100
+        assert tokens.shape == (length,) and torch.equal(labels[counted], tokens[counted])
+        if length == 200:
+            assert tokenizer.decode(labels[counted]) == "two<|end|>four<|end|>"
+
+
+def test_the_example_refuses_a_line_that_is_no_conversation(tmp_path):
+    done = finetune(tmp_path, [as_line(CONVERSATIONS[1]), '{"messages": [{"role": "wizard", "content": "hm"}]}'])
+    assert "line 2 is no conversation" in done.stderr and "wizard" in done.stderr
+    assert "exitcode  : 2" in done.stderr and not (tmp_path / "run" / "model").exists()

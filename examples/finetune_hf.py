@@ -1,0 +1,236 @@
+"""Fine-tunes a model of Hugging Face transformers on conversations, with loss on the answers only, over two processes.
+
+    torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py
+
+needs `pip install "seq1f1b[transformers]"` and downloads nothing: the model is a small Llama with random weights, the
+tokenizer is trained here, and the conversations are about the source code of the Python standard library: a module, the
+long context, then a question about one of its functions. ``--data`` takes your own, one conversation per line:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+The run folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer`` load. ``--model``
+fine-tunes a model of yours, given by its folder.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+
+import seq1f1b
+from seq1f1b.transformers import pipeline_stage, save_pretrained
+
+SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="conversations, JSON lines; default: made from the standard library")
+    parser.add_argument("--model", type=Path, help="folder of a model and its tokenizer; default: a small random one")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="(%(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="of the small model (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the small model (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=1024, help="of its tokenizer (%(default)s)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a conversation (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="(%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=4, help="conversations per step (%(default)s)")
+    parser.add_argument("--segments", type=int, default=4, help="per conversation (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
+    return parser.parse_args()
+
+
+def read_conversations(file: Path) -> list[list[dict[str, str]]]:
+    conversations = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--data: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+            for message in messages:
+                if f"<|{message['role']}|>" not in SPECIAL[2:] or not isinstance(message["content"], str):
+                    raise ValueError(f"a message needs a role of user, assistant or system, and text: {message}")
+        except (ValueError, KeyError, TypeError) as error:
+            refuse(f"{file}, line {number} is no conversation: {error}")
+        conversations.append(messages)
+    if not any(message["role"] == "assistant" for messages in conversations for message in messages):
+        refuse(f"{file} holds no answer of an assistant: there is nothing to learn")
+    return conversations
+
+
+def refuse(text: str) -> NoReturn:
+    print(f"finetune_hf.py: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def write_conversations(file: Path) -> None:
+    """Of each function with a docstring: its module and the question what it does, and the docstring's first line."""
+
+    def conversations() -> Iterator[str]:
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
+            source = path.read_text(encoding="utf-8", errors="ignore")
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+                    question = f"{source[:6000]}\n\nWhat does {node.name} do?"
+                    roles = {"user": question, "assistant": text.splitlines()[0]}
+                    yield json.dumps({"messages": [{"role": r, "content": c} for r, c in roles.items()]})
+
+    file.write_text("\n".join(conversations()) + "\n", encoding="utf-8")
+
+
+def train_tokenizer(conversations: list[list[dict[str, str]]], size: int) -> transformers.PreTrainedTokenizerBase:
+    trained = ByteLevelBPETokenizer()
+    texts = sorted({message["content"] for messages in conversations for message in messages})
+    trained.train_from_iterator(texts, vocab_size=size, special_tokens=SPECIAL, show_progress=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        extra_special_tokens=SPECIAL[2:],
+    )
+
+
+def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTokenizerBase, length: int) -> Tensor:
+    """Tokens and labels, (2, length): labels are the tokens of answers, -100 elsewhere.
+
+    What is too long loses the beginning of its first message; what is too short is padded on the right, where causal
+    attention does not see it.
+    """
+    turns = []
+    for message in messages:
+        begin = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False)
+        body = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
+        turns.append((begin, body, message["role"] == "assistant"))
+    excess = sum(len(begin) + len(body) for begin, body, _ in turns) - length
+    if excess > 0:
+        begin, body, answer = turns[0]
+        turns[0] = (begin, body[min(excess, len(body) - 1) :], answer)
+    tokens, labels = [], []
+    for begin, body, answer in turns:
+        tokens += begin + body
+        labels += [-100] * len(begin) + (body if answer else [-100] * len(body))
+    tokens, labels = tokens[:length], labels[:length]
+    padding = length - len(tokens)
+    return torch.tensor([tokens + [tokenizer.pad_token_id] * padding, labels + [-100] * padding])
+
+
+def build_model(
+    args: argparse.Namespace, vocab: int, tokenizer: transformers.PreTrainedTokenizerBase
+) -> torch.nn.Module:
+    """The small model has no memory yet; each rank gives it to its own stage."""
+    if args.model is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(args.model)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=args.seq_len,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def main() -> None:
+    args = parse_arguments()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    torch.manual_seed(rank)
+
+    data = args.data or args.out / "conversations.jsonl"
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.data is None:
+            write_conversations(data)
+    if dist.is_initialized():
+        dist.barrier()
+    conversations = read_conversations(data)
+    if args.model is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+    else:
+        tokenizer = train_tokenizer(conversations, args.vocab)  # every rank the same one
+
+    stage = pipeline_stage(build_model(args, len(tokenizer), tokenizer), rank, num_ranks)
+    if args.model is None:
+        stage.materialize()
+    engine = seq1f1b.PipelineEngine(
+        stage, num_microbatches=args.microbatches, num_segments=args.segments, loss_fn=loss_fn
+    )
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    chosen = random.Random(0)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        rows = [encode(chosen.choice(conversations), tokenizer, args.seq_len) for _ in range(args.microbatches)]
+        tokens, labels = torch.stack(rows, dim=1)
+        return tokens, seq1f1b.shift_labels(labels)  # before the step: a shift within segments would lose their borders
+
+    for step in range(args.steps):
+        start = time.perf_counter()
+        tokens, target = batch()
+        answers = int((target != -100).sum())
+        losses = engine.step(tokens, target=target, loss_weight=max(answers, 1))  # every answer token weighs the same
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if losses and (step % 5 == 0 or step == args.steps - 1):
+            speed = tokens.numel() / (time.perf_counter() - start)
+            mean = torch.stack(losses).mean()
+            print(f"step {step:4d}  loss {mean:.4f}  {answers} answer tokens  {speed:.0f} tokens/s", flush=True)
+
+    tokens, target = batch()
+    losses = engine.eval(tokens, target=target)
+    save_pretrained(engine, args.out / "model")
+    if rank == 0:
+        tokenizer.save_pretrained(args.out / "model")
+    if dist.is_initialized():
+        dist.barrier()
+    if losses:  # the last stage's rank: the checkpoint, loaded by transformers and run whole by its own attention
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            args.out / "model", attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            pairs = zip(tokens, target, strict=True)
+            plain = [loss_fn(whole(t[None], use_cache=False).logits, labels[None]) for t, labels in pairs]
+        found, want = torch.stack(losses), torch.stack(plain)
+        print(
+            f"held in {args.out / 'model'}; loss {found.mean():.6f} by the pipeline, {want.mean():.6f} loaded and whole"
+        )
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    engine.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
