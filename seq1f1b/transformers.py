@@ -73,6 +73,9 @@ def attention(
             f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
             "set use_cache=False, or generate with another attn_implementation",
         )
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    if sliding_window is None and types and types[module.layer_idx] == "sliding_attention":
+        _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
     layer: Any = getattr(module, "seq1f1b_layer", getattr(module, "layer_idx", None))
     if layer is None:
         _refuse(f"{type(module).__name__}, which has no layer_idx", "use another attn_implementation")
@@ -271,6 +274,9 @@ class _Exit(nn.Module):
         return hidden_states
 
 
+_POSITIONAL = ("position_ids", "position_embeddings", "cache_position")
+
+
 class _Probe(nn.Module):
     """A layer while it is found out what a model runs before and after its layers."""
 
@@ -281,9 +287,12 @@ class _Probe(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.index and hidden_states is not self.calls[-1][1]:
             raise ValueError("its layers do not simply follow one another")
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor) and name not in ("position_ids", "cache_position"):
-                raise ValueError(f"its layers get, beside the hidden states, a tensor {name!r}")
+        given = {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs}
+        for name, value in given.items():
+            if name not in _POSITIONAL and value is not None and not isinstance(value, (bool, int, float, str)):
+                raise ValueError(
+                    f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on"
+                )
         self.calls.append((self.index, hidden_states.clone()))
         return self.calls[-1][1]  # type: ignore[no-any-return]
 

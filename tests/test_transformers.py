@@ -53,6 +53,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {**GROUPED, "sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     "cohere": GROUPED,
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "olmo3": {**GROUPED, **SLIDING},
+    "cohere2": {**GROUPED, **SLIDING},
+    "smollm3": GROUPED,
+    "glm": GROUPED,
+    "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {**GROUPED, "num_local_experts": 4},
 }  # fmt: skip
 
@@ -163,6 +168,19 @@ def test_the_options_of_attention_count():
     for name, option in [("gemma2", {"attn_logit_softcapping": 1e6}), ("mistral", {"sliding_window": None})]:
         whole, other = run_whole(build(name))[1], run_whole(build(name, **option))[1]
         assert max((other[n] - g).norm() / g.norm() for n, g in whole.items()) > 1e-3, name
+
+
+def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing():
+    _, plain, _ = run_pipeline(build("gemma2", torch.float32))
+    model = build("gemma2", torch.float32)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    _, stages, _ = run_pipeline(model)
+    assert len(calls) == 2 * M * len(SIZES)
+    for stage, other in zip(stages, plain, strict=True):
+        for (name, p), (_, q) in zip(stage.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
 
 
 def test_stages_may_be_of_any_balance():
