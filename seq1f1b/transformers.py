@@ -157,7 +157,7 @@ def pipeline_stage(
     exit = _Exit() if rank < num_ranks - 1 else None
     for name, stage in stage_of.items():
         if stage != rank:
-            _set(skeleton, name, _Elsewhere())
+            _set(skeleton, name, _NoEmbedding() if name in before else _Elsewhere())
             continue
         module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
@@ -246,13 +246,17 @@ class CausalLMStage(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a module of another stage. What it returns reaches nothing that this stage returns."""
+    """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
 
     def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
-        x = hidden_states if x is None else x
-        if isinstance(x, Tensor) and not x.is_floating_point():  # an embedding of ids or positions
-            return torch.zeros((*x.shape, 1), device=x.device)
-        return x
+        return hidden_states if x is None else x
+
+
+class _NoEmbedding(nn.Module):
+    """Stands for an embedding on later stages: zeros that change neither shape nor dtype of what they are added to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((1, 1, 1), dtype=torch.uint8)
 
 
 class _Entry(nn.Module):

@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": GROUPED,
     "glm": GROUPED,
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "mixtral": {**GROUPED, "num_local_experts": 4},
 }  # fmt: skip
 
