@@ -137,16 +137,15 @@ static s1f_strides strides_of(const tensor *t)
     return (s1f_strides){.batch = t->strides[0], .head = t->strides[1], .row = t->strides[2]};
 }
 
-/* Copies between `t` and memory of ours, in the direction that `into_memory` says. torch converts the dtype. */
-static s1f_status copy_memory(const tensor *t, void *memory, int32_t dtype, const int64_t *strides, int64_t offset,
-                              int into_memory)
+/* Copies `t` into memory of ours. */
+static s1f_status copy_into(void *memory, const int64_t *strides, int64_t offset, const tensor *t)
 {
     AtenTensorHandle view = NULL;
     if (s1f_torch.aoti_torch_create_tensor_from_blob(memory, t->ndim, t->sizes, strides, offset,
-                                                     s1f_dtype_to_torch(dtype), s1f_torch_device_cpu(), 0, &view) != 0)
+                                                     s1f_dtype_to_torch(t->dtype), s1f_torch_device_cpu(), 0,
+                                                     &view) != 0)
         return torch_failed("aoti_torch_create_tensor_from_blob");
-    AOTITorchError failed =
-        into_memory ? s1f_torch.aoti_torch_copy_(view, t->handle, 0) : s1f_torch.aoti_torch_copy_(t->handle, view, 0);
+    AOTITorchError failed = s1f_torch.aoti_torch_copy_(view, t->handle, 0);
     s1f_torch.aoti_torch_delete_tensor_object(view);
     return failed != 0 ? torch_failed("aoti_torch_copy_") : S1F_OK;
 }
@@ -345,6 +344,21 @@ static s1f_status run_backward(op_call *call, s1f_attention_args *args, s1f_kv_c
     return run_kernel(call, args, cache, 1);
 }
 
+/* The outputs dk and dv, alike in strides. */
+static s1f_status new_key_gradients(op_call *call, s1f_attention_args *args)
+{
+    for (int i = 1; i <= 2; i++) {
+        s1f_status status =
+            new_output(call, i, args->dtype, args->batch, args->kv_heads, args->segment_len, args->head_dim);
+        if (status != S1F_OK)
+            return status;
+    }
+    args->own_dk = call->outputs[1].data;
+    args->own_dv = call->outputs[2].data;
+    args->own_dkv_strides = strides_of(&call->outputs[1]);
+    return S1F_OK;
+}
+
 /* -- causal_attention: the whole sequence at once --------------------------------------------------------------- */
 
 /* The kernels take k and v of the same strides. */
@@ -394,31 +408,24 @@ static s1f_status causal_attention_backward(op_call *call)
     if (status == S1F_OK)
         status = take_results(call, dout, out, lse, &args);
     if (status == S1F_OK)
-        status = new_output(call, 1, args.dtype, args.batch, args.kv_heads, args.segment_len, args.head_dim);
-    if (status == S1F_OK)
-        status = new_output(call, 2, args.dtype, args.batch, args.kv_heads, args.segment_len, args.head_dim);
+        status = new_key_gradients(call, &args);
     if (status != S1F_OK)
         return status;
 
     /* 16-bit gradients add up in fp32 and are rounded once. */
     tensor dk_sum = *dk, dv_sum = *dv;
-    int rounds = sum_dtype(args.dtype) != args.dtype;
-    if (rounds)
+    if (sum_dtype(args.dtype) != args.dtype) {
         status = new_temporary(call, S1F_FLOAT32, 4, dk->sizes, dk->strides, &dk_sum);
-    if (rounds && status == S1F_OK)
-        status = new_temporary(call, S1F_FLOAT32, 4, dv->sizes, dv->strides, &dv_sum);
-    if (status != S1F_OK)
-        return status;
+        if (status == S1F_OK)
+            status = new_temporary(call, S1F_FLOAT32, 4, dv->sizes, dv->strides, &dv_sum);
+    } else {
+        args.own_dk = args.own_dv = NULL; /* the sums are the gradients */
+    }
     args.dk = dk_sum.data;
     args.dv = dv_sum.data;
     args.dkv_strides = strides_of(&dk_sum);
     args.store_kv_grads = 1;
-    status = run_backward(call, &args, NULL);
-    if (rounds && status == S1F_OK &&
-        (s1f_torch.aoti_torch_copy_(dk->handle, dk_sum.handle, 0) != 0 ||
-         s1f_torch.aoti_torch_copy_(dv->handle, dv_sum.handle, 0) != 0))
-        return torch_failed("aoti_torch_copy_");
-    return status;
+    return status == S1F_OK ? run_backward(call, &args, NULL) : status;
 }
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------ */
@@ -483,11 +490,11 @@ static s1f_status segment_attention(op_call *call)
 
     int64_t strides[4], doc_strides[2] = {rows.sequence_length, 1};
     slab_strides(&args, rows.sequence_length, strides);
-    status = copy_memory(k, rows.k, args.dtype, strides, unit->offset * args.head_dim, 1);
+    status = copy_into(rows.k, strides, unit->offset * args.head_dim, k);
     if (status == S1F_OK)
-        status = copy_memory(v, rows.v, args.dtype, strides, unit->offset * args.head_dim, 1);
+        status = copy_into(rows.v, strides, unit->offset * args.head_dim, v);
     if (status == S1F_OK && rows.docs != NULL)
-        status = copy_memory(docs, rows.docs, S1F_INT32, doc_strides, unit->offset, 1);
+        status = copy_into(rows.docs, doc_strides, unit->offset, docs);
     attend_to_rows(&args, unit, &rows);
     return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
 }
@@ -526,19 +533,8 @@ static s1f_status segment_attention_backward(op_call *call)
     args.dv = grads.dv;
     args.dkv_strides = args.kv_strides;
     args.store_kv_grads = grads.first;
-    status = run_backward(call, &args, unit->cache);
-
-    /* Later segments went backward before, so the rows of this one are complete. */
-    int64_t strides[4];
-    slab_strides(&args, rows.sequence_length, strides);
-    void *const slabs[2] = {grads.dk, grads.dv};
-    for (int i = 0; i < 2 && status == S1F_OK; i++) {
-        status = new_output(call, 1 + i, args.dtype, args.batch, args.kv_heads, args.segment_len, args.head_dim);
-        if (status == S1F_OK)
-            status = copy_memory(&call->outputs[1 + i], slabs[i], sum_dtype(args.dtype), strides,
-                                 unit->offset * args.head_dim, 0);
-    }
-    return status;
+    status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
+    return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
 }
 
 /* -- positions -------------------------------------------------------------------------------------------------- */

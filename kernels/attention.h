@@ -47,6 +47,10 @@ typedef struct {
     void *dk, *dv; /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
     s1f_strides dkv_strides;
     int32_t store_kv_grads;
+    void *own_dk,
+        *own_dv; /* (B, Hkv, S, D) of dtype: the sums of rows [q_start, T), to which later segments have added;
+                              those rows of dk and dv then hold nothing of use. NULL: not asked for */
+    s1f_strides own_dkv_strides;
 } s1f_attention_args;
 
 /* Runs body(begin, end, context) over [begin, end) on a pool; NULL: the caller alone. The split may be any; results do

@@ -493,14 +493,26 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
                      depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
 }
 
-static void add_key_gradients(int stores, int64_t count, float *to, const float *from, float factor)
+/* A row of dk or dv: `sum` is added to `to`; or, where `own` is not NULL, both together become elements there. */
+static void add_key_gradient(const s1f_attention_args *args, int stores, float factor, float *sum, float *to, void *own,
+                             int64_t own_at)
 {
-    if (stores)
-        for (int64_t c = 0; c < count; c++)
-            to[c] = factor * from[c];
-    else
-        for (int64_t c = 0; c < count; c++)
-            to[c] += factor * from[c];
+    int64_t dim = args->head_dim;
+    if (own == NULL) {
+        if (stores)
+            for (int64_t c = 0; c < dim; c++)
+                to[c] = factor * sum[c];
+        else
+            for (int64_t c = 0; c < dim; c++)
+                to[c] += factor * sum[c];
+        return;
+    }
+    if (!stores) {
+        for (int64_t c = 0; c < dim; c++)
+            sum[c] = to[c] + factor * sum[c];
+        factor = 1;
+    }
+    narrow_row(args->dtype, own, own_at, dim, factor, sum);
 }
 
 typedef struct {
@@ -539,9 +551,14 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
                                keys, b, range->dq + (g * rows + row) * dim);
         }
         for (int64_t i = 0; i < keys; i++) {
-            int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i);
-            add_key_gradients(stores, args->head_dim, (float *)args->dk + to, b->dk + i * dim, (float)args->scale);
-            add_key_gradients(stores, args->head_dim, (float *)args->dv + to, b->dv + i * dim, 1);
+            int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i),
+                    row = key + i - args->q_start;
+            int is_own = args->own_dk && row >= begin; /* and no row before sees it */
+            int64_t at = is_own ? s1f_at(args->own_dkv_strides, range->batch, range->kv_head, row) : 0;
+            add_key_gradient(args, stores, (float)args->scale, b->dk + i * dim, (float *)args->dk + to,
+                             is_own ? args->own_dk : NULL, at);
+            add_key_gradient(args, stores, 1, b->dv + i * dim, (float *)args->dv + to, is_own ? args->own_dv : NULL,
+                             at);
         }
     }
 }

@@ -99,6 +99,15 @@ static void accumulate(const s1f_attention_args *args, void *x, int64_t ix, cons
     }
 }
 
+/* Sums of dk or dv become elements. */
+static void store_sums(const s1f_attention_args *args, void *own, int64_t at, const void *sums, int64_t from, int64_t n)
+{
+    double values[CHUNK];
+    for (int64_t c = 0; c < n; c++)
+        values[c] = args->dtype == S1F_FLOAT64 ? ((const double *)sums)[from + c] : ((const float *)sums)[from + c];
+    store(args->dtype, own, at, values, 1, n);
+}
+
 static double lse_of(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
 {
     int64_t i = (batch * args->heads + head) * args->segment_len + row;
@@ -254,6 +263,11 @@ static void key_gradient(const s1f_attention_args *args, int64_t batch, int64_t 
                 }
         accumulate(args, args->dk, to, dk, args->scale, n);
         accumulate(args, args->dv, to, dv, 1, n);
+        if (args->own_dk && key >= args->q_start) {
+            int64_t own = s1f_at(args->own_dkv_strides, batch, kv_head, key - args->q_start) + from;
+            store_sums(args, args->own_dk, own, args->dk, to, n);
+            store_sums(args, args->own_dv, own, args->dv, to, n);
+        }
     }
 }
 

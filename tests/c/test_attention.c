@@ -507,6 +507,48 @@ static void run_segments(sequence *x, int64_t parts, kernel forward, kernel back
     }
 }
 
+static void *copy_of(const void *x, int64_t bytes)
+{
+    return memcpy(allocate(bytes), x, (size_t)bytes);
+}
+
+/* After run_segments: backward again, where each segment gets its own rows of dk and dv as elements. These are the sums
+ * of before, rounded. */
+static void test_own_rows(sequence *x, int64_t parts, kernel backward)
+{
+    const shape *s = &x->s;
+    int64_t bytes = s1f_dtype_bytes(s->dtype), sums = x->kv_elements * s1f_dtype_bytes(sums_dtype(s->dtype));
+    void *before[2] = {copy_of(x->dk, sums), copy_of(x->dv, sums)}, *own[2];
+    for (int i = 0; i < 2; i++) {
+        own[i] = allocate(x->kv_elements * bytes);
+        fill(s->dtype, own[i], x->kv_elements, NAN);
+    }
+    for (int64_t i = parts - 1; i >= 0; i--) {
+        int64_t begin = cut(s, parts, i);
+        s1f_attention_args args = segment_args(x, begin, cut(s, parts, i + 1), i == parts - 1);
+        args.own_dk = (char *)own[0] + begin * x->kv_strides.row * bytes;
+        args.own_dv = (char *)own[1] + begin * x->kv_strides.row * bytes;
+        args.own_dkv_strides = x->kv_strides;
+        check(backward(&args, NULL) == S1F_OK, describe(s, "backward refused"));
+    }
+    int same = 1;
+    for (int which = 0; which < 2; which++) {
+        for (int64_t b = 0; b < s->batch; b++)
+            for (int64_t h = 0; h < s->kv_heads; h++)
+                for (int64_t row = s->first; row < x->kv_rows; row++)
+                    for (int64_t c = 0; c < s->head_dim; c++) {
+                        int64_t at = kv_at(x, b, h, row) + c;
+                        double want = get(sums_dtype(s->dtype), before[which], at), got = get(s->dtype, own[which], at);
+                        uint64_t place = 0;
+                        put(s->dtype, &place, 0, want);
+                        same &= row < s->length ? got == get(s->dtype, &place, 0) : isnan(got);
+                    }
+        free(before[which]);
+        free(own[which]);
+    }
+    check(same, describe(s, "own rows of dk and dv are not the rounded sums"));
+}
+
 /* Rounding of a stored result, and of a sum in the accumulators. */
 static double result_tolerance(int32_t dtype)
 {
@@ -530,6 +572,8 @@ static void test_truth(shape s)
     s1f_attention_args again = segment_args(&x, s.first, s.length, 0);
     s1f_attention_ref_backward(&again, NULL);
     check_difference(&x, "truth dk added", kv_difference(&x, x.dk, want.dk, want.dk_terms, 2, 0), sums);
+    run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    test_own_rows(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_backward);
     naive_free(&want);
     sequence_free(&x);
 }
@@ -628,11 +672,6 @@ static void four_threads(int64_t begin, int64_t end, int64_t grain, s1f_parallel
 typedef struct {
     void *out, *lse, *dq, *dk, *dv;
 } results_copy;
-
-static void *copy_of(const void *x, int64_t bytes)
-{
-    return memcpy(allocate(bytes), x, (size_t)bytes);
-}
 
 static int same_results(const sequence *x, const results_copy *r)
 {
@@ -745,6 +784,7 @@ static void test_chosen(shape s, int bits)
     check_difference(&x, "dq of segments", q_difference(&x, x.dq, want.dq, want.dq_terms), cancelled * rounded);
     check_difference(&x, "dk of segments", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
     check_difference(&x, "dv of segments", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
+    test_own_rows(&x, parts, s1f_attention_backward);
     naive_free(&want);
     sequence_free(&x);
 }
