@@ -279,7 +279,7 @@ def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], 
         for name, arm in arms.items():
             if spent < budget or name in ("ours", "two calls"):
                 runs = [arm.times(clock) for _ in range(repeats[name])]
-                taken[name] = [statistics.fmean(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
+                taken[name] = [statistics.median(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
         spent += time.perf_counter() - begin
         if threads > 1 and load.cores() >= FOREIGN_LIMIT:
             row.discarded += 1

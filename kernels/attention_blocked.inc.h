@@ -154,6 +154,12 @@ static int64_t backward_shared_floats(const attention_job *job)
     return (2 + job->parts) * rows * job->dim + 2 * round_up(rows, ALIGNED);
 }
 
+/* The first row that sees a key from `key` on, from a whole micro-tile on. */
+static int64_t first_row_seeing(const s1f_attention_args *args, int64_t key)
+{
+    return s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
+}
+
 static int64_t main_tasks(const attention_job *job)
 {
     return job->args->batch * job->args->kv_heads * job->parts;
@@ -532,7 +538,7 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
     exponent_rule any = rule_of(args, range->batch, range->kv_head * group); /* its heads hide the same keys */
     for (int64_t key = range->first_key; key < last_key; key += KEYS) {
         int64_t keys = s1f_min(KEYS, last_key - key);
-        int64_t first = s1f_max(begin, s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS); /* that sees a key */
+        int64_t first = s1f_max(begin, first_row_seeing(args, key));
         int is_hidden = block_visibility(&any, args->q_start + first, end - first, key, keys) == ALL_HIDDEN;
         if (is_hidden && !stores)
             continue;
@@ -585,7 +591,8 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
                        .last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len)};
     int64_t head = range.batch * args->heads + range.kv_head * group;
     range.dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
-    memset(range.dq, 0, (size_t)(group * rows * dim) * sizeof *range.dq);
+    for (int64_t g = 0, first = first_row_seeing(args, first_key); g < group; g++)
+        memset(range.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.dq);
 
     int64_t pass_rows = group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / ROWS, 1) * ROWS;
     for (int64_t begin = (rows - 1) / pass_rows * pass_rows; begin >= 0; begin -= pass_rows)
@@ -600,7 +607,7 @@ static void query_gradient_task(const attention_job *job, int64_t task, float *s
     (void)scratch;
     for (int64_t row = 0; row < args->segment_len; row++) {
         float *dq = job->dq + (task * job->rows + row) * dim;
-        for (int64_t part = 1; part < job->parts; part++)
+        for (int64_t part = 1; part < job->parts && row >= first_row_seeing(args, part * job->part_keys); part++)
             for (int64_t c = 0; c < dim; c++)
                 dq[c] += dq[part * part_floats + c];
         narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, task / args->heads, task % args->heads, row),

@@ -47,9 +47,12 @@ typedef struct {
 static void pack_row(const source_rows *from, int64_t row, operand *to, int64_t dim)
 {
 #if OPERAND_PAIRS
-    size_t bytes = (size_t)from->n * sizeof(uint16_t), all = (size_t)dim * sizeof(uint16_t);
-    memcpy(to, (const uint16_t *)from->x + from->at + row * from->stride, bytes);
-    memset((char *)to + bytes, 0, all - bytes);
+    const uint16_t *x = (const uint16_t *)from->x + from->at + row * from->stride;
+    uint16_t *elements = (uint16_t *)(void *)to;
+    for (int64_t c = 0; c < from->n; c++)
+        elements[c] = x[c];
+    for (int64_t c = from->n; c < dim; c++)
+        elements[c] = 0;
 #else
     widen_row(from->dtype, from->x, from->at + row * from->stride, from->n, to, dim);
 #endif
