@@ -2,8 +2,8 @@
 
 For each of four models `seq1f1b.profiler` measures a stage, the embedding and the head, alone and in as many processes
 as there are cores; and how much longer the same work takes where twice as many share them. From that alone come the
-predictions, printed before any step is measured: every unit takes its profiled seconds in a replay of the order in
-which running ranks share the cores. Nothing is fitted to steps.
+predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a replay of
+the order in which running ranks share the cores. Nothing is fitted to steps.
 
 The interval of a step is the hypotenuse of independent parts, each moved on its own through the replay:
     fit      two of its relative residual of F and of B, and of the ends, as if all units erred alike
@@ -30,7 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -397,20 +397,39 @@ def take_blocks(world: World, group: Any, step: Callable[[], float], seconds: fl
     return times if len(times) >= LEAST_STEPS else []
 
 
-def check_predictions(world: World, profiles: dict[str, Profiles], number: int) -> bool:
-    chosen = CONFIGURATIONS[:number]
-    sizes = [sizes_of(c, profiles[c.setup]) for c in chosen]
-    predictions = [predict(c, profiles[c.setup], s) for c, s in zip(chosen, sizes, strict=True)]
+@dataclass
+class Tally:
+    """Of the configurations so far: half widths of their intervals, as shares; how many were measured and inside."""
+
+    widths: list[float] = field(default_factory=list)
+    measured: int = 0
+    inside: int = 0
+
+    def text(self) -> str:
+        enough = (
+            self.measured == len(self.widths) and self.inside * len(CONFIGURATIONS) >= WANTED_INSIDE * self.measured
+        )
+        return (
+            f"{self.inside} of {self.measured} measured ones inside, of {len(self.widths)}; half width: median "
+            f"{statistics.median(self.widths):.1%}, most {max(self.widths):.1%}; wanted {WANTED_INSIDE} of "
+            f"{len(CONFIGURATIONS)}: {'passed' if enough else 'FAILED'}; aim at most +-{WIDEST:.0%}: "
+            + ("reached" if max(self.widths) <= WIDEST else "missed")
+        )
+
+
+def check_predictions(world: World, profiles: Profiles, chosen: dict[int, Configuration], tally: Tally) -> None:
+    sizes = [sizes_of(c, profiles) for c in chosen.values()]
+    predictions = [predict(c, profiles, s) for c, s in zip(chosen.values(), sizes, strict=True)]
     world.say("\npredictions, made before any step; the largest two parts of the half width in %")
-    for number, (c, p) in enumerate(zip(chosen, predictions, strict=True), 1):
+    for (number, c), p in zip(chosen.items(), predictions, strict=True):
+        tally.widths.append(p.half_width / p.seconds)
         largest = sorted(p.parts.items(), key=lambda part: -abs(part[1]))[:2]
         world.say(
             f"{number:>3} {c!s:<76} {p.seconds * 1e3:>8.1f} ms +- {p.half_width / p.seconds:>5.1%}  "
             + ", ".join(f"{name} {seconds / p.seconds:.1%}" for name, seconds in largest)
         )
     world.say(f"\n{'':>3} {'measured ms':>12}{'least':>9}{'most':>9}{'steps':>6}{'interval ms':>20}{'error':>8}")
-    inside = measured = 0
-    for number, (c, s, p) in enumerate(zip(chosen, sizes, predictions, strict=True), 1):
+    for (number, c), s, p in zip(chosen.items(), sizes, predictions, strict=True):
         arguments = {
             "schedule": c.order(),
             "num_microbatches": c.num_microbatches,
@@ -424,28 +443,22 @@ def check_predictions(world: World, profiles: dict[str, Profiles], number: int) 
             continue
         median = statistics.median(times) * 1e3
         is_inside = low <= median <= high
-        measured, inside = measured + 1, inside + is_inside
+        tally.measured, tally.inside = tally.measured + 1, tally.inside + is_inside
         world.say(
             f"{number:>3} {median:>12.1f}{min(times) * 1e3:>9.1f}{max(times) * 1e3:>9.1f}{len(times):>6}"
             f"{f'{low:.1f}..{high:.1f}':>20}{p.seconds * 1e3 / median - 1:>+8.1%}"
             f"  {'inside' if is_inside else 'OUTSIDE'}"
         )
-    widths = sorted(p.half_width / p.seconds for p in predictions)
-    passed = measured == len(chosen) and inside * len(CONFIGURATIONS) >= WANTED_INSIDE * len(chosen)
-    world.say(
-        f"{inside} of {measured} measured ones inside, of {len(chosen)}; half width: median "
-        f"{statistics.median(widths):.1%}, most {widths[-1]:.1%}; wanted {WANTED_INSIDE} of {len(CONFIGURATIONS)} at "
-        f"most +-{WIDEST:.0%}: {'passed' if passed and widths[-1] <= WIDEST else 'FAILED'}"
-    )
-    return passed
 
 
-def check_plans(world: World, profiles: dict[str, Profiles]) -> None:
+def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
     for name, layers, M, length in PLANNED:
+        if name != of_setup:
+            continue
         setup = SETUPS[name]
         plans: tuple[Plan, ...] = search_plans(
             setup.shape(layers),
-            ProfiledHardware.of(profiles[name].together, MACHINE),
+            ProfiledHardware.of(profiles.together, MACHINE),
             seq_len=length,
             num_ranks=2,
             num_microbatches=M,
@@ -495,15 +508,17 @@ def worker(rank: int, store: str, options: argparse.Namespace) -> None:
 
 
 def run(world: World, number: int) -> None:
-    profiles = {}
-    for name in dict.fromkeys(c.setup for c in CONFIGURATIONS[:number]):
-        profiles[name] = profile_setup(SETUPS[name], world)
-        for profile in (profiles[name].alone, profiles[name].together):
+    """A setup's steps follow its profile at once: this machine's speed drifts within minutes."""
+    tally, numbered = Tally(), dict(enumerate(CONFIGURATIONS[:number], 1))
+    for name in dict.fromkeys(c.setup for c in numbered.values()):
+        profiles = profile_setup(SETUPS[name], world)
+        for profile in (profiles.alone, profiles.together):
             world.say(f"\n{name}: {profile.to_text()}")
-        world.say(f"twice as many processes as cores: {profiles[name].crowding:.3f} times their share")
-    check_predictions(world, profiles, number)
-    if number == len(CONFIGURATIONS):
-        check_plans(world, profiles)
+        world.say(f"twice as many processes as cores: {profiles.crowding:.3f} times their share")
+        check_predictions(world, profiles, {n: c for n, c in numbered.items() if c.setup == name}, tally)
+        if number == len(CONFIGURATIONS):
+            check_plans(world, profiles, name)
+    world.say(f"\n{tally.text()}")
 
 
 def main() -> None:
