@@ -246,6 +246,7 @@ class PipelineEngine:
 
     def tied_elsewhere(self) -> set[int]:
         """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
+        self._tied.meet()
         return self._tied.counted_elsewhere()
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -429,6 +430,7 @@ class PipelineEngine:
             program, executor = (self._program, self._executor) if training else self._eval_parts()
             batch.prepare()
             self._step = self._group.begin_step()
+            self._tied.meet()
             accumulators = self._enter_grad_dtype() if training else []
             if training:
                 self._tied.begin_step()

@@ -571,7 +571,7 @@ def _flat_options(
     """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
     flat = dict(options or {})
     if not isinstance(flat.get("placement", ""), str):
-        raise ValueError(f"placement is {flat['placement']!r}, must be 'loop' or 'v'")
+        raise TypeError(f"placement is {flat['placement']!r}, must be 'loop' or 'v'")
     num_stages = num_ranks * stages_per_rank
     if "costs" in flat:
         names = ("F", "I", "W")

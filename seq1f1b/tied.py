@@ -17,27 +17,37 @@ class TiedParameters:
     """Sums the gradients of each parameter's copies over the ranks, so that equal copies stay equal.
 
     A stage says by its attribute ``tied_parameters``, a dict of parameters by name, which of its parameters have copies
-    on other stages: copies have the name in common. Collective over the pipeline.
+    on other stages: copies have the name in common.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: RankGroup) -> None:
         self._group = group
+        self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
+        self._holders: dict[str, list[int]] = {}
         self._own: dict[str, list[nn.Parameter]] = {}
         for module in modules:
-            for part in (
-                module.modules() if isinstance(module, nn.Module) else ()
-            ):  # the stage may be wrapped, as by DDP
+            parts = module.modules() if isinstance(module, nn.Module) else ()
+            for part in parts:  # the stage may be wrapped, as by DDP
                 for name, parameter in getattr(part, "tied_parameters", {}).items():
                     if hasattr(parameter, "to_local"):
                         raise ValueError(
                             f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank"
                         )
                     self._own.setdefault(name, []).append(parameter)
+        self._before: dict[str, list[Tensor | None]] = {}
+
+    def meet(self) -> None:
+        """Finds the copies, and makes them equal. Collective over the pipeline, within a step or between two.
+
+        A rank may fail when others have not yet left; so all meet again after a failed step.
+        """
+        if self._met_in == self._group.epoch:
+            return
         described = {
             name: (tuple(own[0].shape), str(own[0].dtype), "trained" if own[0].requires_grad else "frozen")
             for name, own in self._own.items()
         }
-        everyones: list[dict[str, Any]] = group.all_gather_object(described)
+        everyones: list[dict[str, Any]] = self._group.all_gather_object(described)
         self._holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
             for name in sorted(set().union(*everyones))
@@ -46,8 +56,8 @@ class TiedParameters:
             kinds = {everyones[rank][name] for rank in holders}
             if len(kinds) > 1:
                 raise ValueError(f"tied parameter {name!r} differs between ranks {holders}: {sorted(kinds)}")
-        self._before: dict[str, list[Tensor | None]] = {}
         self._make_equal()
+        self._met_in = self._group.epoch
 
     @torch.no_grad()
     def _make_equal(self) -> None:

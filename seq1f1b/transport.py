@@ -155,6 +155,11 @@ class RankGroup(ABC):
             self._acknowledged = True
         _core.group_progress(self.group, f"code after step {self.step}")
 
+    @property
+    def epoch(self) -> int:
+        """Counts the failed steps that all ranks have left; equal on all of them within a step."""
+        return self._epoch
+
     def _recover(self) -> None:
         """All ranks have left the failed step once they meet here; nobody enters a new one before it is forgotten."""
         self._epoch += 1
