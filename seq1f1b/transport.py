@@ -903,6 +903,9 @@ class _StoreRank(_ProcessRank):
                 self._recover()
         super().close()
         _core.group_progress(self.group, "close()")
+        if failed:  # perhaps just now, and the watcher ends below: whoever meets the others waits for this
+            with self._watch_lock, contextlib.suppress(RuntimeError):
+                self._exchange_failure(self._store)
         self._closing.set()
         self._watcher.join(1.0)
         with contextlib.suppress(RuntimeError):
