@@ -694,6 +694,7 @@ def test_what_progress_raises_ends_the_simulation():
 def test_ctrl_c_ends_a_long_simulation():
     """A second after it began, of a minute or so."""
     script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job ignores it
         "from seq1f1b.schedule import StreamedSchedule;"
         "order = StreamedSchedule('seq1f1b', num_ranks=64, num_microbatches=2000000, num_segments=16);"
         "print('begins', flush=True); order.simulate()"
