@@ -416,6 +416,7 @@ class PipelineEngine:
         *,
         loss_weight: float | None = None,
         gradient_scale: float = 1.0,
+        loss_kwargs: Mapping[str, Any] | None = None,
         return_outputs: bool = False,
     ) -> tuple[list[Tensor], list[Any] | None]:
         """What :meth:`step` and :meth:`eval` share: losses, and where asked for the outputs of the M micro-batches."""
@@ -425,7 +426,9 @@ class PipelineEngine:
             raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
         self._running = True
         entered = None  # the executor, once the step has begun
-        batch = _Batch(self, training, inputs, target, kwargs, loss_weight, gradient_scale, return_outputs)
+        batch = _Batch(
+            self, training, inputs, target, kwargs, loss_weight, gradient_scale, loss_kwargs or {}, return_outputs
+        )
         try:
             program, executor = (self._program, self._executor) if training else self._eval_parts()
             batch.prepare()
@@ -561,11 +564,13 @@ class _Batch:
         kwargs: Any,
         loss_weight: float | None,
         gradient_scale: float,
+        loss_kwargs: Mapping[str, Any],
         keep_outputs: bool,
     ) -> None:
         self._engine, self._training = engine, training
         self._inputs, self._target, self._kwargs = inputs, target, kwargs
         self._global_count, self._gradient_scale, self._keep_outputs = loss_weight, gradient_scale, keep_outputs
+        self._loss_kwargs = loss_kwargs
         self.leaves = Leaves()
         self.length, self.sizes = 0, [0] * engine.num_segments
         self._weights: list[list[float]] = []
@@ -621,6 +626,7 @@ class _Batch:
                 targets=targets if last else None,
                 seeds=seeds if last else None,
                 shares=segment_shares if last else None,
+                loss_kwargs=self._loss_kwargs,
                 auxiliary_seed=[scale * (size / length if mean else 1.0) for size in self.sizes],
                 keep_outputs=self._keep_outputs and last,
                 measure_activations=self._training and self.shape_key not in engine._known_shapes,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
 from seq1f1b.engine import PipelineEngine
@@ -48,23 +48,19 @@ class _Segmented:
             if rank != group_rank:
                 raise ValueError(f"stage {stage.stage_index} of {name} belongs to rank {rank}, it is on {group_rank}")
         self._own_stages = list(stages)
-        self._engine_options = options
+        self._engine_options = {"grad_dtype": None if n_segments == 1 else torch.float32} | options
         self._engine: PipelineEngine | None = None
-        self._loss: _Loss | _HeadLoss | None = None
 
     @property
     def engine(self) -> PipelineEngine:
         """What runs the steps: reports, traces, ``clip_grad_norm_``. The first use joins the pipeline's ranks."""
         if self._engine is None:
-            loss_fn = self._loss_fn
-            if loss_fn is not None:
-                self._loss = _HeadLoss(loss_fn) if isinstance(loss_fn, nn.Module) else _Loss(loss_fn)
             self._engine = PipelineEngine(
                 [stage.submod for stage in self._own_stages],
                 schedule=self._order,
                 num_microbatches=self._n_microbatches,
                 num_segments=self._order.num_segments,
-                loss_fn=self._loss,
+                loss_fn=self._loss_fn,
                 scale_grads=False,  # after the last backward, as torch does
                 group=self._own_stages[0].group,
                 **self._engine_options,
@@ -146,8 +142,6 @@ class _Segmented:
         """Outputs of the M micro-batches, where they are asked for and this rank has them."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         engine = self.engine
-        if self._loss is not None:
-            self._loss.kwargs = loss_kwargs or {}
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
         if engine.has_first and not any(inputs or ()):
             raise ValueError("the rank of the first stage needs the model's positional arguments")
@@ -158,6 +152,7 @@ class _Segmented:
                 inputs,
                 target_mbs if engine.has_last else None,
                 kwarg_mbs,
+                loss_kwargs=loss_kwargs,
                 return_outputs=return_outputs,
             )
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
@@ -181,30 +176,6 @@ class _Segmented:
             for action, (_, start, _) in zip(actions, track, strict=True):
                 order[rank][round(start)] = _Action.from_str(action)
         return order
-
-
-class _Loss:
-    """``loss_fn`` with the step's keyword arguments."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self.loss_fn = loss_fn
-        self.kwargs: dict[str, Any] = {}
-
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        return self.loss_fn(output, target, **self.kwargs)
-
-
-class _HeadLoss(nn.Module):
-    """The same for a loss that holds the model's head."""
-
-    def __init__(self, loss_fn: nn.Module) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-        self.kwargs: dict[str, Any] = {}
-
-    def forward(self, output: Any, target: Any) -> Tensor:
-        loss: Tensor = self.loss_fn(output, target, **self.kwargs)
-        return loss
 
 
 class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
@@ -246,10 +217,8 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
         arg_rules: Mapping[str, Rule] | None = None,
         **engine_options: Any,
     ) -> None:
-        engine_options.setdefault("grad_dtype", None if n_segments == 1 else torch.float32)
-        engine_options.update(
-            segment_sizes=segment_sizes, model_shape=model_shape, seq_dim=seq_dim, arg_rules=arg_rules
-        )
+        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
+        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
         self._plan("seq1f1b", [stage], n_microbatches, n_segments, **engine_options)
         super().__init__(
             stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
@@ -280,10 +249,8 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
         arg_rules: Mapping[str, Rule] | None = None,
         **engine_options: Any,
     ) -> None:
-        engine_options.setdefault("grad_dtype", None if n_segments == 1 else torch.float32)
-        engine_options.update(
-            segment_sizes=segment_sizes, model_shape=model_shape, seq_dim=seq_dim, arg_rules=arg_rules
-        )
+        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
+        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
         self._plan("seq1f1b-interleaved", stages, n_microbatches, n_segments, **engine_options)
         super().__init__(
             stages,

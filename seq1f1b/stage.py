@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,6 +65,7 @@ class StageRuntime:
         targets: list[list[Any]] | None = None,
         seeds: list[list[Tensor]] | None = None,
         shares: list[list[float]] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
         auxiliary_seed: list[float] | None = None,
         keep_outputs: bool = False,
         measure_activations: bool = False,
@@ -73,6 +74,7 @@ class StageRuntime:
         self.training = training
         self.inputs, self.kwargs, self.targets = inputs, kwargs, targets
         self.seeds, self.shares, self.auxiliary_seed = seeds, shares, auxiliary_seed
+        self.loss_kwargs = loss_kwargs or {}
         self.keep_outputs = keep_outputs
         self.live: dict[int, LiveUnit] = {}
         self.handed: dict[int, tuple[Any, ...]] = {}  # outputs or gradients from a neighbour on this rank
@@ -262,7 +264,7 @@ class StageRuntime:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         assert self.loss_fn is not None
-        loss = self.loss_fn(output, target)
+        loss = self.loss_fn(output, target, **self.loss_kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
