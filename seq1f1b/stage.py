@@ -87,6 +87,7 @@ class StageRuntime:
         )  # their graphs keep parameters
         self.measure_activations = measure_activations and not sharded and not any(map(is_compiled, self._modules()))
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, where measured
+        self._head_bytes = 0  # of the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
         if self.head_parallel is not None and shares is not None:
             counted = [share != 0.0 for row in shares for share in row]
@@ -140,13 +141,14 @@ class StageRuntime:
         self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
     ) -> tuple[Tensor, ...] | None:
         """The same, counting the bytes that the unit's graph keeps."""
+        self._head_bytes = 0
         with SavedBytes(self._modules(), arguments) as saved:
             result = self._compute(key, m, s, length, arguments, unit)
         unit.saved_bytes = saved.bytes
         self.saved_bytes += saved.bytes
         self.saved_tokens += length
         live = sum(other.saved_bytes for other in self.live.values())
-        self.peak_saved_bytes = max(self.peak_saved_bytes, live)
+        self.peak_saved_bytes = max(self.peak_saved_bytes, live + self._head_bytes)
         return result
 
     def _modules(self) -> list[nn.Module]:
@@ -250,8 +252,11 @@ class StageRuntime:
             )
         hidden = output.detach().requires_grad_(output.requires_grad)
         parallel = self.head_parallel
-        with parallel.forward() if parallel is not None else nullcontext():
+        head = SavedBytes(self._modules(), (hidden,)) if self.measure_activations else nullcontext()
+        with head, parallel.forward() if parallel is not None else nullcontext():
             loss = self._loss(hidden, target)
+        if isinstance(head, SavedBytes):
+            self._head_bytes = head.bytes
         self.losses[key] = loss.detach()
         if not loss.requires_grad:
             return

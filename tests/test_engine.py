@@ -513,3 +513,21 @@ def test_measured_costs_of_segments_balance_them():
         assert all(seconds[s] >= 0.016 * (1 + s) for s in range(4))  # 2 stages x 2 micro-batches x 4 ms x (1 + s)
         sizes = seq1f1b.partition_sequence(4096, 4, strategy="profiled", costs=seconds, multiple_of=16)
         assert sizes[0] > sizes[3]
+
+
+class SineHead(nn.Linear):
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return super().forward(hidden).sin().mean()
+
+
+def test_a_head_inside_the_loss_holds_one_segment():
+    """Its sine saves the logits, 64 floats of a token, where the stage saves 4: all but one segment's are gone."""
+    batch, length = 2, 32
+    for k in (1, 4):
+        engine = PipelineEngine(nn.Linear(4, 4), num_microbatches=1, num_segments=k, loss_fn=SineHead(4, 64))
+        x = torch.randn(batch, length, 4).requires_grad_()
+        engine.step(x, target=torch.zeros(batch, length))
+        [stage] = engine.report().stages
+        tokens = batch * length
+        # What the stage's graph keeps is its input, which is not counted.
+        assert 4 * 64 * tokens // k <= stage.activation_bytes <= 4 * 64 * tokens // k + 4 * 8 * tokens
