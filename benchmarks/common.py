@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -9,11 +10,15 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 FOREIGN_LIMIT = 0.08  # of one core; a step during which others used more does not count
 MIN_COUNTED = 15  # fewer counted steps per arm: "unmeasured"
@@ -90,6 +95,20 @@ class Pairs:
         )
 
 
+def _worker(rank: int, store: str, world: int, fn: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    fn(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawn(world: int, fn: Callable[..., None], *arguments: object) -> None:
+    """Calls ``fn(rank, *arguments)`` in processes of one thread that form a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (f"{folder}/store", world, fn, arguments), nprocs=world)
+
+
 def in_turn(first: Callable[[], float], second: Callable[[], float], *, flip: bool) -> tuple[float, float]:
     """Runs A B, or B A where flipped; returns (A, B)."""
     if flip:
@@ -117,3 +136,31 @@ def header(title: str) -> str:
         f"# python {os.path.relpath(sys.argv[0], root)} {' '.join(sys.argv[1:])}".rstrip(),
     ]
     return "\n".join(lines)
+
+
+class Records:
+    """JSON lines of what was measured, added to piece by piece: every piece begins with its header."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        if os.path.exists(path):
+            with open(path) as file:
+                self.records = [json.loads(line) for line in file]
+
+    def add(self, **record: Any) -> None:
+        self.records.append(record)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def begin(self, title: str) -> None:
+        """Raises SystemExit where earlier pieces are of another commit or machine: they would be compared with it."""
+        lines = header(title).split("\n")
+        for r in self.records:
+            if r["what"] == "header" and r["lines"][:3] != lines[:3]:
+                sys.exit("\n".join([f"{self.path} holds results of", *r["lines"], "and this is", *lines]))
+        self.add(what="header", lines=lines)
+
+    def header(self) -> str:
+        """Each line once: the commands of all pieces under one head."""
+        return "\n".join(dict.fromkeys(line for r in self.records if r["what"] == "header" for line in r["lines"]))

@@ -17,6 +17,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.attention = hidden // HEAD_DIM, attention
         self.layer = seq1f1b.layer_handle(index)
+        self.in_segments = torch_attention.InSegments(attention) if attention in torch_attention.FORMS else None
         self.norm_1, self.norm_2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
@@ -26,10 +27,10 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
         if self.attention == "ours":
             attended = seq1f1b.causal_attention(q, k, v, layer=self.layer)
-        elif self.attention == "whole sequences":
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.in_segments is not None:
+            attended = self.in_segments(q, k, v)
         else:
-            attended = torch_attention.of_segment(self.attention, q, k, v, layer=self.layer)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -37,7 +38,8 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """Blocks of one of P stages; embedding on the first, head on the last unless ``head`` is off.
 
-    Attention is "ours", torch's over "whole sequences", or a name that ``torch_attention.of_segment`` knows.
+    Weights and their names are those of the whole model however many stages there are. Attention is "ours", torch's
+    over "whole sequences", or one of ``torch_attention.FORMS``.
     """
 
     def __init__(
@@ -52,17 +54,28 @@ class Stage(nn.Module):
         head: bool = True,
     ) -> None:
         super().__init__()
-        torch.manual_seed(index)
         first, last = index * blocks // num_stages, (index + 1) * blocks // num_stages
-        self.embedding = nn.Embedding(vocab, hidden) if index == 0 else nn.Identity()
-        self.blocks = nn.Sequential(*(Block(hidden, i, attention) for i in range(first, last)))
-        is_last = index == num_stages - 1 and head
-        self.head = (
-            nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)) if is_last else nn.Identity()
-        )
+        if index == 0:
+            torch.manual_seed(blocks)
+            self.embedding = nn.Embedding(vocab, hidden)
+        self.blocks = nn.ModuleDict()
+        for i in range(first, last):
+            torch.manual_seed(i)
+            self.blocks[str(i)] = Block(hidden, i, attention)
+        if index == num_stages - 1 and head:
+            self.head = make_head(hidden, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embedding(x)))
+        if hasattr(self, "embedding"):
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x) if hasattr(self, "head") else x  # type: ignore[no-any-return]
+
+
+def make_head(hidden: int, vocab: int) -> nn.Module:
+    torch.manual_seed(vocab)
+    return nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False))
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -74,7 +87,7 @@ class HeadLoss(nn.Module):
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()
-        self.head = nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False))
+        self.head = make_head(hidden, vocab)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(self.head(hidden), target)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from seq1f1b import carry_in, carry_out
+from seq1f1b import _core
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -85,13 +85,66 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 WHOLE = {"explicit mask": explicit_mask, "causal_lower_right": lower_right, "eager": eager}
 
 
-def of_segment(name: str, q: Tensor, k: Tensor, v: Tensor, *, layer: Tensor) -> Tensor:
-    """ "two calls" or one of ``WHOLE``, inside a pipeline step: keys and values so far come by ``carry_in``."""
-    with torch.autocast("cpu", enabled=False):
-        segment = torch.stack((k, v))
-        prefix = carry_in(layer, segment[:, :, :, :0])
-        whole = torch.cat((prefix, segment), dim=3)
-        carry_out(layer, whole)
-        if name == "two calls":
-            return two_calls(q, *prefix.unbind(), k, v)
-        return WHOLE[name](q, *whole.unbind())
+FORMS = ("two calls", *WHOLE)
+
+
+class _Rows:
+    """Keys, values and their gradients of one micro-batch: (batch, heads, tokens of the whole sequence, head_dim)."""
+
+    def __init__(self, like: Tensor, tokens: int) -> None:
+        self.shape = (*like.shape[:2], tokens, like.shape[3])
+        self.k, self.v = like.new_empty(self.shape), like.new_empty(self.shape)
+        self.dk = self.dv = None  # until the last segment's backward
+
+
+class _Prefix(torch.autograd.Function):
+    """Writes a segment's keys and values to their rows; returns those of the prefix and the segment's own, as views.
+
+    Every segment has a graph of its own: what its backward owes to earlier segments waits in the rows for theirs.
+    Views through ``data`` have versions of their own, so that later rows may be written while these are saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> tuple[Tensor, ...]:
+        end = offset + k.shape[2]
+        rows.k[:, :, offset:end], rows.v[:, :, offset:end] = k, v
+        ctx.rows, ctx.offset, ctx.end = rows, offset, end
+        return *(t.data[:, :, :offset] for t in (rows.k, rows.v)), *(t.data[:, :, offset:end] for t in (rows.k, rows.v))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, offset, end = ctx.rows, ctx.offset, ctx.end
+        if end == rows.shape[2]:  # nothing came from later segments; a sequence in one piece needs no rows at all
+            rows.dk, rows.dv = (t.new_zeros((*rows.shape[:2], offset, rows.shape[3])) for t in gradients[2:])
+            own = gradients[2:]
+        else:
+            own = tuple(t + held[:, :, offset:end] for t, held in zip(gradients[2:], (rows.dk, rows.dv), strict=True))
+        if offset > 0:
+            rows.dk[:, :, :offset] += gradients[0]
+            rows.dv[:, :, :offset] += gradients[1]
+        return *own, None, None
+
+
+class InSegments:
+    """One of ``FORMS`` inside pipeline steps, ours or torch's that set the unit; outside one, of the whole sequence.
+
+    Keys and values of earlier segments are kept in rows, without a copy per segment: what ours does with its cache.
+    """
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self._rows: dict[int, _Rows] = {}  # by micro-batch, as long as it has segments to come
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        unit = _core.current_unit()
+        with torch.autocast("cpu", enabled=False):
+            if unit is None:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            _, _, microbatch, segment, num_segments, _, offset, _, tokens = unit
+            rows = _Rows(k, tokens) if segment == 0 else self._rows.pop(microbatch)
+            if segment < num_segments - 1:
+                self._rows[microbatch] = rows
+            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)  # type: ignore[no-untyped-call]
+            if self.form == "two calls":
+                return two_calls(q.clone(memory_format=torch.contiguous_format), k_prefix, v_prefix, k, v)
+            return WHOLE[self.form](q, torch.cat((k_prefix, k), dim=2), torch.cat((v_prefix, v), dim=2))

@@ -1,0 +1,402 @@
+"""Training steps of one model under torch's schedules, under torch's runtime with an order of ours, and under ours.
+
+Every arm trains the same weights on the same batch; a step leaves out the optimizer and is followed by ``zero_grad``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import HeadLoss, Stage, cross_entropy
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
+
+import seq1f1b
+from seq1f1b import _core
+
+TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
+V_PLACEMENT = ("ZBVZeroBubble", "DualPipeV")  # the second stage of rank r is 2 P - 1 - r, else P + r
+RUNTIME = "runtime"  # torch's, with the order of seq1f1b
+TWO_STAGES = ("interleaved-1f1b", "breadth-first", "hanayo", "seq1f1b-interleaved")  # of our families
+PIECES = 8  # equal pieces of the sequence whose cost is measured for the profiled split
+
+
+class Unavailable(Exception):
+    """This arm cannot run here, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int  # tokens of a micro-batch, which is one sequence
+    microbatches: int
+    ranks: int = 2
+    hidden: int = 256
+    blocks: int = 4
+    vocab: int = 1024
+
+    def __str__(self) -> str:
+        return f"S{self.length} M{self.microbatches} P{self.ranks} hidden {self.hidden} blocks {self.blocks}"
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.microbatches
+
+    @property
+    def shape(self) -> seq1f1b.ModelShape:
+        heads = self.hidden // 64
+        return seq1f1b.ModelShape(self.hidden, self.blocks, heads, heads, 4 * self.hidden * 2 // 3, self.vocab)
+
+    def stage(self, index: int, num_stages: int, attention: str, *, head: bool = True) -> Stage:
+        return Stage(
+            index, num_stages, hidden=self.hidden, blocks=self.blocks, vocab=self.vocab, attention=attention, head=head
+        )
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Tokens and the next ones, (M, length): every target counts, so that segments of one length weigh the same."""
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(self.vocab, (self.microbatches, self.length + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An arm. ``schedule``: of ``TORCH``, ``RUNTIME``, or a family of ours. ``attention``: "torch" or "ours"."""
+
+    schedule: str
+    attention: str
+    segments: int = 1
+    split: str = "even"
+    head_in_loss: bool = False
+
+    @property
+    def is_torchs(self) -> bool:
+        return self.schedule in TORCH
+
+    @property
+    def name(self) -> str:
+        if self.is_torchs:
+            return f"torch {self.schedule}"
+        if self.schedule == RUNTIME:
+            return f"torch's runtime, our order, k {self.segments}"
+        head = ", head in the loss" if self.head_in_loss else ""
+        return f"{self.schedule} k {self.segments} {self.split}{head}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} | {self.attention}"
+
+
+class Arm:
+    """One rank's part of a training step."""
+
+    modules: list[nn.Module]
+
+    def step(self) -> float | None:
+        """Mean of the M losses on the last stage's rank, None elsewhere."""
+        raise NotImplementedError
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Start and end of every unit of the last step, on the machine's monotonic clock."""
+        raise NotImplementedError
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for m in self.modules for name, p in m.named_parameters() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        for module in self.modules:
+            module.zero_grad()
+
+
+def make_arm(case: Case, spec: Spec, rank: int) -> Arm:
+    """Raises Unavailable where this torch lacks the schedule, or the schedule refuses the case. Collective."""
+    if spec.is_torchs or spec.schedule == RUNTIME:
+        return _TorchArm(case, spec, rank)
+    return OurArm(case, spec, rank)
+
+
+def _mean(losses: list[Tensor]) -> float | None:
+    return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
+
+
+class OurArm(Arm):
+    def __init__(
+        self,
+        case: Case,
+        spec: Spec,
+        rank: int,
+        *,
+        sizes: list[int] | None = None,
+        form: str = "two calls",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """form: of torch's attention. dtype: below float32, that of autocast. sizes: in place of the split."""
+        k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
+        try:
+            order = seq1f1b.build_schedule(
+                spec.schedule, num_ranks=case.ranks, num_microbatches=case.microbatches, num_segments=k,
+                stages_per_rank=per_rank,
+            )  # fmt: skip
+        except ValueError as error:
+            raise Unavailable(str(error)) from error
+        if sizes is None:
+            sizes = split_sizes(case, spec, rank)
+        self.sizes = sizes
+        own = [stage for stage, at in enumerate(order.rank_of_stage) if at == rank]
+        self.has_first, self.has_last = 0 in own, order.num_stages - 1 in own
+        attention = "ours" if spec.attention == "ours" else form
+        self.modules = [case.stage(i, order.num_stages, attention, head=not spec.head_in_loss) for i in own]
+        loss_fn: Callable[..., Tensor] = cross_entropy
+        if spec.head_in_loss and self.has_last:
+            loss_fn = HeadLoss(case.hidden, case.vocab)
+        self.engine = seq1f1b.PipelineEngine(
+            list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
+            segment_sizes=sizes, loss_fn=loss_fn,
+        )  # fmt: skip
+        if isinstance(loss_fn, nn.Module):
+            self.modules.append(loss_fn)
+        self._tokens, self._targets = case.batch()
+        self._dtype = dtype
+
+    def step(self) -> float | None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            losses = self.engine.step(
+                self._tokens if self.has_first else None, target=self._targets if self.has_last else None
+            )
+        return _mean(losses)
+
+    def spans(self) -> list[tuple[float, float]]:
+        return [(start, end) for _, start, end in self.engine.report().timeline]
+
+
+def split_sizes(case: Case, spec: Spec, rank: int) -> list[int]:
+    k = spec.segments
+    if k == 1 or spec.split == "even":
+        return seq1f1b.partition_sequence(case.length, k, strategy="even")
+    if spec.split == "flops":
+        return seq1f1b.partition_sequence(case.length, k, strategy="flops", model=case.shape)
+    costs = _measured_costs(case, spec.attention, rank)
+    return seq1f1b.partition_sequence(case.length, k, strategy="profiled", costs=costs, multiple_of=16)
+
+
+_costs: dict[tuple[Case, str], list[float]] = {}  # of this process, so that arms do not measure them again
+
+
+def _measured_costs(case: Case, attention: str, rank: int) -> list[float]:
+    """Seconds of each eighth of the sequence: F and B, all stages, the median of four steps."""
+    if (case, attention) not in _costs:
+        arm, tracks = OurArm(case, Spec("seq1f1b", attention, PIECES), rank), []
+        for _ in range(5):
+            arm.step()
+            arm.zero_grad()
+            tracks.append(arm.engine.report(gather=True).segment_seconds)
+        arm.engine.close()
+        _costs[case, attention] = [statistics.median(seconds) for seconds in zip(*tracks[1:], strict=True)]
+    return _costs[case, attention]
+
+
+# -- torch's schedules ---------------------------------------------------------------------------------------------
+
+
+class TimedStage(PipelineStage):
+    """Notes when each unit began and ended."""
+
+    def __init__(self, *arguments: Any, spans: list[tuple[float, float]], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._spans = spans
+
+    @contextmanager
+    def _unit(self, kind: str, index: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._spans.append((start, time.perf_counter()))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._unit("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._unit("B", bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._unit("W", bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
+
+
+class SegmentStage(TimedStage):
+    """A stage of torch's runtime whose micro-batches are segments: sets the unit as our executor does.
+
+    So attention finds its rows, of our cache or of ``torch_attention``. Segments are of equal length: torch's
+    messages have one shape.
+    """
+
+    def __init__(self, *arguments: Any, order: seq1f1b.Schedule, rank: int, length: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._length, self._k = length // order.num_segments, order.num_segments
+        self.cache = _core.kv_cache_create()
+        program = _core.program_lower(order.handle, 1)
+        _, self._kv_slots, self._grad_slots = _core.program_stage_peak(program, self.stage_index)
+        self._slots = {
+            (unit[0], unit[2] * self._k + unit[3]): slots
+            for op, _, unit, _, *slots, _ in _core.program_instructions(program, rank)
+            if op == "RUN"
+        }
+
+    def begin_step(self) -> None:
+        slots = (self.stage_index, self._kv_slots, self._grad_slots)
+        _core.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
+
+    @contextmanager
+    def _unit(self, kind: str, index: int) -> Iterator[None]:
+        m, s = divmod(index, self._k)
+        _core.current_unit_set(
+            self.cache, "FB".index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
+            s * self._length, self._length, self._length * self._k, "process",
+        )  # fmt: skip
+        finished = False
+        try:
+            with super()._unit(kind, index):
+                yield
+            finished = True
+        finally:
+            _core.current_unit_clear("process", finished)
+
+
+def torch_runtime(stage: PipelineStage, order: seq1f1b.Schedule, loss_fn: Any, *, scale_grads: bool = False) -> Any:
+    """Torch's general runtime with our order, segments as micro-batches of a flat index."""
+    runtime = _PipelineScheduleRuntime(
+        [stage], order.num_microbatches * order.num_segments, loss_fn=loss_fn, scale_grads=scale_grads
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(order.to_csv())
+        file.flush()
+        runtime._load_csv(file.name, format="compute_only")
+    return runtime
+
+
+def torch_schedule(name: str) -> Any:
+    """A schedule class of the installed torch."""
+    try:
+        return get_schedule_class(name)
+    except ValueError as error:
+        raise Unavailable(f"torch {torch.__version__} has no schedule {name!r}: {error}") from error
+
+
+class _TorchArm(Arm):
+    def __init__(self, case: Case, spec: Spec, rank: int) -> None:
+        device, P, M, k = torch.device("cpu"), case.ranks, case.microbatches, spec.segments
+        self._spans: list[tuple[float, float]] = []
+        self._segments: SegmentStage | None = None
+        self._tokens, self._targets = case.batch()
+        attention = "ours" if spec.attention == "ours" else "two calls"  # torch's over the whole where there is no unit
+        if spec.schedule == RUNTIME:
+            if case.length % k != 0:
+                raise Unavailable(f"{k} segments of equal length do not make {case.length} tokens")
+            order = seq1f1b.build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k)
+            own, num_stages = [rank], P
+            self.modules = [case.stage(rank, P, attention)]
+            self._segments = SegmentStage(
+                self.modules[0], rank, P, device, spans=self._spans, order=order, rank=rank, length=case.length
+            )
+            self._schedule = torch_runtime(self._segments, order, self._loss, scale_grads=True)
+            self._tokens, self._targets = (t.view(M * k, case.length // k) for t in (self._tokens, self._targets))
+        else:
+            make = torch_schedule(spec.schedule)
+            second = 2 * P - 1 - rank if spec.schedule in V_PLACEMENT else P + rank
+            own, num_stages = ([rank], P) if spec.schedule in ONE_STAGE else ([rank, second], 2 * P)
+            self.modules = [case.stage(i, num_stages, attention) for i in own]
+            stages = [
+                TimedStage(module, i, num_stages, device, spans=self._spans)
+                for i, module in zip(own, self.modules, strict=True)
+            ]
+            try:
+                self._schedule = make(stages[0] if len(stages) == 1 else stages, M, loss_fn=self._loss)
+            except ValueError as error:
+                raise Unavailable(f"torch's {spec.schedule} refuses: {error}") from error
+        self.has_first, self.has_last = 0 in own, num_stages - 1 in own
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Torch calls it beside the stage: part of the unit, as in ours."""
+        start = time.perf_counter()
+        loss = cross_entropy(output, target)
+        self._spans.append((start, time.perf_counter()))
+        return loss
+
+    def step(self) -> float | None:
+        self._spans.clear()
+        if self._segments is not None:
+            self._segments.begin_step()
+        losses: list[Tensor] = []
+        last = {"target": self._targets, "losses": losses} if self.has_last else {}
+        self._schedule.step(*([self._tokens] if self.has_first else []), **last, return_outputs=False)
+        return _mean(losses)
+
+    def spans(self) -> list[tuple[float, float]]:
+        return sorted(self._spans)
+
+
+# -- truth and timing ----------------------------------------------------------------------------------------------
+
+
+def whole_model(case: Case) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss of the micro-batches and its gradients, in float64, by the model run whole with torch's attention."""
+    model = case.stage(0, 1, "whole sequences").double()
+    tokens, targets = case.batch()
+    losses = []
+    for x, y in zip(tokens.split(1), targets.split(1), strict=True):
+        loss = cross_entropy(model(x), y)
+        (loss / case.microbatches).backward()
+        losses.append(loss.detach())
+    return _mean(losses) or 0.0, {name: p.grad for name, p in model.named_parameters()}
+
+
+def errors(arm: Arm, rank: int, truth: tuple[float, dict[str, Tensor]] | None) -> tuple[float, float, float]:
+    """Runs a step. Its loss, the loss's relative error, and ||g - g64|| / ||g64|| over all gradients of all stages.
+
+    Collective; the numbers are rank 0's, which alone needs the truth.
+    """
+    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object((arm.step(), arm.gradients()), gathered)
+    arm.zero_grad()
+    if gathered is None or truth is None:
+        return 0.0, 0.0, 0.0
+    loss = next(loss for loss, _ in gathered if loss is not None)
+    found = {name: g for _, gradients in gathered for name, g in gradients.items()}
+    if found.keys() != truth[1].keys():
+        raise RuntimeError(f"gradients are missing: {sorted(truth[1].keys() ^ found.keys())}")
+    difference = sum(float((found[name].double() - g).square().sum()) for name, g in truth[1].items())
+    norm = sum(float(g.square().sum()) for g in truth[1].values())
+    return loss, abs(loss - truth[0]) / abs(truth[0]), (difference / norm) ** 0.5
+
+
+def timed(arm: Arm) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    arm.step()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    arm.zero_grad()
+    return seconds
+
+
+def bubble(arm: Arm) -> float:
+    """Of the last step: the share of the ranks' time, from the first unit's start to the last one's end, in no unit.
+
+    Collective.
+    """
+    spans = arm.spans()
+    own = (min(a for a, _ in spans), max(b for _, b in spans), sum(b - a for a, b in spans))
+    tracks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tracks, own)
+    starts, ends, busy = zip(*tracks, strict=True)
+    return 1.0 - sum(busy) / (len(tracks) * (max(ends) - min(starts)))

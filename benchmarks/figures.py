@@ -1,0 +1,100 @@
+"""Pictures of what the benchmarks measured. Colours are told apart by the colour-blind, and in grey by their marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f7f7f")
+MARKS = ("o", "s", "^", "D", "v")
+STYLE = {
+    "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 7, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False, "savefig.dpi": 200,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value with its interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def _errors(points: Sequence[Point]) -> Any:
+    lows = [p.value - (p.value if p.low is None else p.low) for p in points]
+    return [lows, [(p.value if p.high is None else p.high) - p.value for p in points]]
+
+
+def bars(path: str, panels: Sequence[tuple[str, str, dict[str, dict[str, Point]]]], columns: int, caption: str) -> None:
+    """Horizontal bars: panels of (title, axis, {series: {row: point}}), row by row; a line at 1."""
+    with plt.rc_context(STYLE):
+        names = list(dict.fromkeys(name for _, _, series in panels for rows in series.values() for name in rows))
+        rows = -(-len(panels) // columns)
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(7.0, 0.45 + rows * (0.75 + 0.2 * len(names))), sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for axis in list(axes.flat)[len(panels) :]:
+            axis.set_visible(False)
+        labels: dict[str, Any] = {}
+        for axis, (title, unit, series) in zip(axes.flat, panels, strict=False):
+            height = 0.8 / len(series)
+            for i, (label, points) in enumerate(series.items()):
+                at = [names.index(name) + (i - (len(series) - 1) / 2) * height for name in points]
+                values = list(points.values())
+                labels[label] = axis.barh(
+                    at, [p.value for p in values], height, color=COLOURS[i], xerr=_errors(values),
+                    error_kw={"elinewidth": 0.7, "ecolor": "black"},
+                )  # fmt: skip
+            axis.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
+            axis.set_title(title)
+            axis.set_xlabel(unit)
+            axis.set_yticks(range(len(names)), names)
+            axis.tick_params(axis="y", length=0)
+        axes.flat[0].invert_yaxis()
+        figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=len(labels))
+        figure.supxlabel(caption, fontsize=6, color="#555555")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def lines(
+    path: str, panels: Sequence[tuple[str, str, str, dict[str, dict[float, Point]]]], caption: str, *, base: int = 2
+) -> None:
+    """Lines over a logarithmic axis: panels of (title, x axis, y axis, {series: {x: point}}).
+
+    A series whose name begins with "simulated" is drawn dashed, in the colour of the one before it.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(panels), figsize=(7.0, 3.0), squeeze=False, layout="constrained")
+        labels: dict[str, Any] = {}
+        colours: dict[str, int] = {}
+        for axis, (title, x_label, y_label, series) in zip(axes.flat, panels, strict=True):
+            for label, points in series.items():
+                simulated = label.startswith("simulated")
+                which = colours.setdefault(label.removeprefix("simulated: "), len(set(colours)))
+                values = list(points.values())
+                labels[label] = axis.errorbar(
+                    list(points), [p.value for p in values], yerr=_errors(values), color=COLOURS[which],
+                    marker="" if simulated else MARKS[which], markersize=3.5, linewidth=1.0, elinewidth=0.7,
+                    capsize=1.5,
+                    linestyle="--" if simulated else "-",
+                )  # fmt: skip
+            axis.set_xscale("log", base=base)
+            ticks = sorted({x for points in series.values() for x in points})
+            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axis.set_title(title)
+            axis.set_xlabel(x_label)
+            axis.set_ylabel(y_label)
+        figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=3)
+        figure.supxlabel(caption, fontsize=6, color="#555555")
+        figure.savefig(path)
+        plt.close(figure)
