@@ -2,16 +2,22 @@
 
     python benchmarks/engine.py pair     # one process: a step less the bare loop over the same pairs
     python benchmarks/engine.py two      # two processes over shared memory, beside torch over gloo
-    python benchmarks/engine.py sleep    # 8 processes whose stages only sleep, beside torch's runtime
+    python benchmarks/engine.py sleep --ranks 2 4 8 16 --results FILE --plot FILE.png
 
 The bare loop is ``x = b.detach().requires_grad_(); y = f(x); autograd.backward(y, g)``; losses are left out of both.
+
+`sleep` shows schedules of more ranks than this machine has cores: stages whose units only sleep, in one process each,
+over real transports, beside torch's. A step, from the first sleep to the last, is compared with the ideal, and with the
+simulation of the same order in which every unit takes as long as its own sleep did: the difference is what Python,
+autograd, transfers and wake-ups cost. A sleeping process takes 0.1 ms and more to wake, per cents of units below 5 ms,
+and the more processes share a core the longer they wait for it: that is this machine, not the schedule.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,11 +25,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import FOREIGN_LIMIT, ForeignLoad, header
+from arms import torch_runtime
+from common import FOREIGN_LIMIT, MIN_COUNTED, ForeignLoad, Records, header, spawn
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import seq1f1b
 
@@ -108,18 +113,6 @@ def pair() -> None:
     report("one process", costs, discarded)
 
 
-def torch_runtime(stage: PipelineStage, order: seq1f1b.Schedule, loss_fn: Any) -> Any:
-    """Torch's general runtime with our order, segments as micro-batches of a flat index."""
-    runtime = _PipelineScheduleRuntime(
-        [stage], order.num_microbatches * order.num_segments, loss_fn=loss_fn, scale_grads=False
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(order.to_csv())
-        file.flush()
-        runtime._load_csv(file.name, format="compute_only")
-    return runtime
-
-
 def two(rank: int, world: int) -> None:
     device = torch.device("cpu")
     batch = torch.randn(M, LENGTH, WIDTH)
@@ -172,40 +165,43 @@ def two(rank: int, world: int) -> None:
 
 
 class Sleeps(torch.autograd.Function):
-    """Sleeps in forward and backward, and keeps when each sleep really began and ended."""
+    """Sleeps in forward and twice as long in backward, and keeps when each sleep really began and ended."""
 
-    seconds = (0.005 / 4, 0.010 / 4)
     measured: ClassVar[list[tuple[float, float]]] = []
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Sleeps.sleep(0)
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        Sleeps.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        Sleeps.sleep(1)
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        Sleeps.sleep(2 * ctx.seconds)
+        return gradient, None
 
     @staticmethod
-    def sleep(which: int) -> None:
+    def sleep(seconds: float) -> None:
         start = time.perf_counter()
-        time.sleep(Sleeps.seconds[which])
+        time.sleep(seconds)
         Sleeps.measured.append((start, time.perf_counter()))
 
 
 class Sleeper(nn.Module):
-    def __init__(self) -> None:
+    """A stage. seconds: of one forward."""
+
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleeps.apply(x * self.weight)  # type: ignore[no-any-return]
+        return Sleeps.apply(x * self.weight, self.seconds)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def bare_sleeps() -> float:
+def bare_sleeps(seconds: float) -> float:
     """What torch alone, without an engine, adds to its own sleeps in one process: a fraction of them."""
-    module, gradient, ratios = Sleeper(), torch.ones(1, 4, WIDTH), []
+    module, gradient, ratios = Sleeper(seconds), torch.ones(1, 4, WIDTH), []
     for _ in range(12):
         Sleeps.measured.clear()
         start = time.perf_counter()
@@ -215,109 +211,185 @@ def bare_sleeps() -> float:
     return statistics.median(ratios)
 
 
-def only_sleep(engine: seq1f1b.PipelineEngine) -> None:
+def only_sleep(engine: seq1f1b.PipelineEngine, seconds: float) -> None:
     """Leaves nothing of torch in the units: the walk and the transport alone, handing over one tensor."""
     outputs = (torch.zeros(1, 4, WIDTH),)
 
-    def unit(which: int, hands_over: bool) -> Any:
-        Sleeps.sleep(which)
+    def unit(seconds: float, hands_over: bool) -> Any:
+        Sleeps.sleep(seconds)
         return outputs if hands_over else None
 
     for runtime in engine._runtimes.values():
-        runtime.forward = lambda *_, r=runtime: unit(0, not r.is_last)  # type: ignore[method-assign, misc]
-        runtime.backward = lambda *_, r=runtime: unit(1, not r.is_first)  # type: ignore[method-assign, misc]
+        runtime.forward = lambda *_, r=runtime: unit(seconds, not r.is_last)  # type: ignore[method-assign, misc]
+        runtime.backward = lambda *_, r=runtime: unit(2 * seconds, not r.is_first)  # type: ignore[method-assign, misc]
 
 
-def sleep(rank: int, world: int) -> None:
-    """First sleep to last, against a simulation in which each unit takes as long as its own sleep."""
-    k = 4
-    dist.barrier()
-    if rank == 0:
-        print(f"torch alone, one process, no engine: {100 * bare_sleeps():.2f} % over its own sleeps", flush=True)
-    dist.barrier()
-    device = torch.device("cpu")
-    batch, flat = torch.randn(M, 4 * k, WIDTH), torch.randn(M * k, 4, WIDTH)
-    first, last = rank == 0, rank == world - 1
-    order = seq1f1b.build_schedule("seq1f1b", num_ranks=world, num_microbatches=M, num_segments=k)
-    engine = seq1f1b.PipelineEngine(
-        Sleeper(), schedule=order, num_microbatches=M, num_segments=k, loss_fn=sum_loss, loss_reduction="sum"
-    )
-    runtime = torch_runtime(PipelineStage(Sleeper(), rank, world, device), order, sum_loss)
-    ideal = sum(Sleeps.seconds) * k * (M + (world - 1) / k)
-
-    walk = seq1f1b.PipelineEngine(
-        Sleeper(), schedule=order, num_microbatches=M, num_segments=k, loss_fn=sum_loss, loss_reduction="sum"
-    )
-    only_sleep(walk)
-
-    def ours(engine: seq1f1b.PipelineEngine) -> None:
-        engine.step(batch if first else None, target=batch if last else None)
-
-    def theirs() -> None:
-        runtime.step(*([flat] if first else []), target=flat if last else None, losses=[] if last else None)
-
-    arms: dict[str, Callable[[], None]] = {
-        "seq1f1b": lambda: ours(engine),
-        "seq1f1b's walk and transport, units without torch": lambda: ours(walk),
-        "torch runtime, same order": theirs,
+def sleep(rank: int, world: int, options: argparse.Namespace, path: str) -> None:
+    """One step of each arm in turn. The unit is a segment; 1F1B's, of whole micro-batches, is k times as long."""
+    k, count, unit = options.segments, options.microbatches, options.unit_ms / 1e3
+    first, last, device = rank == 0, rank == world - 1, torch.device("cpu")
+    batch, flat = torch.randn(count, 4 * k, WIDTH), torch.randn(count * k, 4, WIDTH)
+    orders = {
+        family: seq1f1b.build_schedule(family, num_ranks=world, num_microbatches=count, num_segments=segments)
+        for family, segments in (("1f1b", 1), ("seq1f1b", k))
     }
-    results: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    over_units: list[float] = []
-    for turn in range(21):
-        for name, step in arms.items():
+
+    def ours(family: str, transport: str, *, units: bool = True) -> Callable[[], None]:
+        segments = orders[family].num_segments
+        engine = seq1f1b.PipelineEngine(
+            Sleeper(unit * k / segments), schedule=orders[family], num_microbatches=count, num_segments=segments,
+            loss_fn=sum_loss, loss_reduction="sum", transport=transport,
+        )  # fmt: skip
+        if not units:
+            only_sleep(engine, unit)
+        return lambda: engine.step(batch if first else None, target=batch if last else None)  # type: ignore[return-value]
+
+    def theirs(schedule: Any, inputs: Tensor) -> Callable[[], None]:
+        return lambda: schedule.step(
+            *([inputs] if first else []), target=inputs if last else None, losses=[] if last else None
+        )
+
+    one = Schedule1F1B(PipelineStage(Sleeper(unit * k), rank, world, device), count, sum_loss, scale_grads=False)
+    runtime = torch_runtime(PipelineStage(Sleeper(unit), rank, world, device), orders["seq1f1b"], sum_loss)
+    arms: dict[str, tuple[str, Callable[[], None]]] = {
+        "torch 1F1B, gloo": ("1f1b", theirs(one, batch)),
+        "torch's runtime, our order, gloo": ("seq1f1b", theirs(runtime, flat)),
+        "seq1f1b, gloo": ("seq1f1b", ours("seq1f1b", "c10d")),
+        "seq1f1b, shared memory": ("seq1f1b", ours("seq1f1b", "shm")),
+        "seq1f1b, shared memory, units without torch": ("seq1f1b", ours("seq1f1b", "shm", units=False)),
+    }
+    pids: list[int] = [0] * world
+    dist.all_gather_object(pids, os.getpid())
+    load, taken = ForeignLoad(pids), {name: [] for name in arms}
+    discarded = 0
+    for turn in range(1 + 2 * options.steps):
+        for name, (family, step) in list(arms.items())[:: -1 if turn % 2 else 1]:
+            order = orders[family]
             dist.barrier()
             Sleeps.measured.clear()
+            load.start()
             step()
             gathered: list[Any] = [None] * world
             dist.all_gather_object(gathered, list(Sleeps.measured))
-            if turn == 0:  # warm-up; torch's runtime also runs the module once more, for shapes
+            counts = [load.cores() < options.foreign]
+            dist.broadcast_object_list(counts)
+            if turn == 0 or not counts[0]:  # warm-up; torch also runs the module once more, for shapes
+                discarded += turn > 0
                 continue
             # perf_counter is the machine's monotonic clock: one for all processes
             makespan = max(track[-1][1] for track in gathered) - min(track[0][0] for track in gathered)
             durations = [[end - start for start, end in track] for track in gathered]
-            simulated = order.simulate(durations=durations).makespan
-            results[name].append((makespan, simulated))
-            if name == "seq1f1b":
-                measured = engine.report(gather=True)
-                over_units.append(measured.makespan / measured.planned.makespan - 1)
-    if not first:
-        return
-    print(f"ideal: {ideal * 1e3:.1f} ms ({world} ranks, M {M}, k {k}, 5 ms forward and 10 ms backward per micro-batch)")
-    over_units.sort()
+            busy = sum(map(sum, durations)) / world
+            taken[name].append((makespan, order.simulate(durations=durations).makespan, busy))
+        enough = [min(map(len, taken.values())) >= options.steps]
+        dist.broadcast_object_list(enough)
+        if enough[0]:
+            break
+    if first:
+        results = Records(path)
+        results.add(what="bare", unit_ms=options.unit_ms, over=bare_sleeps(unit))
+        for name, (family, _) in arms.items():
+            segments = orders[family].num_segments
+            ideal = 3 * unit * k * (count + (world - 1) / segments)
+            results.add(
+                what="sleep", ranks=world, arm=name, microbatches=count, segments=segments, unit_ms=options.unit_ms,
+                ideal=ideal, steps=taken[name], discarded=discarded,
+            )  # fmt: skip
+
+
+def show_sleeps(results: Records) -> None:
+    for r in (r for r in results.records if r["what"] == "bare"):
+        print(f"torch alone, one process, no engine, units of {r['unit_ms']:g} ms: {r['over']:.2%} over its own sleeps")
     print(
-        f"seq1f1b: {100 * statistics.median(over_units):.2f} % over the simulation of its whole units, sleeps and what "
-        f"Python and autograd add [{100 * over_units[2]:.2f}, {100 * over_units[-3]:.2f}]: transfers and wake-ups"
+        f"{'ranks':>5} {'arm':44} {'M':>3} {'k':>2} {'s/step':>7} {'ideal':>7} {'over ideal':>24} "
+        f"{'over simulation of its sleeps':>29} {'bubble':>6} {'simulated':>9}  steps"
     )
-    for name, values in results.items():
-        over_ideal = sorted(makespan / ideal - 1 for makespan, _ in values)
-        over_simulated = sorted(makespan / simulated - 1 for makespan, simulated in values)
+    for r in (r for r in results.records if r["what"] == "sleep"):
+        if len(r["steps"]) < MIN_COUNTED:
+            print(f"{r['ranks']:5} {r['arm']:44} unmeasured, {len(r['steps'])} steps, {r['discarded']} discarded")
+            continue
+        seconds = statistics.median(makespan for makespan, _, _ in r["steps"])
+        ideal = spread([makespan / r["ideal"] - 1 for makespan, _, _ in r["steps"]])
+        simulated = spread([makespan / simulation - 1 for makespan, simulation, _ in r["steps"]])
+        bubble, planned = (statistics.median(1 - row[2] / row[i] for row in r["steps"]) for i in (0, 1))
         print(
-            f"{name}: {100 * statistics.median(over_ideal):.1f} % over the ideal "
-            f"[{100 * over_ideal[2]:.1f}, {100 * over_ideal[-3]:.1f}], "
-            f"{100 * statistics.median(over_simulated):.2f} % over the simulation of its own sleeps "
-            f"[{100 * over_simulated[2]:.2f}, {100 * over_simulated[-3]:.2f}], {len(values)} steps"
+            f"{r['ranks']:5} {r['arm']:44} {r['microbatches']:3} {r['segments']:2} {seconds:7.3f} {r['ideal']:7.3f} "
+            f"{ideal:>24} {simulated:>29} {bubble:6.1%} {planned:9.1%}  {len(r['steps'])}"
         )
 
 
-def worker(rank: int, store: str, world: int, fn: Callable[[int, int], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    fn(rank, world)
-    dist.barrier()
-    dist.destroy_process_group()
+def spread(values: list[float]) -> str:
+    """Median and the middle four fifths."""
+    values = sorted(values)
+    tenth = len(values) // 10
+    return f"{statistics.median(values):.1%} [{values[tenth]:.1%}, {values[-1 - tenth]:.1%}]"
+
+
+def plot_sleeps(results: Records, path: str) -> None:
+    """Bubble beside the simulated one, and what comes on top of the simulation, over the number of ranks."""
+    from figures import Point, lines
+
+    bubbles: dict[str, dict[float, Point]] = {}
+    overheads: dict[str, dict[float, Point]] = {}
+    for r in results.records:
+        if r["what"] != "sleep" or len(r["steps"]) < MIN_COUNTED:
+            continue
+        for name, i in ((r["arm"], 0), (f"simulated: {r['arm']}", 1)):
+            if i == 0 or r["arm"] in ("torch 1F1B, gloo", "seq1f1b, shared memory"):
+                bubble = statistics.median(1 - row[2] / row[i] for row in r["steps"])
+                bubbles.setdefault(name, {})[r["ranks"]] = Point(100 * bubble)
+        over = sorted(100 * (makespan / simulation - 1) for makespan, simulation, _ in r["steps"])
+        tenth = len(over) // 10
+        point = Point(statistics.median(over), over[tenth], over[-1 - tenth])
+        overheads.setdefault(r["arm"], {})[r["ranks"]] = point
+    if not bubbles:
+        raise SystemExit("nothing to draw: no ranks are measured")
+    head = results.header().replace("# ", "").split("\n")
+    panels = [
+        ("bubble", "ranks P", "% of a step", bubbles),
+        ("over the simulation of its own sleeps", "ranks P", "%", overheads),
+    ]
+    lines(path, panels, f"{head[2]}; {head[1]}")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="*", metavar="{pair,two,sleep}", help="default: all")
+    group = parser.add_argument_group("sleep")
+    group.add_argument("--ranks", type=int, nargs="+", default=[8])
+    group.add_argument("--microbatches", type=int, default=16)
+    group.add_argument("--segments", type=int, default=4)
+    group.add_argument(
+        "--unit-ms", type=float, default=5.0, help="a segment's forward; its backward takes twice as long"
+    )
+    group.add_argument("--steps", type=int, default=MIN_COUNTED, help="counted ones of each arm")
+    group.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
+    group.add_argument("--results", help="file of JSON lines that is added to")
+    group.add_argument("--show", action="store_true", help="measure nothing")
+    group.add_argument("--plot", help="picture of what the file holds")
+    options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    modes = sys.argv[1:] or ["pair", "two", "sleep"]
-    print(header("Cost of the engine"))
-    for mode in modes:
-        if mode == "pair":
-            pair()
-            continue
-        world, fn = {"two": (2, two), "sleep": (8, sleep)}[mode]
+    modes = options.modes or ["pair", "two", "sleep"]
+    if modes != ["sleep"]:
+        print(header("Cost of the engine"))
+    if "pair" in modes:
+        pair()
+    if "two" in modes:
+        spawn(2, two, 2)
+    if "sleep" in modes:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (f"{folder}/store", world, fn), nprocs=world)
+            results = Records(options.results or f"{folder}/results")
+            if not options.show:
+                results.begin("Stages that sleep, a process each")
+                for world in options.ranks:
+                    spawn(world, sleep, world, options, results.path)
+            results = Records(results.path)
+            print(results.header())
+            show_sleeps(results)
+            if options.plot:
+                plot_sleeps(results, options.plot)
 
 
 if __name__ == "__main__":
