@@ -134,13 +134,13 @@ def compare(
         stages_per_rank: v; None: each family's fewest.
         forward, backward, weight: seconds of one rank for a micro-batch; ``weight`` is the part of ``backward`` that a
             split backward puts off (None: half).
-        transfer, bandwidth: of a message, as in :meth:`Schedule.simulate`.
+        transfer, bandwidth: of a message, as in :meth:`seq1f1b.Schedule.simulate`.
         segment_sizes: tokens of each segment.
         token_bytes: activation bytes that a token keeps on a rank, over all of its stages; needs ``segment_sizes``.
         message_bytes: bytes of a token between two stages; needs ``segment_sizes``.
-        model, hardware, layout, seq_len: in place of all those: costs, messages and bytes of :class:`CostModel`, in
-            segments of equal time unless ``segment_sizes`` are given. ``peak_bytes`` and ``cap_bytes`` are then all
-            bytes of a device, as in ``seq1f1b.plan``.
+        model, hardware, layout, seq_len: in place of all those: costs, messages and bytes of
+            :class:`seq1f1b.cost.CostModel`, in segments of equal time unless ``segment_sizes`` are given.
+            ``peak_bytes`` and ``cap_bytes`` are then all bytes of a device, as in ``seq1f1b.plan``.
         cap_microbatches, cap_bytes: most activations that a rank may hold, in whole micro-batches of its own, in bytes.
     Raises:
         ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four

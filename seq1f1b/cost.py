@@ -42,7 +42,9 @@ class Hardware:
     """One device and what joins it to others. Rates per second, in FLOP and bytes; times in seconds.
 
     Attributes:
-        memory: bytes of a device. peak: rate of matrix products in the training dtype. bandwidth: of its memory.
+        memory: bytes of a device.
+        peak: rate of matrix products in the training dtype.
+        bandwidth: of its memory.
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
         link_efficiency: share of a link's rate that messages and collectives reach.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
@@ -51,9 +53,11 @@ class Hardware:
         split_backward_extra: share by which I + W take longer than B.
         *_exposed: share of that parallelism's communication that no computation hides.
         activation_factor: saved activations over the tensors counted here.
-        allocator_reserve: share of what changes during a step that fragments lose. context_bytes: held beside tensors.
+        allocator_reserve: share of what changes during a step that fragments lose.
+        context_bytes: held beside tensors.
         element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
-        spread: (low, high) of every field that is not certain. sources: where each field comes from.
+        spread: (low, high) of every field that is not certain.
+        sources: where each field comes from.
     """
 
     name: str
@@ -160,9 +164,12 @@ class RankBytes:
     """Bytes of one rank at its peak.
 
     Attributes:
-        static: weights, gradients, optimizer state. activations: of live units, with their logits and, where the
-            backward is split, what I leaves to W. kv, kv_gradients: slots of the cache. receive: places of incoming
-            messages. workspace: one unit's own. reserve: the allocator's share, and what is held beside tensors.
+        static: weights, gradients, optimizer state.
+        activations: of live units, with their logits and, where the backward is split, what I leaves to W.
+        kv, kv_gradients: slots of the cache.
+        receive: places of incoming messages.
+        workspace: one unit's own.
+        reserve: the allocator's share, and what is held beside tensors.
     """
 
     static: int
@@ -563,7 +570,7 @@ class CostModel:
     def simulation_arguments(
         self, schedule: Schedule | StreamedSchedule, sizes: Sequence[int], *, split_backward: bool
     ) -> dict[str, Any]:
-        """Keyword arguments of :meth:`Schedule.simulate`: seconds of units, links, bytes of messages, the optimizer."""
+        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, bytes, the optimizer."""
         seconds = self.unit_seconds(sizes, split_backward=split_backward)
         both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
         latencies, rates = self.links(schedule.rank_of_stage)

@@ -98,8 +98,8 @@ def shortest_schedule(
 ) -> Optimum:
     """Looks for the order of least makespan, and for the proof that it is.
 
-    Times are those of :meth:`Schedule.simulate` with a place for every message. Micro-batches are alike, so that some
-    shortest order runs each (pass, stage, segment) in their order; only such orders are looked at.
+    Times are those of :meth:`seq1f1b.Schedule.simulate` with a place for every message. Micro-batches are alike, so
+    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at.
 
     Args:
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.

@@ -53,7 +53,7 @@ class _Segmented:
 
     @property
     def engine(self) -> PipelineEngine:
-        """What runs the steps: reports, traces, ``clip_grad_norm_``. The first use joins the pipeline's ranks."""
+        """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
         if self._engine is None:
             self._engine = PipelineEngine(
                 [stage.submod for stage in self._own_stages],

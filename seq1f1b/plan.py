@@ -37,9 +37,12 @@ class StepLength:
     """Steps of one length, of a plan for a mix of lengths.
 
     Attributes:
-        seq_len: tokens that the sequences of such a step are padded to. share: of the steps, and of the sequences.
-        tokens: of a sequence in the mean, without padding. segment_sizes: of the padded one.
-        seconds, tokens_per_second: of such a step; padding does not count as tokens. peak: bytes of each rank.
+        seq_len: tokens that the sequences of such a step are padded to.
+        share: of the steps, and of the sequences.
+        tokens: of a sequence in the mean, without padding.
+        segment_sizes: of the padded one.
+        seconds, tokens_per_second: of such a step; padding does not count as tokens.
+        peak: bytes of each rank.
     """
 
     seq_len: int
@@ -57,13 +60,18 @@ class Plan:
 
     Attributes:
         model, hardware, seq_len, layout: what was planned for.
-        schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of :func:`build_schedule`.
-        segment_sizes: tokens. mix: balance of the split, 1 equal time, 0 equal length.
+        schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of
+            :func:`seq1f1b.build_schedule`.
+        segment_sizes: tokens.
+        mix: balance of the split, 1 equal time, 0 equal length.
         seconds, low, high: of a step among others like it, optimizer included (its period); the ends of the interval
-            take the uncertain terms to be independent. bubble: share of that time in which ranks neither compute nor
-            update. tokens_per_second: of all data-parallel replicas. optimizer_sync: whether the optimizer waits for
-            all ranks.
-        peak: bytes of each rank; peak_high: with the uncertain bytes at their high ends. cap: planned for.
+            take the uncertain terms to be independent.
+        bubble: share of that time in which ranks neither compute nor update.
+        tokens_per_second: of all data-parallel replicas.
+        optimizer_sync: whether the optimizer waits for all ranks.
+        peak: bytes of each rank.
+        peak_high: with the uncertain bytes at their high ends.
+        cap: planned for.
         lengths: of a mix, ascending; () where all steps have ``seq_len``. Then ``seq_len``, ``segment_sizes`` and
             ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
@@ -196,7 +204,8 @@ class PlanSearch:
     """What a search found.
 
     Attributes:
-        plans: the best, fastest first. uncertain: terms of the best plan that move it most, largest first.
+        plans: the best, fastest first.
+        uncertain: terms of the best plan that move it most, largest first.
         fallen: why each family without a plan among the best fell out.
         num_candidates, num_simulated: how many were looked at, and simulated.
     """

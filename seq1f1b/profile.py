@@ -59,7 +59,8 @@ class Part:
             is what W costs where nothing is kept from I.
         noise: from run to run, half the interquartile range over the median, median over the samples.
         saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B: floor, and per token.
-        kv_bytes, kv_gradient_bytes: of the cache, per token. message_bytes: of what the stage returns, per token.
+        kv_bytes, kv_gradient_bytes: of the cache, per token.
+        message_bytes: of what the stage returns, per token.
     """
 
     layers: int
@@ -89,9 +90,11 @@ class Profile:
     Attributes:
         machine, torch, threads, dtype: where, and of the products ("bfloat16 autocast": weights are float32).
         processes: that measured the same at the same time.
-        seconds: that measuring took. seq_len: longest sequence that was measured.
+        seconds: that measuring took.
+        seq_len: longest sequence that was measured.
         model: the shape; its ``layers`` say nothing of the measured stage.
-        unit_overhead: the engine's own seconds between two units. step_overhead: around a step.
+        unit_overhead: the engine's own seconds between two units.
+        step_overhead: around a step.
         layer, embedding, head: None: the model has no such end, or it is part of the others. The head's backward is
             its own B; where it is in the loss the engine runs it at the end of F.
     """

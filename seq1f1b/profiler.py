@@ -44,10 +44,12 @@ class Measured(NamedTuple):
     """What one process measured of a stage; plain numbers. Seconds of the whole stage, one list entry per repetition.
 
     Attributes:
-        units: (begin, tokens) -> seconds of F and of B. alone: tokens of a first segment -> seconds of B, of its part
-            for the inputs, and of its part for the parameters.
+        units: (begin, tokens) -> seconds of F and of B.
+        alone: tokens of a first segment -> seconds of B, of its part for the inputs, and of its part for the
+            parameters.
         saved: tokens and units that were live together, and the bytes of their graphs.
-        kv, kv_gradients, message: bytes per token. unit_overhead, step_overhead: seconds, one per repetition.
+        kv, kv_gradients, message: bytes per token.
+        unit_overhead, step_overhead: seconds, one per repetition.
     """
 
     layers: int

@@ -38,8 +38,8 @@ class StageReport:
         peak_live_units, peak_live_tokens: measured. The planned ones come from the lowered program and the sizes.
         planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
         activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
-            shape; None where it was not (compiled modules). planned_activation_bytes: planned_live_tokens times the
-            mean bytes per token of that step.
+            shape; None where it was not (compiled modules).
+        planned_activation_bytes: planned_live_tokens times the mean bytes per token of that step.
     """
 
     stage: int
@@ -59,7 +59,9 @@ class Report:
 
     Attributes:
         seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
-        busy: in the units. wait: for messages. send: for credits and copies.
+        busy: in the units.
+        wait: for messages.
+        send: for credits and copies.
         bubble: share of ``seconds`` that is not ``busy``.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.

@@ -63,7 +63,8 @@ class StepMemory:
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
-        weights: with their gradients, per stage; ``optimizer``: its state, per stage. Held throughout.
+        weights: with their gradients, per stage. Held throughout.
+        optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
     """
 
@@ -472,7 +473,8 @@ class Simulation:
         peak: most units live at once, from forward to the end of backward.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
-        memory: peaks of every kind of memory, where these were given; ``given``: what was given.
+        memory: peaks of every kind of memory, where these were given.
+        given: what was given.
         period: seconds per step where several were simulated: from the last end of the first step to that of the last.
         slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
             stays (a pair has one slack).
@@ -525,7 +527,7 @@ class Family:
     """A named way to order units.
 
     Attributes:
-        name: as :func:`build_schedule` takes it.
+        name: as :func:`seq1f1b.build_schedule` takes it.
         description, source: one line each.
         validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
         stages_per_rank: least v that it builds.
@@ -558,7 +560,7 @@ class Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Every family that :func:`build_schedule` knows, with what is known of it."""
+    """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
     return tuple(
         Family(name, description, source, validity, stages_per_rank, tuple(options))
         for name, description, source, validity, stages_per_rank, options in _core.schedule_families()
@@ -597,7 +599,7 @@ def build_schedule(
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The order of a named family; :func:`families` says what each is, from whom, and for which counts.
+    """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
 
     Args:
         name: one of :func:`schedules`.
