@@ -48,7 +48,8 @@ PICTURES = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Of the whole command line; the documentation is made from it."""
     parser = argparse.ArgumentParser(
         prog="seq1f1b", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cap", help="a rank's activations at most: 4 (micro-batches), or 4GiB; a model's: all bytes"
     )
     for command in (drawing, simulating, comparing):
-        command.add_argument("--ranks", type=int, default=4)
-        command.add_argument("--microbatches", type=int, default=8)
-        command.add_argument("--segments", type=int, default=1)
+        command.add_argument("--ranks", type=int, default=4, help="P (default: 4)")
+        command.add_argument("--microbatches", type=int, default=8, help="M (default: 8)")
+        command.add_argument("--segments", type=int, default=1, help="k (default: 1)")
         command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the family's least)")
         command.add_argument("--forward", type=float, help="seconds of a micro-batch's F on one rank (default: 1)")
         command.add_argument("--backward", type=float, help="seconds of its B (default: 2)")
@@ -102,12 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             action="append",
             default=[],
             metavar="NAME=NUMBER",
-            help="; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
+            help="of a family (default: none); "
+            + "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
         )
     add_plan_options(commands.add_parser("plan", help="the fastest schedule, segments and split that fit in memory"))
     add_profile_options(commands.add_parser("profile", help="measure what a model's layers and ends cost here"))
     commands.add_parser("doctor", help="what was found on this machine")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
     try:
         check_seconds(options)
         commands_of = {
