@@ -1,0 +1,57 @@
+"""The site. From the repository's root: sphinx-build -W -n docs site"""
+
+import sys
+from pathlib import Path
+
+import seq1f1b
+
+sys.path.insert(0, str(Path(__file__).parent))  # generated.py
+
+project = "seq1f1b"
+author = "the seq1f1b authors"
+project_copyright = "the seq1f1b authors, Apache License 2.0"
+version = release = seq1f1b.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_argparse_cli",
+    "sphinx_copybutton",
+    "generated",
+]
+exclude_patterns = ["site"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+# Docstrings: "k, v: ..." names two arguments or attributes at once, which this form can hold.
+napoleon_numpy_docstring = False
+napoleon_use_param = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+# Types of others have no page here; the build must not need the network to look theirs up.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|nn|dist|os|np|numpy|collections|typing|argparse|pathlib)\b.*")
+]
+nitpick_ignore = [
+    ("py:class", name) for name in ("Path", "Tensor", "Timeline", "Rule", "seq1f1b.testing.T")
+]
+
+html_theme = "furo"
+html_title = f"seq1f1b {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+copybutton_prompt_text = (
+    "$ "  # copies the commands of a console block and not what they print
+)
+copybutton_only_copy_prompt_lines = True
+highlight_language = "text"

@@ -1,0 +1,81 @@
+"""A small language model learns to count in text: "0 1 2 3 ..."."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 256, 8
+TEXT = torch.tensor(list(" ".join(map(str, range(20000))).encode()))
+
+
+class Attention(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(HIDDEN), Attention(index)
+        self.norm2 = nn.LayerNorm(HIDDEN)
+        self.mlp = nn.Sequential(
+            nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN)
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
+
+    def forward(self, tokens):
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+
+
+def build_model():
+    torch.manual_seed(0)
+    blocks = [Block(i) for i in range(BLOCKS)]
+    return nn.Sequential(Embedding(), *blocks, nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB))
+
+
+def batch(step):
+    starts = torch.randint(
+        len(TEXT) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(step)
+    )
+    windows = torch.stack([TEXT[start : start + LENGTH + 1] for start in starts.tolist()])
+    return windows[:, :-1], windows[:, 1:]  # shifted here, over the whole sequence
+
+
+def loss_fn(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def main():
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(21):
+        tokens, target = batch(step)
+        loss = loss_fn(model(tokens), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"step {step:2}  loss {loss.item():.2f}")
+
+
+if __name__ == "__main__":
+    main()
