@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -26,3 +27,8 @@ def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
     """Calls ``fn(rank, world, *arguments)`` in fresh processes with a gloo group; the first failure is raised."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_enter, (world, f"{folder}/store", fn, arguments), nprocs=world, join=True)
+
+
+def shared_memory_names() -> set[str]:
+    """Of segments and semaphores on this machine, but those of Python's own locks, which tests run beside may hold."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}

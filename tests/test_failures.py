@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import shared_memory_names
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -201,7 +202,7 @@ def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("at", ["F1.0", "B1.1"])
 def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
     """Seen at once, long before any time-out; nothing of the pipeline has a name that could be left."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_names()
     with running(step_into_a_trap, tmp_path, kind, 1, at, "sleep", {}) as ranks:
         pids = [ranks.receive(rank) for rank in range(P)]
         ranks.receive(1)
@@ -219,7 +220,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
             "gradients of stage 2 to stage 1",
         )
         assert ended - killed < 2.0
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory_names() <= before
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -286,12 +287,12 @@ def make_and_close(rank: int, kind: str, pipe: Connection) -> Any:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_nothing_is_left_after_close(tmp_path: Path, kind: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_names()
     with running(make_and_close, tmp_path, kind) as ranks:
         counts = [ranks.receive(rank) for rank in range(P)]
     for first, second, third in counts:
         assert first == second == third and first[1] == 0
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory_names() <= before
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+from processes import shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import PipelineError, _core, transport  # noqa: E402
@@ -226,7 +227,7 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_names()
     with running(2, wait_for_message, tmp_path, kind) as ranks:
         ranks.pipes[0].send((300.0, 20.0))
         assert ranks.receive(0) == "waiting"
@@ -237,7 +238,7 @@ def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
     assert name == "PipelineError" and ended - killed < 1.0
     assert attributes[0] == 1 and attributes[2] == "gradients of stage 1 to 0"
     assert "rank 1 is gone" in text and "gradients of stage 1 to 0, message 0" in text
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory_names() <= before
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("shm", 0.5), ("c10d", 1.5)])  # a store's news are up to 1 s old
