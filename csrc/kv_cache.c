@@ -17,6 +17,9 @@ enum {
 typedef struct {
     void *data;
     int64_t bytes; /* allocated */
+    const s1f_slab_memory *memory;
+    int64_t device;
+    void *owner; /* memory's, NULL where it is malloc's */
 } slab;
 
 typedef struct {
@@ -145,21 +148,30 @@ __attribute__((destructor)) static void registry_free(void)
 
 /* -- memory ---------------------------------------------------------------------------------------------------- */
 
-/* Makes the slab hold at least `bytes`. What it held is gone where it must grow: the old memory goes first, so that the
- * two are never held together. */
-static s1f_status slab_reserve(slab *s, int64_t bytes, int64_t *total)
+static void slab_free(slab *s)
 {
-    if (bytes <= s->bytes)
+    if (s->memory == NULL)
+        free(s->data);
+    else
+        s->memory->free(s->owner);
+    *s = (slab){0};
+}
+
+/* Makes the slab hold at least `bytes`, in the memory that `where` names. What it held is gone where it must grow or move:
+ * the old memory goes first, so that the two are never held together. */
+static s1f_status slab_reserve(slab *s, int64_t bytes, const s1f_layer_shape *where, int64_t *total)
+{
+    if (bytes <= s->bytes && s->memory == where->memory && s->device == where->device)
         return S1F_OK;
-    free(s->data);
     *total -= s->bytes;
-    *s = (slab){NULL, 0};
-    if (posix_memalign(&s->data, SLAB_ALIGNMENT, (size_t)bytes) != 0) {
-        s->data = NULL;
+    slab_free(s);
+    slab made = {.bytes = bytes, .memory = where->memory, .device = where->device};
+    int failed = made.memory == NULL ? posix_memalign(&made.data, SLAB_ALIGNMENT, (size_t)bytes) != 0
+                                     : made.memory->allocate(made.device, bytes, &made.data, &made.owner) != S1F_OK;
+    if (failed)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a KV cache slab of %lld bytes (%lld are held)", (long long)bytes,
                         (long long)*total);
-    }
-    s->bytes = bytes;
+    *s = made;
     *total += bytes;
     return S1F_OK;
 }
@@ -223,27 +235,28 @@ void s1f_kv_cache_free(s1f_kv_cache *cache)
     for (int32_t i = 0; i < cache->num_entries; i++) {
         layer_entry *entry = &cache->entries[i];
         for (int32_t j = 0; j < entry->num_slots; j++) {
-            free(entry->slots[j].k.data);
-            free(entry->slots[j].v.data);
-            free(entry->slots[j].docs.data);
+            slab_free(&entry->slots[j].k);
+            slab_free(&entry->slots[j].v);
+            slab_free(&entry->slots[j].docs);
             free(entry->slots[j].written);
         }
         for (int32_t j = 0; j < entry->num_grads; j++) {
-            free(entry->grads[j].dk.data);
-            free(entry->grads[j].dv.data);
+            slab_free(&entry->grads[j].dk);
+            slab_free(&entry->grads[j].dv);
         }
         free(entry->slots);
         free(entry->grads);
     }
     free(cache->entries);
-    free(cache->scratch.data);
+    slab_free(&cache->scratch);
     free_stages(cache);
     free(cache);
 }
 
 s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out)
 {
-    s1f_status status = slab_reserve(&cache->scratch, bytes, &cache->scratch_bytes);
+    const s1f_layer_shape here = {.memory = NULL};
+    s1f_status status = slab_reserve(&cache->scratch, bytes, &here, &cache->scratch_bytes);
     if (status == S1F_OK)
         *out = cache->scratch.data;
     return status;
@@ -451,9 +464,9 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
         return;
     for (int32_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
-        if (entry->stage != unit->unit.stage || entry->step != cache->step)
-            continue;
         const s1f_layer_shape *shape = &entry->shape;
+        if (entry->stage != unit->unit.stage || entry->step != cache->step || shape->memory != NULL)
+            continue;
         int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
         int64_t row = shape->head_dim * s1f_dtype_bytes(shape->dtype);
         int64_t grad_row = shape->head_dim * s1f_dtype_bytes(shape->dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
@@ -554,8 +567,12 @@ static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, l
     }
     const s1f_layer_shape *fixed = &entry->shape;
     if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim &&
-        fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs)
+        fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs && fixed->memory == shape->memory &&
+        fixed->device == shape->device)
         return S1F_OK;
+    if (fixed->memory != shape->memory || fixed->device != shape->device)
+        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld moved to another device within a step", name_of(unit).text,
+                        (long long)entry->layer);
     return s1f_fail(S1F_ERR_ARG,
                     "%s: layer %lld changed within a step: batch %lld, %lld kv heads of %lld, %s, %s document ids; its "
                     "first use had %lld, %lld of %lld, %s, %s",
@@ -578,12 +595,12 @@ static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t 
     slot->written = written;
     int64_t bytes = element_count(cache, &entry->shape) * s1f_dtype_bytes(entry->shape.dtype);
     if (status == S1F_OK)
-        status = slab_reserve(&slot->k, bytes, &cache->kv_bytes);
+        status = slab_reserve(&slot->k, bytes, &entry->shape, &cache->kv_bytes);
     if (status == S1F_OK)
-        status = slab_reserve(&slot->v, bytes, &cache->kv_bytes);
+        status = slab_reserve(&slot->v, bytes, &entry->shape, &cache->kv_bytes);
     if (status == S1F_OK && entry->shape.with_docs)
         status = slab_reserve(&slot->docs, entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t),
-                              &cache->kv_bytes);
+                              &entry->shape, &cache->kv_bytes);
     *out = slot;
     return status;
 }
@@ -598,8 +615,8 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
     *out = &entry->grads[index];
     int64_t bytes = element_count(cache, &entry->shape) *
                     s1f_dtype_bytes(entry->shape.dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
-    status = slab_reserve(&(*out)->dk, bytes, &cache->grad_bytes);
-    return status == S1F_OK ? slab_reserve(&(*out)->dv, bytes, &cache->grad_bytes) : status;
+    status = slab_reserve(&(*out)->dk, bytes, &entry->shape, &cache->grad_bytes);
+    return status == S1F_OK ? slab_reserve(&(*out)->dv, bytes, &entry->shape, &cache->grad_bytes) : status;
 }
 
 /* Every segment before `end` must have been written by the micro-batch that holds the slot. */

@@ -5,7 +5,8 @@
  * micro-batch, offset of the segment), never appended, so recomputation, evaluation or a retry writes the same rows
  * again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
  * needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the rows of a segment back
- * once its backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots.
+ * once its backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots. Memory of
+ * a device comes from a table of functions; it is held whole.
  *
  * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
  * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment are
@@ -30,10 +31,18 @@ typedef struct {
     int32_t kv_slots, grad_slots; /* from s1f_program_stage_peak */
 } s1f_stage_slots;
 
-typedef struct { /* what a layer's slab holds; fixed by its first use in a step */
+typedef struct { /* memory for slabs that is not malloc's, as of a device */
+    /* *owner is what free takes back. */
+    s1f_status (*allocate)(int64_t device, int64_t bytes, void **data, void **owner);
+    void (*free)(void *owner);
+} s1f_slab_memory;
+
+typedef struct { /* what a layer's slab holds, and where; fixed by its first use in a step */
     int64_t batch, kv_heads, head_dim;
-    int32_t dtype;     /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
-    int32_t with_docs; /* keep document ids [batch][sequence_length] beside */
+    int32_t dtype;                 /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
+    int32_t with_docs;             /* keep document ids [batch][sequence_length] beside */
+    const s1f_slab_memory *memory; /* NULL: malloc's; borrowed for the life of the cache */
+    int64_t device;                /* handed to memory->allocate */
 } s1f_layer_shape;
 
 typedef struct {   /* borrowed pointers into a slab, valid until the next begin_step or free */

@@ -9,13 +9,14 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MAX_INPUTS = 8, MAX_OUTPUTS = 3, MAX_TEMPORARIES = 12 };
+enum { MAX_INPUTS = 8, MAX_OUTPUTS = 5, MAX_TEMPORARIES = 12 };
 
 typedef struct {
     AtenTensorHandle handle;
     int64_t ndim, numel;
     int64_t *sizes, *strides; /* borrowed from the tensor */
     int32_t dtype;            /* s1f_dtype, -1: one we have no use for */
+    int32_t device_type, device_index;
     void *data;
 } tensor;
 
@@ -37,16 +38,15 @@ static s1f_status torch_failed(const char *function)
 
 static s1f_status describe(tensor *t)
 {
-    int32_t dtype = 0, device = 0;
-    if (s1f_torch.aoti_torch_get_device_type(t->handle, &device) != 0 ||
+    int32_t dtype = 0;
+    if (s1f_torch.aoti_torch_get_device_type(t->handle, &t->device_type) != 0 ||
+        s1f_torch.aoti_torch_get_device_index(t->handle, &t->device_index) != 0 ||
         s1f_torch.aoti_torch_get_dtype(t->handle, &dtype) != 0 ||
         s1f_torch.aoti_torch_get_dim(t->handle, &t->ndim) != 0 ||
         s1f_torch.aoti_torch_get_numel(t->handle, &t->numel) != 0 ||
         s1f_torch.aoti_torch_get_sizes(t->handle, &t->sizes) != 0 ||
         s1f_torch.aoti_torch_get_strides(t->handle, &t->strides) != 0)
         return torch_failed("tensor description");
-    if (device != s1f_torch_device_cpu())
-        return s1f_fail(S1F_ERR_ARG, "every tensor must be on the CPU: there are no kernels for another device yet");
     t->dtype = s1f_dtype_from_torch(dtype);
     if (s1f_torch.aoti_torch_get_data_ptr(t->handle, &t->data) != 0)
         return torch_failed("aoti_torch_get_data_ptr");
@@ -137,12 +137,12 @@ static s1f_strides strides_of(const tensor *t)
     return (s1f_strides){.batch = t->strides[0], .head = t->strides[1], .row = t->strides[2]};
 }
 
-/* Copies `t` into memory of ours. */
+/* Copies `t` into memory of ours on its device. */
 static s1f_status copy_into(void *memory, const int64_t *strides, int64_t offset, const tensor *t)
 {
     AtenTensorHandle view = NULL;
     if (s1f_torch.aoti_torch_create_tensor_from_blob(memory, t->ndim, t->sizes, strides, offset,
-                                                     s1f_dtype_to_torch(t->dtype), s1f_torch_device_cpu(), 0,
+                                                     s1f_dtype_to_torch(t->dtype), t->device_type, t->device_index,
                                                      &view) != 0)
         return torch_failed("aoti_torch_create_tensor_from_blob");
     AOTITorchError failed = s1f_torch.aoti_torch_copy_(view, t->handle, 0);
@@ -430,37 +430,68 @@ static s1f_status causal_attention_backward(op_call *call)
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------ */
 
-static s1f_status current_segment(const tensor *layer, const s1f_attention_args *args, const s1f_current_unit **unit,
-                                  int64_t *key)
+static s1f_status current_segment(const tensor *layer, int64_t tokens, const s1f_current_unit **unit, int64_t *key)
 {
     *unit = s1f_current_unit_get();
     if (*unit == NULL)
         return s1f_fail(S1F_ERR_STATE, "segment_attention outside a step: there is no current unit whose KV cache it "
                                        "could use");
-    s1f_status status = require(layer->numel == 1 && layer->dtype == S1F_INT64, "layer", layer,
-                                "must be a handle made by seq1f1b.layer_handle: one int64");
+    s1f_status status =
+        require(layer->numel == 1 && layer->dtype == S1F_INT64 && layer->device_type == s1f_torch_device_cpu(), "layer",
+                layer, "must be a handle made by seq1f1b.layer_handle: one int64 on the CPU");
     if (status != S1F_OK)
         return status;
     memcpy(key, layer->data, sizeof *key);
     char name[64];
     s1f_unit_text((*unit)->unit, 1, name, sizeof name);
-    if (args->segment_len != (*unit)->length)
+    if (tokens != (*unit)->length)
         return s1f_fail(S1F_ERR_ARG, "%s: layer %lld attends with %lld tokens, the segment has %lld", name,
-                        (long long)*key, (long long)args->segment_len, (long long)(*unit)->length);
+                        (long long)*key, (long long)tokens, (long long)(*unit)->length);
     return S1F_OK;
 }
 
 /* Strides of [batch][kv_heads][sequence_length][head_dim]. */
-static void slab_strides(const s1f_attention_args *args, int64_t sequence_length, int64_t strides[4])
+static void slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4])
 {
-    const int64_t sizes[4] = {args->batch, args->kv_heads, sequence_length, args->head_dim};
+    const int64_t sizes[4] = {1, kv_heads, sequence_length, head_dim};
     row_major(4, sizes, strides);
+}
+
+/* k, v and docs go to the segment's rows of the layer's slab. */
+static s1f_status write_rows(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape, const tensor *k,
+                             const tensor *v, const tensor *docs, s1f_kv_rows *rows)
+{
+    s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
+    if (status != S1F_OK)
+        return status;
+    int64_t strides[4], doc_strides[2] = {rows->sequence_length, 1};
+    slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, strides);
+    status = copy_into(rows->k, strides, unit->offset * shape->head_dim, k);
+    if (status == S1F_OK)
+        status = copy_into(rows->v, strides, unit->offset * shape->head_dim, v);
+    if (status == S1F_OK && rows->docs != NULL)
+        status = copy_into(rows->docs, doc_strides, unit->offset, docs);
+    return status;
+}
+
+/* The layer's slab holds what a backward of q with so many kv heads needs. */
+static s1f_status check_layer(const tensor *q, int64_t kv_heads, int64_t key, const s1f_layer_shape *shape)
+{
+    if (shape->batch == q->sizes[0] && shape->kv_heads == kv_heads && shape->head_dim == q->sizes[3] &&
+        shape->dtype == q->dtype)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_ARG,
+                    "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
+                    "%lld, %lld of %lld, %s",
+                    (long long)key, (long long)q->sizes[0], (long long)kv_heads, (long long)q->sizes[3],
+                    s1f_dtype_name(q->dtype), (long long)shape->batch, (long long)shape->kv_heads,
+                    (long long)shape->head_dim, s1f_dtype_name(shape->dtype));
 }
 
 static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *unit, const s1f_kv_rows *rows)
 {
     int64_t strides[4];
-    slab_strides(args, rows->sequence_length, strides);
+    slab_strides(args->kv_heads, rows->sequence_length, args->head_dim, strides);
     args->q_start = unit->offset;
     args->k = rows->k;
     args->v = rows->v;
@@ -480,21 +511,19 @@ static s1f_status segment_attention(op_call *call)
     if (status == S1F_OK)
         status = take_keys(k, v, &args);
     if (status == S1F_OK)
-        status = current_segment(layer, &args, &unit, &key);
+        status = current_segment(layer, args.segment_len, &unit, &key);
     if (status != S1F_OK)
         return status;
-    s1f_layer_shape shape = {args.batch, args.kv_heads, args.head_dim, args.dtype, docs->numel > 0};
-    status = s1f_kv_cache_write(unit->cache, unit, key, &shape, &rows);
+    s1f_layer_shape shape = {
+        .batch = args.batch,
+        .kv_heads = args.kv_heads,
+        .head_dim = args.head_dim,
+        .dtype = args.dtype,
+        .with_docs = docs->numel > 0,
+    };
+    status = write_rows(unit, key, &shape, k, v, docs, &rows);
     if (status != S1F_OK)
         return status;
-
-    int64_t strides[4], doc_strides[2] = {rows.sequence_length, 1};
-    slab_strides(&args, rows.sequence_length, strides);
-    status = copy_into(rows.k, strides, unit->offset * args.head_dim, k);
-    if (status == S1F_OK)
-        status = copy_into(rows.v, strides, unit->offset * args.head_dim, v);
-    if (status == S1F_OK && rows.docs != NULL)
-        status = copy_into(rows.docs, doc_strides, unit->offset, docs);
     attend_to_rows(&args, unit, &rows);
     return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
 }
@@ -513,20 +542,15 @@ static s1f_status segment_attention_backward(op_call *call)
     if (status == S1F_OK)
         status = take_results(call, dout, out, lse, &args);
     if (status == S1F_OK)
-        status = current_segment(layer, &args, &unit, &key);
+        status = current_segment(layer, args.segment_len, &unit, &key);
     if (status == S1F_OK)
         status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
     if (status != S1F_OK)
         return status;
     args.kv_heads = scalar_int(call->scalars[3]);
-    if (shape.batch != args.batch || shape.kv_heads != args.kv_heads || shape.head_dim != args.head_dim ||
-        shape.dtype != args.dtype)
-        return s1f_fail(S1F_ERR_ARG,
-                        "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
-                        "%lld, %lld of %lld, %s",
-                        (long long)key, (long long)args.batch, (long long)args.kv_heads, (long long)args.head_dim,
-                        s1f_dtype_name(args.dtype), (long long)shape.batch, (long long)shape.kv_heads,
-                        (long long)shape.head_dim, s1f_dtype_name(shape.dtype));
+    status = check_layer(q, args.kv_heads, key, &shape);
+    if (status != S1F_OK)
+        return status;
 
     attend_to_rows(&args, unit, &rows);
     args.dk = grads.dk;
@@ -535,6 +559,134 @@ static s1f_status segment_attention_backward(op_call *call)
     args.store_kv_grads = grads.first;
     status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
     return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
+}
+
+/* -- cache_write, cache_read: the cache's rows as tensors, on any device, for attention by torch's own ops ---------- */
+
+/* Slabs of torch's allocator, on the device whose type is the upper and whose index the lower half of `device`. */
+static s1f_status torch_allocate(int64_t device, int64_t bytes, void **data, void **owner)
+{
+    int64_t one = 1;
+    AtenTensorHandle handle = NULL;
+    if (s1f_torch.aoti_torch_empty_strided(1, &bytes, &one, s1f_dtype_to_torch(S1F_UINT8), (int32_t)(device >> 32),
+                                           (int32_t)device, &handle) != 0)
+        return S1F_ERR_MEMORY;
+    if (s1f_torch.aoti_torch_get_data_ptr(handle, data) != 0) {
+        s1f_torch.aoti_torch_delete_tensor_object(handle);
+        return S1F_ERR_SYSTEM;
+    }
+    *owner = handle;
+    return S1F_OK;
+}
+
+static void torch_free(void *owner)
+{
+    s1f_torch.aoti_torch_delete_tensor_object(owner);
+}
+
+static const s1f_slab_memory torch_memory = {torch_allocate, torch_free};
+
+static s1f_status check_devices(op_call *call, int num_tensors)
+{
+    const tensor *first = &call->inputs[0];
+    for (int i = 1; i < num_tensors; i++)
+        if (call->inputs[i].device_type != first->device_type || call->inputs[i].device_index != first->device_index)
+            return s1f_fail(S1F_ERR_ARG, "q, k, v and doc_ids must be on one device");
+    return S1F_OK;
+}
+
+/* The output becomes a view of rows of ours, borrowed: it is for use before the unit ends. */
+static s1f_status view_rows(op_call *call, int index, void *memory, int32_t dtype, int64_t ndim, const int64_t *sizes,
+                            const int64_t *strides)
+{
+    const tensor *like = &call->inputs[0];
+    tensor *out = &call->outputs[index];
+    if (s1f_torch.aoti_torch_create_tensor_from_blob(memory, ndim, sizes, strides, 0, s1f_dtype_to_torch(dtype),
+                                                     like->device_type, like->device_index, &out->handle) != 0) {
+        out->handle = NULL;
+        return torch_failed("aoti_torch_create_tensor_from_blob");
+    }
+    return S1F_OK;
+}
+
+/* Outputs `index` and the one after it: rows [0, end of the segment) of both. */
+static s1f_status view_pair(op_call *call, int index, void *first, void *second, int32_t dtype,
+                            const s1f_layer_shape *shape, const s1f_current_unit *unit)
+{
+    int64_t sizes[4] = {shape->batch, shape->kv_heads, unit->offset + unit->length, shape->head_dim}, strides[4];
+    slab_strides(shape->kv_heads, unit->sequence_length, shape->head_dim, strides);
+    s1f_status status = view_rows(call, index, first, dtype, 4, sizes, strides);
+    return status == S1F_OK ? view_rows(call, index + 1, second, dtype, 4, sizes, strides) : status;
+}
+
+/* (batch, end of the segment), or (batch, 0) without document ids. */
+static s1f_status view_docs(op_call *call, int index, const s1f_kv_rows *rows, const s1f_layer_shape *shape,
+                            const s1f_current_unit *unit)
+{
+    int64_t sizes[2] = {shape->batch, rows->docs != NULL ? unit->offset + unit->length : 0};
+    int64_t strides[2] = {rows->sequence_length, 1};
+    return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, S1F_INT32, 2, sizes, strides);
+}
+
+static s1f_status cache_write(op_call *call)
+{
+    tensor *t = call->inputs, *k = &t[0], *v = &t[1], *docs = &t[2], *layer = &t[3];
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_kv_rows rows;
+    s1f_status status = require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->dtype == k->dtype &&
+                                    memcmp(v->sizes, k->sizes, 4 * sizeof *k->sizes) == 0,
+                                "k", k, "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v");
+    if (status == S1F_OK)
+        status = require(docs->numel == 0 || (docs->dtype == S1F_INT32 && docs->ndim == 2 &&
+                                              docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
+                         "doc_ids", docs, "must be (batch, tokens) of int32");
+    if (status == S1F_OK)
+        status = check_devices(call, 3);
+    if (status == S1F_OK)
+        status = current_segment(layer, k->sizes[2], &unit, &key);
+    if (status != S1F_OK)
+        return status;
+    s1f_layer_shape shape = {
+        .batch = k->sizes[0],
+        .kv_heads = k->sizes[1],
+        .head_dim = k->sizes[3],
+        .dtype = k->dtype,
+        .with_docs = docs->numel > 0,
+        .memory = &torch_memory,
+        .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
+    };
+    status = write_rows(unit, key, &shape, k, v, docs, &rows);
+    if (status == S1F_OK)
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+    return status == S1F_OK ? view_docs(call, 2, &rows, &shape, unit) : status;
+}
+
+static s1f_status cache_read(op_call *call)
+{
+    const tensor *q = &call->inputs[0], *layer = &call->inputs[1];
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_layer_shape shape;
+    s1f_kv_rows rows;
+    s1f_kv_grads grads;
+    s1f_status status = require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)");
+    if (status == S1F_OK)
+        status = current_segment(layer, q->sizes[2], &unit, &key);
+    if (status == S1F_OK)
+        status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
+    if (status == S1F_OK)
+        status = check_layer(q, scalar_int(call->scalars[0]), key, &shape);
+    if (status == S1F_OK)
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+    if (status == S1F_OK)
+        status = view_pair(call, 2, grads.dk, grads.dv, sum_dtype(shape.dtype), &shape, unit);
+    if (status == S1F_OK)
+        status = view_docs(call, 4, &rows, &shape, unit);
+    for (int i = 2; i < 4 && status == S1F_OK && grads.first; i++) /* the first contribution finds zeros to add to */
+        if (s1f_torch.aoti_torch_zero_(call->outputs[i].handle) != 0)
+            status = torch_failed("aoti_torch_zero_");
+    return status;
 }
 
 /* -- positions -------------------------------------------------------------------------------------------------- */
@@ -570,6 +722,7 @@ typedef struct {
     const char *name;
     s1f_status (*body)(op_call *call);
     int num_tensors, num_outputs; /* the tensors come first in the schema */
+    int any_device;               /* registered for every device, not the CPU alone */
 } op;
 
 static _Thread_local struct {
@@ -603,6 +756,9 @@ static void run_op(const op *definition, StableIValue *stack)
     s1f_status status = S1F_OK;
     for (int i = 0; i < definition->num_tensors && status == S1F_OK; i++)
         status = describe(&call.inputs[i]);
+    for (int i = 0; i < definition->num_tensors && status == S1F_OK && !definition->any_device; i++)
+        if (call.inputs[i].device_type != s1f_torch_device_cpu())
+            status = s1f_fail(S1F_ERR_ARG, "every tensor of %s must be on the CPU", definition->name);
     if (status == S1F_OK)
         status = definition->body(&call);
 
@@ -624,42 +780,54 @@ static void run_op(const op *definition, StableIValue *stack)
 
 #define S1F_OPTIONS "float scale, SymInt window, float softcap"
 #define S1F_OPS(X)                                                                                                      \
-    X(causal_attention, 5, 2,                                                                                           \
+    X(causal_attention, 5, 2, 0,                                                                                        \
       "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS ") -> (Tensor, Tensor)")             \
-    X(causal_attention_backward, 8, 3,                                                                                  \
+    X(causal_attention_backward, 8, 3, 0,                                                                               \
       "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS \
       ") -> (Tensor, Tensor, Tensor)")                                                                                  \
-    X(segment_attention, 6, 2,                                                                                          \
+    X(segment_attention, 6, 2, 0,                                                                                       \
       "(Tensor q, Tensor k, Tensor v, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS                        \
       ") -> (Tensor, Tensor)")                                                                                          \
-    X(segment_attention_backward, 7, 3,                                                                                 \
+    X(segment_attention_backward, 7, 3, 0,                                                                              \
       "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS       \
       ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                 \
-    X(positions, 1, 1, "(Tensor x, SymInt dim) -> Tensor")
+    X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")           \
+    X(cache_read, 2, 5, 1, "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")     \
+    X(positions, 1, 1, 0, "(Tensor x, SymInt dim) -> Tensor")
 
-#define S1F_BOXED(name, num_tensors, num_outputs, schema)                                                              \
+#define S1F_BOXED(name, num_tensors, num_outputs, any_device, schema)                                                  \
     static void boxed_##name(StableIValue *stack, uint64_t num_arguments, uint64_t num_results)                        \
     {                                                                                                                  \
-        static const op definition = {#name, name, num_tensors, num_outputs};                                          \
+        static const op definition = {#name, name, num_tensors, num_outputs, any_device};                              \
         (void)num_arguments, (void)num_results;                                                                        \
         run_op(&definition, stack);                                                                                    \
     }
 S1F_OPS(S1F_BOXED)
 #undef S1F_BOXED
 
-static s1f_status define_ops(TorchLibraryHandle definitions, TorchLibraryHandle kernels)
+static s1f_status define_ops(TorchLibraryHandle definitions, TorchLibraryHandle cpu, TorchLibraryHandle any_device)
 {
-#define S1F_ENTRY(name, num_tensors, num_outputs, schema) {#name, #name schema, boxed_##name},
+#define S1F_ENTRY(name, num_tensors, num_outputs, any_device, schema) {#name, #name schema, boxed_##name, any_device},
     static const struct {
         const char *name, *schema;
         void (*kernel)(StableIValue *, uint64_t, uint64_t);
+        int any_device;
     } entries[] = {S1F_OPS(S1F_ENTRY)};
 #undef S1F_ENTRY
     for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
         if (s1f_torch.aoti_torch_library_def(definitions, entries[i].schema) != 0 ||
-            s1f_torch.torch_library_impl(kernels, entries[i].name, entries[i].kernel, S1F_TORCH_FLOOR) != 0)
+            s1f_torch.torch_library_impl(entries[i].any_device ? any_device : cpu, entries[i].name, entries[i].kernel,
+                                         S1F_TORCH_FLOOR) != 0)
             return s1f_fail(S1F_ERR_SYSTEM, "libtorch refused to register seq1f1b::%s", entries[i].name);
     return S1F_OK;
+}
+
+static s1f_status kernel_library(const char *dispatch_key, TorchLibraryHandle *out)
+{
+    if (s1f_torch.aoti_torch_library_init_impl("seq1f1b", dispatch_key, __FILE__, __LINE__, out) == 0)
+        return S1F_OK;
+    *out = NULL;
+    return torch_failed("aoti_torch_library_init_impl");
 }
 
 s1f_status s1f_ops_register(void)
@@ -669,20 +837,20 @@ s1f_status s1f_ops_register(void)
         return S1F_OK;
     if (!s1f_torch_is_bound())
         return s1f_fail(S1F_ERR_STATE, "libtorch is not bound yet");
-    /* Both stay for the life of the process: deleting a library takes its ops away. */
-    TorchLibraryHandle definitions = NULL, kernels = NULL;
+    /* They stay for the life of the process: deleting a library takes its ops away. */
+    TorchLibraryHandle definitions = NULL, cpu = NULL, any_device = NULL;
     if (s1f_torch.aoti_torch_library_init_fragment("seq1f1b", __FILE__, __LINE__, &definitions) != 0)
         return torch_failed("aoti_torch_library_init_fragment");
-    s1f_status status = S1F_OK;
-    if (s1f_torch.aoti_torch_library_init_impl("seq1f1b", "CPU", __FILE__, __LINE__, &kernels) != 0) {
-        kernels = NULL;
-        status = torch_failed("aoti_torch_library_init_impl");
-    }
+    s1f_status status = kernel_library("CPU", &cpu);
     if (status == S1F_OK)
-        status = define_ops(definitions, kernels);
+        status = kernel_library("CompositeExplicitAutograd", &any_device);
+    if (status == S1F_OK)
+        status = define_ops(definitions, cpu, any_device);
     if (status != S1F_OK) { /* so that it can be tried again */
-        if (kernels != NULL)
-            s1f_torch.aoti_torch_delete_library_object(kernels);
+        if (any_device != NULL)
+            s1f_torch.aoti_torch_delete_library_object(any_device);
+        if (cpu != NULL)
+            s1f_torch.aoti_torch_delete_library_object(cpu);
         s1f_torch.aoti_torch_delete_library_object(definitions);
         return status;
     }

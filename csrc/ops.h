@@ -4,8 +4,13 @@
  *   causal_attention_backward(dout, q, k, v, out, lse, slopes, doc_ids, scale, window, softcap) -> (dq, dk, dv)
  *   segment_attention(q, k, v, layer, slopes, doc_ids, scale, window, softcap) -> (out, lse)
  *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads) -> (dq, dk, dv)
+ *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
+ *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids) of them, dk and dv to be added to
  *   positions(x, dim) -> int64 positions of x's tokens
  *
+ * cache_write and cache_read are for every device: attention on other devices than the CPU is Python's, by torch's own ops
+ * (seq1f1b/cuda.py), over these views of slabs that torch's allocator gave. The views are borrowed until the unit ends. The
+ * other ops have CPU kernels here.
  * The first pair is functional. The second runs within a unit of a step: it keeps k and v in the KV cache of the current
  * unit, adds dK and dV of the prefix to the cache's slab and returns the complete ones of its own rows. An empty tensor
  * stands for "none". Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads, head_dim), so that

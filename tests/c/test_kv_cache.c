@@ -3,6 +3,7 @@
 #include "kv_cache.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 
 enum { SEGMENTS = 3, TOKENS = 6, LAYERS = 40 /* more than the table of layers starts with */ };
 
@@ -213,12 +214,65 @@ static void test_order(void)
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1 << 20, &shape, &rows), S1F_ERR_ARG, "is not registered");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "used twice in one forward");
-    s1f_layer_shape huge = {INT64_MAX / 4, 2, 5, S1F_FLOAT32, 0};
+    s1f_layer_shape huge = {.batch = INT64_MAX / 4, .kv_heads = 2, .head_dim = 5, .dtype = S1F_FLOAT32};
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &huge, &rows), S1F_ERR_ARG, "not a size of a cache");
     s1f_layer_shape other = shape;
     other.kv_heads = 1;
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &other, &rows), S1F_ERR_ARG, "changed within a step");
     s1f_kv_cache_free(cache);
+}
+
+static int32_t device_slabs, device_has_room = 1;
+static int64_t last_device;
+
+static s1f_status device_allocate(int64_t device, int64_t bytes, void **data, void **owner)
+{
+    if (!device_has_room || (*owner = malloc((size_t)bytes)) == NULL)
+        return S1F_ERR_MEMORY;
+    *data = *owner;
+    last_device = device;
+    device_slabs++;
+    return S1F_OK;
+}
+
+static void device_free(void *owner)
+{
+    free(owner);
+    device_slabs--;
+}
+
+/* Slabs follow a layer from malloc's memory to a device and back, each freed where it came from. */
+static void test_memory_of_a_device(void)
+{
+    static const s1f_slab_memory device = {device_allocate, device_free};
+    s1f_layer_shape there = shape, moved;
+    there.memory = &device;
+    there.device = 7;
+    moved = there;
+    moved.device = 8;
+    const s1f_layer_shape *const shapes[] = {&shape, &there, &there, &moved, &shape, &there};
+    static const int32_t slabs[] = {0, 2, 2, 2, 0, 2};
+    int64_t slab = shape.batch * shape.kv_heads * TOKENS * shape.head_dim * (int64_t)sizeof(float), kv_bytes, other;
+    s1f_current_unit unit = unit_at(NULL, S1F_PASS_FORWARD, 0, 0, 0);
+    s1f_kv_cache *cache = NULL;
+    s1f_kv_rows rows;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    for (int i = 0; i < 6; i++) {
+        CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, shapes[i], &rows), S1F_OK, "");
+        fill(&unit, &rows, 1.0f);
+        s1f_kv_cache_bytes(cache, &kv_bytes, &other);
+        CHECK(device_slabs == slabs[i] && kv_bytes == 2 * slab);
+        CHECK(slabs[i] == 0 || last_device == shapes[i]->device);
+    }
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &moved, &rows), S1F_ERR_ARG, "moved to another device");
+    device_has_room = 0;
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &there, &rows), S1F_ERR_MEMORY, "no memory for a KV cache slab");
+    device_has_room = 1;
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &there, &rows), S1F_OK, "");
+    s1f_kv_cache_free(cache);
+    CHECK(device_slabs == 0);
 }
 
 static void test_split_backward(void)
@@ -295,6 +349,7 @@ int main(void)
     test_units_allocate_nothing_once_warm();
     test_every_allocation_fails_in_turn();
     test_order();
+    test_memory_of_a_device();
     test_split_backward();
     test_current_unit();
     test_layer_keys();
