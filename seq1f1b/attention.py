@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seq1f1b import _core
+from seq1f1b import _core, cuda
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
 _core.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 _ops = torch.ops.seq1f1b
+_cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
+cuda.register(_cuda_kernels)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -51,10 +53,12 @@ def causal_attention(
     """Causal attention of the current segment over itself and everything before it.
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
-    Outside a pipeline step: plain causal attention.
+    Outside a pipeline step: plain causal attention. On CUDA by torch's own ops, see ``seq1f1b/cuda.py``, which nobody
+    has run on a GPU yet.
 
     Args:
-        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256.
+        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. On the CPU or a
+            CUDA device, as everything else but ``layer``.
         k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads.
         layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
         scale: of the products of queries and keys; default 1 / sqrt(head_dim).
@@ -170,9 +174,10 @@ def _compact(q: Tensor) -> Tensor:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, casts as torch's own attention does: everything floating but float64."""
-    if q.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return q, k, v
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(t: Tensor) -> Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
@@ -184,16 +189,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ValueError(f"{name} is {_text(t)}, must be (batch, heads, tokens, head_dim)")
-        if t.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{name} is on {t.device}: attention runs on the CPU only, there are no kernels for it yet"
-            )
+        if t.device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"{name} is on {t.device}: attention runs on the CPU and on CUDA devices")
         if t.layout != torch.strided:
             raise ValueError(f"{name} has layout {t.layout}, must be torch.strided")
     if q.dtype not in _DTYPES:
         raise TypeError(f"q is {q.dtype}, must be float64, float32, bfloat16 or float16")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
     batch, heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1:

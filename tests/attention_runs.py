@@ -28,7 +28,8 @@ def formula(
     logits = q @ k.transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(head_dim))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
+    position = torch.arange(tokens, device=q.device)
+    distance = position[:, None] - position[None, :]
     if alibi_slopes is not None:
         slopes = alibi_slopes.expand(batch, heads).to(q.dtype)
         logits = logits - slopes[:, :, None, None] * distance
@@ -54,6 +55,14 @@ def gradients(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout:
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     out = run(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Of out, dq, dk, dv: the norm of the difference over the norm. They are of one size, or zero: dq, window 1."""
+    norms = torch.stack([t.double().norm() for t in truth])
+    floor = 0.1 * norms.square().mean().sqrt()
+    differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(got, truth, strict=True)])
+    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return]
 
 
 def segmented(

@@ -328,12 +328,14 @@ def test_bad_layer_handles(layer: object, error: type[Exception]) -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    class OnCuda(Tensor):
+    class Elsewhere(Tensor):
         @property
         def device(self) -> torch.device:
-            return torch.device("cuda:0")
+            return torch.device("xpu:0")
 
     q, k, v = random_qkv(4, 2)
-    with pytest.raises(ValueError, match="q is on cuda:0: attention runs on the CPU only"):
-        causal_attention(q.as_subclass(OnCuda), k, v, layer=0)
+    with pytest.raises(ValueError, match="q is on xpu:0: attention runs on the CPU and on CUDA devices"):
+        causal_attention(q.as_subclass(Elsewhere), k, v, layer=0)
+    with pytest.raises(ValueError, match="k is on meta, q on cpu: they must be on one device"):
+        causal_attention(q, k.to("meta"), v, layer=0)
     assert attention.causal_attention(*(t.to("meta") for t in (q, k, v)), layer=0).shape == q.shape
