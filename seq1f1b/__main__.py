@@ -664,8 +664,15 @@ def doctor(options: argparse.Namespace) -> int:
     pairs = f", {bf16 / 1e9:.0f} with products of bf16" if bf16 else ""
     print(f"attention on the CPU: {_core.attention_isa()} kernels, {torch.get_num_threads()} threads")
     print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{pairs}; SEQ1F1B_ISA forces other kernels")
-    print("CUDA: no kernels in this release; modules must lie on the CPU")
-    print("NCCL: no transport in this release; ranks talk over shared memory, or torch's own groups across hosts")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        print(f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB")
+    if not torch.cuda.is_available():
+        print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
+    print("attention on CUDA: torch's own ops, no kernels of ours; never yet run on a GPU (see benchmarks/gpu.py)")
+    print(
+        "NCCL: no transport; ranks talk over shared memory, or torch's own groups across hosts, always by host memory"
+    )
     for package, loss in (
         ("matplotlib", "no PNG timelines"),
         ("bokeh", "no HTML pages"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from seq1f1b import _core
 from seq1f1b.context import inside_step
 from seq1f1b.data_parallel import data_parallel, without_wrapper
+from seq1f1b.devices import common_device, move, step_on, through_host
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.report import StepRecord, make_report
@@ -43,9 +44,10 @@ class PipelineEngine:
     """Runs one rank's part of a pipeline-parallel training step.
 
     Args:
-        stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. A
-            middle stage gets what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2
-            (``fully_shard``), over ranks that hold the same stage, gradients are reduced once: in the last backward.
+        stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. Their
+            parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
+            what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
+            ranks that hold the same stage, gradients are reduced once: in the last backward.
             Of parameters that a stage lists in an attribute ``tied_parameters``, a dict by name, other stages hold
             copies under the same name: at a step's end all get the sum of their gradients, and a norm counts it once.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
@@ -122,7 +124,7 @@ class PipelineEngine:
         self._scale_grads = scale_grads
         self._timeout, self._first_timeout, self._spin_us = timeout, max(timeout, first_step_timeout), spin_us
         self._grad_dtype, self._prefetch = grad_dtype, prefetch
-        self.device = _common_device(modules)
+        self.device = common_device(modules)
 
         self._group: RankGroup = resolve_group(group, transport)
         try:
@@ -437,19 +439,23 @@ class PipelineEngine:
             accumulators = self._enter_grad_dtype() if training else []
             if training:
                 self._tied.begin_step()
-            autocast = torch.is_autocast_enabled(self.device.type)
+            forward, backward = self._forward, self._backward
+            if torch.is_autocast_enabled(self.device.type):
+                backward = self._backward_without_autocast
+            if self.device.type != "cpu":
+                forward, backward = (through_host(run, self.device) for run in (forward, backward))
             entered = executor
             start = time.perf_counter()
             try:
-                with inside_step():
+                with inside_step(), step_on(self.device):
                     _core.executor_step(
                         executor,
                         self._step,
                         training,
                         batch.length,
                         batch.sizes,
-                        self._forward,
-                        self._backward_without_autocast if autocast else self._backward,
+                        forward,
+                        backward,
                         batch.learn,
                         self._group.place_views,
                     )
@@ -568,6 +574,8 @@ class _Batch:
         keep_outputs: bool,
     ) -> None:
         self._engine, self._training = engine, training
+        if engine.device.type != "cpu":
+            inputs, target, kwargs = (move(value, engine.device) for value in (inputs, target, kwargs))
         self._inputs, self._target, self._kwargs = inputs, target, kwargs
         self._global_count, self._gradient_scale, self._keep_outputs = loss_weight, gradient_scale, keep_outputs
         self._loss_kwargs = loss_kwargs
@@ -734,13 +742,3 @@ def _of_plan(plan: Plan | str | os.PathLike[str], given: tuple[Any, ...]) -> tup
         raise ValueError("plan= stands for schedule, num_microbatches, num_segments, segment_sizes: give none of them")
     arguments = (plan if isinstance(plan, Plan) else Plan.load(plan)).engine_arguments()
     return tuple(arguments[name] for name in ("schedule", "num_microbatches", "num_segments", "segment_sizes"))
-
-
-def _common_device(modules: Sequence[Any]) -> torch.device:
-    devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
-    if len(devices) > 1:
-        raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")
-    device = devices.pop() if devices else torch.device("cpu")
-    if device.type != "cpu":
-        raise ValueError(f"parameters lie on {device}: this release runs on the CPU only")
-    return device

@@ -55,7 +55,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's last step. Times in seconds.
+    """One rank's last step. Times in seconds, of the host: work that a CUDA device does later is not in them.
 
     Attributes:
         seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
@@ -66,7 +66,7 @@ class Report:
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
         receive_places: of all incoming edges.
-        process_peak_bytes: the most resident memory of this process so far.
+        process_peak_bytes: the most resident memory of this process so far, in host memory.
         timeline: (unit, start, end) on the machine's monotonic clock.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -18,18 +19,21 @@ T = TypeVar("T")
 def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     """Calls ``fn(group)`` once per rank, each in a thread of its own, with that rank's loopback group.
 
-    The threads take over the caller's grad mode and CPU autocast state. Returns the results by rank; the first error by
+    The threads take over the caller's grad mode and autocast state. Returns the results by rank; the first error by
     time is raised again once every thread has ended.
     """
     groups = LoopbackGroup(num_ranks)
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
     grad = torch.is_grad_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    autocasts = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in ("cpu", "cuda")]
 
     def run(rank: int) -> None:
         try:
-            with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            with torch.set_grad_enabled(grad), ExitStack() as stack:
+                for device, dtype, enabled in autocasts:
+                    if enabled:
+                        stack.enter_context(torch.autocast(device, dtype=dtype))
                 results[rank] = fn(groups[rank])
         except BaseException as error:
             errors.append(error)

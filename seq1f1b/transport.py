@@ -233,10 +233,11 @@ class RankGroup(ABC):
         places = {rank: torch.empty(like.shape, dtype=like.grad_dtype or like.dtype) for rank in senders}
         transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
         if mine is not None:
-            transfers += [self._begin_send(found[self.rank], rank) for rank in receivers]
+            data = found[self.rank].cpu()  # a device's travel through host memory
+            transfers += [self._begin_send(data, rank) for rank in receivers]
         for transfer in transfers:
             transfer.wait()
-        return found | places
+        return found | {rank: place.to(like.device) for rank, place in places.items()}
 
     @abstractmethod
     def _begin_send(self, data: Tensor, rank: int) -> Any: ...
@@ -981,6 +982,12 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         raise ValueError("this process is not in the pipeline's process group")
     if size == 1:
         return LoopbackGroup(1, arena_bytes=arena_bytes)[0]
+    backends = dist.get_backend_config(process_group)
+    if "cpu:" not in backends:
+        raise ValueError(
+            f"the pipeline's process group has no backend for CPU tensors ({backends}); messages of every device go "
+            'through host memory: use init_process_group("cpu:gloo,cuda:nccl"), or name no backend'
+        )
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * size

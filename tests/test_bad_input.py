@@ -120,7 +120,7 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a stage on a device we do not run": (
         {"stage": nn.Linear(2, 2, device="meta")},
         ValueError,
-        "parameters lie on meta: this release runs on the CPU only",
+        "parameters lie on meta: the engine runs on the CPU and on CUDA devices",
     ),
     "more stages than the schedule has": (
         {"stage": [nn.Identity(), nn.Identity()], "schedule": orders("seq1f1b", 1, K)},
