@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from seq1f1b.files import write_whole
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline, Unit
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
-__all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json", "write_whole"]
+__all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
 _PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
@@ -336,22 +337,3 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
                     }
                 )
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
-
-
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file under a temporary name beside it and renames it: whole, or as it was before.
-
-    What is no file, a pipe or a terminal for instance, is written as it comes.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        target.write_bytes(content)
-        return
-    temporary = target.with_name(f".seq1f1b-{os.urandom(8).hex()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import draw
-from seq1f1b.draw import _PASSES, _color, _extent, _first_stages, _halves, _ink, _is_pair, _time_unit, write_whole
+from seq1f1b.draw import _PASSES, _color, _extent, _first_stages, _halves, _ink, _is_pair, _time_unit
+from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from seq1f1b import _core
 from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, RankBytes
-from seq1f1b.draw import write_whole
+from seq1f1b.files import json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.schedule import Family, Schedule, build_schedule, families, nearest_name
 
@@ -127,12 +127,7 @@ class Plan:
             ValueError: not such a text; names the field.
             ScheduleError: the order cannot be built.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"a plan must be JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise ValueError(f'a plan must be an object whose "format" is {_FORMAT!r}')
+        data = json_fields(text, "plan", _FORMAT)
         try:
             given = data.pop("layout").items()
             layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
@@ -163,9 +158,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, and ``OSError``."""
-        with open(path) as file:
-            return cls.from_json(file.read())
+        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
+        return read(path, cls.from_json)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``PipelineEngine``.

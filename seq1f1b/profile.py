@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from seq1f1b.draw import write_whole
+from seq1f1b.files import json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "Profile", "Sample"]
@@ -182,13 +182,7 @@ class Profile:
         Raises:
             ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"a profile must be JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise ValueError(f'a profile must be an object whose "format" is {_FORMAT!r}; seq1f1b profile writes one')
-        return _read_profile(data)
+        return _read_profile(json_fields(text, "profile", _FORMAT))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole, or not at all."""
@@ -197,11 +191,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
-        try:
-            with open(path) as file:
-                return cls.from_json(file.read())
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
+        return read(path, cls.from_json)
 
 
 def visible_pairs(begin: int, end: int) -> float:

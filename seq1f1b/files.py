@@ -1,0 +1,58 @@
+"""Files of ours: written whole or not at all, and read back with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["json_fields", "read", "write_whole"]
+
+T = TypeVar("T")
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file under a temporary name beside it and renames it: whole, or as it was before.
+
+    What is no file, a pipe or a terminal for instance, is written as it comes.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    temporary = target.with_name(f".seq1f1b-{os.urandom(8).hex()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of a file's text; its ``ValueError`` begins with the file's name."""
+    with open(path) as file:
+        text = file.read()
+    try:
+        return parse(text)
+    except ValueError as error:
+        error.args = (f"{os.fspath(path)}: {error}",)
+        raise
+
+
+def json_fields(text: str, what: str, format: str) -> dict[str, Any]:
+    """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
+
+    Raises:
+        ValueError: not JSON, or another format.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a {what} must be JSON: {error}") from None
+    if not isinstance(data, dict) or data.pop("format", None) != format:
+        raise ValueError(f'a {what} must be an object whose "format" is {format!r}; seq1f1b {what} writes one')
+    return data
