@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from seq1f1b.cost import CostModel, Hardware, Layout
 from seq1f1b.partition import ModelShape, check_segment_sizes
@@ -150,133 +150,32 @@ def compare(
     for name in names:
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    if model is not None:
-        if hardware is None or seq_len is None:
-            raise ValueError("a model's costs need hardware and seq_len")
-        if token_bytes is not None or message_bytes is not None or bandwidth is not None:
-            raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
-        if segment_sizes is not None and sum(segment_sizes) != seq_len:
-            raise ValueError(f"segment_sizes holds {sum(segment_sizes)} tokens, seq_len is {seq_len}")
-    if segment_sizes is None and (token_bytes is not None or message_bytes is not None):
-        raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
-    if cap_bytes is not None and token_bytes is None and model is None:
-        raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
+    for name, cap in (("cap_microbatches", cap_microbatches), ("cap_bytes", cap_bytes)):
+        if cap is not None and not cap > 0:
+            raise ValueError(f"{name} is {cap}, must be above 0")
     if segment_sizes is not None:
         if len(segment_sizes) != num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {num_segments}")
         check_segment_sizes(segment_sizes, sum(segment_sizes))
-    for name, value in (("token_bytes", token_bytes), ("message_bytes", message_bytes)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name} is {value}, must be at least 0")
-    for name, cap in (("cap_microbatches", cap_microbatches), ("cap_bytes", cap_bytes)):
-        if cap is not None and not cap > 0:
-            raise ValueError(f"{name} is {cap}, must be above 0")
-
-    put_off = backward / 2 if weight is None else weight
-    if weight is not None and weight > backward:
-        raise ValueError("weight is more than backward, of which it is a part")
-
-    def sizes_of(k: int) -> Sequence[int] | None:
-        """Of k segments, or of the whole sequence where a family cuts none."""
-        return segment_sizes if segment_sizes is None or k == num_segments else [sum(segment_sizes)]
-
-    def unit_bytes(v: int, k: int) -> list[int] | None:
-        """Activations of the units of one stage, where the bytes of a token were given."""
-        sizes = sizes_of(k)
-        return None if sizes is None or token_bytes is None else [-(-size * token_bytes // v) for size in sizes]
-
-    def cost_of(v: int, k: int) -> tuple[CostModel, Sequence[int]]:
-        assert model is not None and hardware is not None and seq_len is not None
-        cost = CostModel.balanced(
-            model, hardware, num_ranks=num_ranks, stages_per_rank=v, seq_len=seq_len, layout=layout or Layout()
-        )
-        return cost, sizes_of(k) or cost.split(k)
-
-    def options(family: Family, v: int, k: int) -> dict[str, Any]:
-        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer. A
-        cap below the micro-batch that it has to hold is for its row to say."""
-        parts: dict[str, Any] = {}
-        if model is None:
-            parts["costs"] = tuple(seconds / (v * k) for seconds in (forward, backward - put_off, put_off))
-            parts["transfer"] = transfer
-        held = unit_bytes(v, k)
-        most = math.inf if cap_microbatches is None else cap_microbatches
-        if held is not None and cap_bytes is not None and cap_bytes < most * v * sum(held):
-            parts |= {"unit_bytes": [held] * (num_ranks * v), "cap_bytes": max(cap_bytes, v * sum(held))}
-        elif family.name == "auto" and most < num_microbatches:
-            parts["cap"] = max(int(most * v * k), v * k)
-        return {name: value for name, value in parts.items() if name in family.options}
-
-    def build(family: Family, counts: dict[str, Any]) -> Schedule:
-        """For a model's costs, which only counts that can be built have."""
-        if model is None or "costs" not in family.options:
-            return build_schedule(family.name, **counts)
-        cost, sizes = cost_of(counts["stages_per_rank"], counts["num_segments"])
-
-        def build_for(given: dict[str, Any]) -> Schedule:
-            in_bytes = "cap_bytes" in given
-            limits = {name: value for name, value in counts["options"].items() if not (in_bytes and name == "cap")}
-            return build_schedule(family.name, **{**counts, "options": limits | given})
-
-        def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(**cost.simulation_arguments(schedule, sizes, split_backward=True)).makespan
-
-        return order_for_costs(
-            family, cost, sizes, math.inf if cap_bytes is None else cap_bytes, build_for, seconds
-        ).schedule
-
-    def simulated(found: Schedule, v: int, k: int) -> tuple[Simulation, int | None, Sequence[int] | None]:
-        """The run, the peak bytes, and the bytes of each segment's message."""
-        steps: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
-        if model is not None:
-            cost, sizes = cost_of(v, k)
-            is_split = any(unit.kind == "W" for unit in found.ranks[0])
-            arguments = cost.simulation_arguments(found, sizes, split_backward=is_split)
-            run = found.simulate(**arguments, segment_sizes=sizes, **steps)
-            return run, max(rank.total for rank in cost.rank_bytes(found, sizes)), arguments["message_bytes"]
-        sizes_given, held, messages = sizes_of(k), unit_bytes(v, k), None
-        if sizes_given is not None and message_bytes is not None:
-            messages = [size * message_bytes for size in sizes_given]
-        run = found.simulate(
-            forward / (v * k),
-            backward / (v * k),
-            None if weight is None else weight / (v * k),
-            transfer,
-            bandwidth=bandwidth,
-            message_bytes=messages or 0,
-            segment_sizes=sizes_given,
-            unit_bytes=None if held is None else [held] * found.num_stages,
-            **steps,
-        )
-        return run, None if run.peak_bytes is None else max(run.peak_bytes), messages
+    work = _Work(num_ranks, num_microbatches, num_segments, segment_sizes, cap_microbatches, cap_bytes)
+    costs: _GivenCosts | _ModelCosts
+    if model is None:
+        costs = _GivenCosts(work, forward, backward, weight, transfer, bandwidth, token_bytes, message_bytes)
+    else:
+        if hardware is None or seq_len is None:
+            raise ValueError("a model's costs need hardware and seq_len")
+        if token_bytes is not None or message_bytes is not None or bandwidth is not None:
+            raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
+        costs = _ModelCosts(work, model, hardware, layout or Layout(), seq_len)
+    costs.check()
 
     rows, refused = [], {}
     for family in [known[name] for name in dict.fromkeys(names)] or known.values():
-        most_stages = None if model is None else model.layers
-        found = _build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, most_stages, build)
+        found = _build(family, work, stages_per_rank, costs)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
-            continue
-        v, k = found.num_stages // num_ranks, found.num_segments
-        run, peak_bytes, messages = simulated(found, v, k)
-        crossings = sum(a != b for a, b in pairwise(found.rank_of_stage))  # edges in either direction
-        rows.append(
-            Row(
-                family=family.name,
-                stages_per_rank=v,
-                num_segments=k,
-                makespan=run.makespan,
-                span=max(run.span),
-                period=run.period or 0.0,
-                bubble_ratio=run.bubble_ratio,
-                peak_units=max(run.peak),
-                peak_microbatches=max(run.peak) / (v * k),
-                peak_tokens=None if run.peak_tokens is None else max(run.peak_tokens),
-                peak_bytes=peak_bytes,
-                messages=2 * crossings * num_microbatches * k,
-                sent_bytes=None if messages is None else 2 * crossings * num_microbatches * sum(messages),
-            )
-        )
+        else:
+            rows.append(_row(family.name, found, work, costs))
     fitting = []
     for row in rows:
         excess = _excess(row, cap_microbatches, cap_bytes)
@@ -289,36 +188,205 @@ def compare(
     return Comparison(tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused)
 
 
-def _build(
-    family: Family,
-    P: int,
-    M: int,
-    k: int,
-    v: int | None,
-    options: Callable[[Family, int, int], dict[str, Any]],
-    most_stages: int | None,
-    build: Callable[[Family, dict[str, Any]], Schedule],
-) -> Schedule | str:
+@dataclass(frozen=True)
+class _Work:
+    """What every family does, and the caps that it has to keep."""
+
+    num_ranks: int
+    num_microbatches: int
+    num_segments: int
+    segment_sizes: Sequence[int] | None
+    cap_microbatches: float | None
+    cap_bytes: int | None
+
+    def sizes(self, k: int) -> Sequence[int] | None:
+        """Of k segments, or of the whole sequence where a family cuts none."""
+        sizes = self.segment_sizes
+        return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
+
+    def cap_option(self, family: Family, v: int, k: int) -> dict[str, Any]:
+        """What "auto" takes for the cap in micro-batches. One below the micro-batch that it has to hold is for its row
+        to say."""
+        most = self.cap_microbatches
+        if family.name != "auto" or most is None or most >= self.num_microbatches:
+            return {}
+        return {"cap": max(int(most * v * k), v * k)}
+
+
+class _Run(NamedTuple):
+    simulation: Simulation
+    peak_bytes: int | None
+    message_bytes: Sequence[int] | None  # of each segment
+
+
+_STEPS: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
+
+
+@dataclass(frozen=True)
+class _GivenCosts:
+    """Seconds of a rank for a micro-batch and bytes of a token, which stages and segments share."""
+
+    work: _Work
+    forward: float
+    backward: float
+    weight: float | None
+    transfer: float
+    bandwidth: float | None
+    token_bytes: int | None
+    message_bytes: int | None
+
+    most_stages = None
+
+    def check(self) -> None:
+        if self.work.segment_sizes is None and (self.token_bytes is not None or self.message_bytes is not None):
+            raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
+        if self.work.cap_bytes is not None and self.token_bytes is None:
+            raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
+        for name, value in (("token_bytes", self.token_bytes), ("message_bytes", self.message_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}, must be at least 0")
+        if self.weight is not None and self.weight > self.backward:
+            raise ValueError("weight is more than backward, of which it is a part")
+
+    def build(self, family: Family, counts: dict[str, Any]) -> Schedule:
+        return build_schedule(family.name, **counts)
+
+    def options(self, family: Family, v: int, k: int) -> dict[str, Any]:
+        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer."""
+        put_off = self.backward / 2 if self.weight is None else self.weight
+        seconds = (self.forward, self.backward - put_off, put_off)
+        options: dict[str, Any] = {"costs": tuple(x / (v * k) for x in seconds), "transfer": self.transfer}
+        held, cap = self._unit_bytes(v, k), self.work.cap_bytes
+        most = math.inf if self.work.cap_microbatches is None else self.work.cap_microbatches
+        if held is not None and cap is not None and cap < most * v * sum(held):  # the tighter one of two
+            options |= {"unit_bytes": [held] * (self.work.num_ranks * v), "cap_bytes": max(cap, v * sum(held))}
+        else:
+            options |= self.work.cap_option(family, v, k)
+        return {name: value for name, value in options.items() if name in family.options}
+
+    def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
+        sizes, held, messages = self.work.sizes(k), self._unit_bytes(v, k), None
+        if sizes is not None and self.message_bytes is not None:
+            messages = [size * self.message_bytes for size in sizes]
+        run = schedule.simulate(
+            self.forward / (v * k),
+            self.backward / (v * k),
+            None if self.weight is None else self.weight / (v * k),
+            self.transfer,
+            bandwidth=self.bandwidth,
+            message_bytes=messages or 0,
+            segment_sizes=sizes,
+            unit_bytes=None if held is None else [held] * schedule.num_stages,
+            **_STEPS,
+        )
+        return _Run(run, None if run.peak_bytes is None else max(run.peak_bytes), messages)
+
+    def _unit_bytes(self, v: int, k: int) -> list[int] | None:
+        """Activations of the units of one stage, where the bytes of a token were given."""
+        sizes = self.work.sizes(k)
+        return None if sizes is None or self.token_bytes is None else [-(-n * self.token_bytes // v) for n in sizes]
+
+
+@dataclass(frozen=True)
+class _ModelCosts:
+    """Seconds and bytes of a model on a machine."""
+
+    work: _Work
+    model: ModelShape
+    hardware: Hardware
+    layout: Layout
+    seq_len: int
+
+    @property
+    def most_stages(self) -> int:
+        return self.model.layers
+
+    def check(self) -> None:
+        sizes = self.work.segment_sizes
+        if sizes is not None and sum(sizes) != self.seq_len:
+            raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.seq_len}")
+
+    def options(self, family: Family, v: int, k: int) -> dict[str, Any]:
+        return self.work.cap_option(family, v, k)
+
+    def build(self, family: Family, counts: dict[str, Any]) -> Schedule:
+        """Costs come here, for only counts that can be built have them."""
+        if "costs" not in family.options:
+            return build_schedule(family.name, **counts)
+        cost, sizes = self._cost(counts["stages_per_rank"], counts["num_segments"])
+
+        def build_for(given: dict[str, Any]) -> Schedule:
+            in_bytes = "cap_bytes" in given
+            limits = {name: value for name, value in counts["options"].items() if not (in_bytes and name == "cap")}
+            return build_schedule(family.name, **{**counts, "options": limits | given})
+
+        def seconds(schedule: Schedule) -> float:
+            return schedule.simulate(**cost.simulation_arguments(schedule, sizes, split_backward=True)).makespan
+
+        cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
+        return order_for_costs(family, cost, sizes, cap, build_for, seconds).schedule
+
+    def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
+        cost, sizes = self._cost(v, k)
+        is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
+        arguments = cost.simulation_arguments(schedule, sizes, split_backward=is_split)
+        run = schedule.simulate(**arguments, segment_sizes=sizes, **_STEPS)
+        return _Run(run, max(rank.total for rank in cost.rank_bytes(schedule, sizes)), arguments["message_bytes"])
+
+    def _cost(self, v: int, k: int) -> tuple[CostModel, Sequence[int]]:
+        cost = CostModel.balanced(
+            self.model,
+            self.hardware,
+            num_ranks=self.work.num_ranks,
+            stages_per_rank=v,
+            seq_len=self.seq_len,
+            layout=self.layout,
+        )
+        return cost, self.work.sizes(k) or cost.split(k)
+
+
+def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _ModelCosts) -> Schedule | str:
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
     for stages, segments in product(
-        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)), (k, 1)
+        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)), (work.num_segments, 1)
     ):
         counts: dict[str, Any] = {
-            "num_ranks": P,
-            "num_microbatches": M,
+            "num_ranks": work.num_ranks,
+            "num_microbatches": work.num_microbatches,
             "num_segments": segments,
             "stages_per_rank": stages,
-            "options": options(family, stages, segments) if stages > 0 and segments > 0 else {},
+            "options": costs.options(family, stages, segments) if stages > 0 and segments > 0 else {},
         }
         broken = family.broken_rule(**counts)
-        if broken is None and most_stages is not None and P * stages > most_stages:
-            broken = f"P v <= {most_stages} layers: here P = {P}, v = {stages}"
+        if broken is None and costs.most_stages is not None and work.num_ranks * stages > costs.most_stages:
+            broken = f"P v <= {costs.most_stages} layers: here P = {work.num_ranks}, v = {stages}"
         if broken is None:
-            return build(family, counts)
+            return costs.build(family, counts)
         rule = rule or broken
     assert rule is not None
     return rule
+
+
+def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _ModelCosts) -> Row:
+    v, k = schedule.num_stages // work.num_ranks, schedule.num_segments
+    run, peak_bytes, messages = costs.simulate(schedule, v, k)
+    crossings = 2 * work.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
+    return Row(
+        family=name,
+        stages_per_rank=v,
+        num_segments=k,
+        makespan=run.makespan,
+        span=max(run.span),
+        period=run.period or 0.0,
+        bubble_ratio=run.bubble_ratio,
+        peak_units=max(run.peak),
+        peak_microbatches=max(run.peak) / (v * k),
+        peak_tokens=None if run.peak_tokens is None else max(run.peak_tokens),
+        peak_bytes=peak_bytes,
+        messages=crossings * k,
+        sent_bytes=None if messages is None else crossings * sum(messages),
+    )
 
 
 def _excess(row: Row, cap_microbatches: float | None, cap_bytes: int | None) -> str | None:
