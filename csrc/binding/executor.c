@@ -373,27 +373,43 @@ static PyObject *executor_last_unit(PyObject *Py_UNUSED(module), PyObject *capsu
     return handle == NULL ? NULL : unit_tuple(s1f_executor_last_unit(handle->executor));
 }
 
-static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *arguments)
+/* What the last step measured, of the executor and the rank in a call's arguments. */
+typedef struct {
+    const s1f_span *spans;
+    const s1f_instruction *instructions;
+    int64_t count;
+} measured_step;
+
+static int parse_measured(PyObject *arguments, measured_step *out)
 {
     PyObject *capsule;
     int rank;
     if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
-        return NULL;
+        return -1;
     executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
     if (handle == NULL)
-        return NULL;
-    int64_t count, num_instructions;
-    const s1f_span *spans = s1f_executor_spans(handle->executor, &count);
-    const s1f_instruction *instructions =
+        return -1;
+    int64_t num_instructions;
+    out->spans = s1f_executor_spans(handle->executor, &out->count);
+    out->instructions =
         s1f_program_instructions(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM), rank, &num_instructions);
-    if (num_instructions != count) {
+    if (num_instructions != out->count) {
         PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
-        return NULL;
+        return -1;
     }
-    PyObject *list = PyList_New(count);
-    for (int64_t i = 0; list != NULL && i < count; i++) {
-        PyObject *item = Py_BuildValue("(iNLL)", (int)instructions[i].opcode, unit_tuple(instructions[i].unit),
-                                       (long long)spans[i].start_ns, (long long)spans[i].end_ns);
+    return 0;
+}
+
+static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    measured_step step;
+    if (parse_measured(arguments, &step) < 0)
+        return NULL;
+    PyObject *list = PyList_New(step.count);
+    for (int64_t i = 0; list != NULL && i < step.count; i++) {
+        PyObject *item =
+            Py_BuildValue("(iNLL)", (int)step.instructions[i].opcode, unit_tuple(step.instructions[i].unit),
+                          (long long)step.spans[i].start_ns, (long long)step.spans[i].end_ns);
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(list);
     }
@@ -402,20 +418,13 @@ static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *argume
 
 static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
+    measured_step step;
+    if (parse_measured(arguments, &step) < 0)
         return NULL;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    if (handle == NULL)
-        return NULL;
-    int64_t count, num_instructions, spent[S1F_OP_FREE + 1] = {0};
-    const s1f_span *spans = s1f_executor_spans(handle->executor, &count);
-    const s1f_instruction *instructions =
-        s1f_program_instructions(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM), rank, &num_instructions);
-    for (int64_t i = 0; i < count && i < num_instructions; i++)
-        spent[instructions[i].opcode] += spans[i].end_ns - spans[i].start_ns;
-    int64_t start = count > 0 ? spans[0].start_ns : 0, end = count > 0 ? spans[count - 1].end_ns : 0;
+    int64_t spent[S1F_OP_FREE + 1] = {0}, last = step.count - 1;
+    for (int64_t i = 0; i < step.count; i++)
+        spent[step.instructions[i].opcode] += step.spans[i].end_ns - step.spans[i].start_ns;
+    int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
     return Py_BuildValue("(LLLLL)", (long long)start, (long long)end, (long long)spent[S1F_OP_RUN],
                          (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND]);
 }
