@@ -124,7 +124,7 @@ def summary(records: list[dict[str, Any]], stages: Sequence[str]) -> str:
         for case in cases.values():
             values = {k: v for k, v in case.items() if k not in ("stage", "case", "state", "why")}
             if case["state"] == "failed":
-                details.append(f"FAILED {name}: {case['case']}: {case.get('why', '')} {values or ''}".rstrip())
+                details.append(f"FAILED {name}: {case['case']}: {case.get('why', '')[:300]}")
             elif values and name not in ("attention", "engine"):
                 details.append(f"{name}: {case['case']}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
     return "\n".join([*details, "", *lines])
