@@ -8,7 +8,8 @@ runtime, our order" is torch's own engine on our order, equal segments as its mi
 Rounds run every arm once, forwards and backwards in turn. A step counts only while other processes use less than 8 % of
 a core; a ratio is the median over the rounds in which both steps counted, with its 95 % interval (bootstrap), and fewer
 than 15 are "unmeasured". Before, each arm's loss and gradients are compared with the model run whole in float64.
-Memory is measured in processes of its own. `bubble` is the time in no unit, from the first unit to the last.
+Memory is measured in processes of its own: the peak of resident memory in a step over what is resident before it, on
+the rank where it is largest. `bubble` is the time in no unit, from the first unit to the last.
 
     python benchmarks/pipeline.py --length 2048 --microbatches 2 4           # every schedule, both attentions
     python benchmarks/pipeline.py --schedules 1F1B seq1f1b --segments 1 2 4 8 16 --split even flops profiled
@@ -39,6 +40,7 @@ from model import cross_entropy
 
 LARGEST_ERROR = 1e-4  # of the loss, and of the gradients; rounding in float32 is 1e-7 and 1e-6
 BASE = "1F1B"
+ATTENTIONS = {"torch": "torch's attention", "ours": "our attention"}
 
 
 def base_of(spec: Spec) -> Spec:
@@ -220,7 +222,7 @@ class Bar:
             return "unmeasured"
         growth, total = (max(ours[what]) / max(theirs[what]) for what in ("growth", "total"))
         verdict = "passed" if growth <= self.wanted else "FAILED"
-        return f"{growth:.3f} (with all that is kept {total:.3f}), wanted at most {self.wanted}: {verdict}"
+        return f"{growth:.3f}, wanted at most {self.wanted} ({total:.3f} with weights and all that is kept): {verdict}"
 
 
 def bars() -> list[Bar]:
@@ -228,7 +230,7 @@ def bars() -> list[Bar]:
     result = []
     for attention in ("torch", "ours"):
         ours = Spec("seq1f1b", attention, 8, "profiled")
-        whose = f"{attention} attention"
+        whose = ATTENTIONS[attention]
         for name in TORCH:
             text = f"2048 tokens, M 2, {whose}: faster than torch's {name}"
             result.append(Bar(text, Case(2048, 2), Spec(name, attention), ours, 1.0))
@@ -265,7 +267,7 @@ def show(results: Results) -> None:
         for attention in ("torch", "ours"):
             rows = [row(results, case, spec) for spec in sort(specs) if spec.attention == attention]
             if rows:
-                print(f"\n## {case}, {'torch' if attention == 'torch' else 'our'} attention\n{COLUMNS}")
+                print(f"\n## {case}, {ATTENTIONS[attention]}\n{COLUMNS}")
                 print("\n".join(rows))
     print("\n## What must hold")
     for bar in bars():
@@ -311,9 +313,6 @@ def row(results: Results, case: Case, spec: Spec) -> str:
     return text.rstrip()
 
 
-ATTENTIONS = {"torch": "torch's attention", "ours": "our attention"}
-
-
 def caption(results: Results) -> str:
     lines = results.header().replace("# ", "").split("\n")
     return f"{lines[2]}; {lines[1]}"
@@ -339,7 +338,7 @@ def plot(results: Results, path: str) -> None:
         if max(map(len, ratios.values())) > 1:
             speed.append((title, "times as fast as 1F1B", ratios))
         if max(map(len, peaks.values())) > 1:
-            memory.append((title, "peak of a step / 1F1B's", peaks))
+            memory.append((title, "peak growth of a step / 1F1B's", peaks))
     if not speed and not memory:
         raise SystemExit("nothing to draw: no arm is measured beside 1F1B")
     bars(path, [*speed, *memory], len(speed) or len(memory), caption(results))
