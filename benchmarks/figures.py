@@ -33,33 +33,41 @@ def _errors(points: Sequence[Point]) -> Any:
     return [lows, [(p.value if p.high is None else p.high) - p.value for p in points]]
 
 
-def bars(path: str, panels: Sequence[tuple[str, str, dict[str, dict[str, Point]]]], columns: int, caption: str) -> None:
-    """Horizontal bars: panels of (title, axis, {series: {row: point}}), row by row; a line at 1."""
+Panel = tuple[str, str, dict[str, dict[str, Point]]]  # title, axis, {series: {row: point}}
+
+
+def bars(path: str, rows: Sequence[Sequence[Panel]], caption: str) -> None:
+    """Horizontal bars with a line at 1; panels of one row share their names."""
     with plt.rc_context(STYLE):
-        names = list(dict.fromkeys(name for _, _, series in panels for rows in series.values() for name in rows))
-        rows = -(-len(panels) // columns)
+        names = [
+            list(dict.fromkeys(n for *_, series in row for points in series.values() for n in points)) for row in rows
+        ]
+        heights = [0.9 + 0.22 * len(n) for n in names]
+        columns = max(map(len, rows))
         figure, axes = plt.subplots(
-            rows, columns, figsize=(7.0, 0.45 + rows * (0.75 + 0.2 * len(names))), sharey=True, squeeze=False,
-            layout="constrained",
+            len(rows), columns, figsize=(7.0, 0.5 + sum(heights)), sharey="row", squeeze=False, layout="constrained",
+            height_ratios=heights,
         )  # fmt: skip
-        for axis in list(axes.flat)[len(panels) :]:
-            axis.set_visible(False)
         labels: dict[str, Any] = {}
-        for axis, (title, unit, series) in zip(axes.flat, panels, strict=False):
-            height = 0.8 / len(series)
-            for i, (label, points) in enumerate(series.items()):
-                at = [names.index(name) + (i - (len(series) - 1) / 2) * height for name in points]
-                values = list(points.values())
-                labels[label] = axis.barh(
-                    at, [p.value for p in values], height, color=COLOURS[i], xerr=_errors(values),
-                    error_kw={"elinewidth": 0.7, "ecolor": "black"},
-                )  # fmt: skip
-            axis.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
-            axis.set_title(title)
-            axis.set_xlabel(unit)
-            axis.set_yticks(range(len(names)), names)
-            axis.tick_params(axis="y", length=0)
-        axes.flat[0].invert_yaxis()
+        for row, own, row_axes in zip(rows, names, axes, strict=True):
+            for axis in row_axes[len(row) :]:
+                axis.set_visible(False)
+            for axis, (title, unit, series) in zip(row_axes, row, strict=False):
+                present = {label: points for label, points in series.items() if points}
+                height = 0.8 / len(present)
+                for i, (label, points) in enumerate(present.items()):
+                    at = [own.index(name) + (i - (len(present) - 1) / 2) * height for name in points]
+                    values = list(points.values())
+                    labels[label] = axis.barh(
+                        at, [p.value for p in values], height, color=COLOURS[list(series).index(label)],
+                        xerr=_errors(values), error_kw={"elinewidth": 0.7, "ecolor": "black"},
+                    )  # fmt: skip
+                axis.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
+                axis.set_title(title)
+                axis.set_xlabel(unit)
+                axis.set_yticks(range(len(own)), own)
+                axis.tick_params(axis="y", length=0)
+            row_axes[0].invert_yaxis()
         figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=len(labels))
         figure.supxlabel(caption, fontsize=6, color="#555555")
         figure.savefig(path)

@@ -341,7 +341,7 @@ def plot(results: Results, path: str) -> None:
             memory.append((title, "peak growth of a step / 1F1B's", peaks))
     if not speed and not memory:
         raise SystemExit("nothing to draw: no arm is measured beside 1F1B")
-    bars(path, [*speed, *memory], len(speed) or len(memory), caption(results))
+    bars(path, [panels for panels in (speed, memory) if panels], caption(results))
 
 
 def plot_sweep(results: Results, path: str) -> None:
