@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from seq1f1b import PipelineEngine
+from seq1f1b import PipelineEngine, ScheduleSeq1F1B
 
 LENGTH, M, K = 13, 2, 3
 FSDP_COLLECTIVES = (
@@ -84,8 +85,8 @@ def count_reductions(state, bucket):  # torch refuses annotations that are text
     return allreduce_hook(group, bucket)
 
 
-def replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
-    """Two replicas of two stages."""
+def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool) -> None:
+    """Two replicas of two stages, under our engine or by ScheduleSeq1F1B in the place of torch's schedule."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
     config = Config(kv_heads=2)
@@ -101,17 +102,23 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
     wrapped = wrap(kind, stage, group, data_mesh)
     if isinstance(loss_fn, nn.Module):
         loss_fn = wrap(kind, loss_fn, group, data_mesh)
-    engine = PipelineEngine(
-        wrapped, num_microbatches=M, num_segments=K, segment_sizes=[1, 7, 5], loss_fn=loss_fn,
-        group=mesh.get_group("pipeline"),
-    )  # fmt: skip
+    driver: Any
+    if drop_in:
+        torch_stage = PipelineStage(wrapped, index, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+        driver = ScheduleSeq1F1B(torch_stage, M, loss_fn, n_segments=K, segment_sizes=[1, 7, 5])
+        engine = driver.engine
+    else:
+        driver = engine = PipelineEngine(
+            wrapped, num_microbatches=M, num_segments=K, segment_sizes=[1, 7, 5], loss_fn=loss_fn,
+            group=mesh.get_group("pipeline"),
+        )  # fmt: skip
     own = slice(replica * 2 * M, (replica + 1) * 2 * M)
     arguments = (tokens[own],) if index == 0 else ()
     own_target = target[own] if index == 1 else None
 
-    engine.eval(*arguments, target=own_target)
+    driver.eval(*arguments, target=own_target)
     for _ in range(2):
-        engine.step(*arguments, target=own_target)
+        driver.step(*arguments, target=own_target)
         found = {name: full(p.grad) for name, p in engine.named_parameters()}
         assert found.keys() == set(names.values())
         assert gradient_error(found, {name: truth[name] for name in found}) < 1e-10
@@ -122,12 +129,12 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
         # Blocks, the embedding of the first stage, norm and head of the last, wherever these are.
         groups = len(stage.blocks) + 1
         with counted(*FSDP_COLLECTIVES) as counts:
-            engine.step(*arguments, target=own_target)
+            driver.step(*arguments, target=own_target)
         assert counts == dict.fromkeys(FSDP_COLLECTIVES, groups)
     else:
         reductions: list[int] = []
         wrapped.register_comm_hook((group, reductions), count_reductions)
-        engine.step(*arguments, target=own_target)
+        driver.step(*arguments, target=own_target)
         assert sorted(reductions) == list(range(len(reductions))) and reductions  # every bucket once
 
     norm = engine.clip_grad_norm_(1e-3)
@@ -140,7 +147,11 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
 @pytest.mark.parametrize("head_in_loss", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_replicas_of_two_stages(kind, head_in_loss):
-    run_processes(4, replicas, kind, head_in_loss)
+    run_processes(4, replicas, kind, head_in_loss, False)
+
+
+def test_ddp_by_the_schedule_in_torchs_place():
+    run_processes(4, replicas, "ddp", True, True)
 
 
 class Sometimes(nn.Module):
