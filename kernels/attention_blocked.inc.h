@@ -8,6 +8,7 @@
  * Backward: a task is a range of keys of one kv head; so each tile of dk and dv has one owner, which adds it to the
  * accumulators once. With X and P as above from the stored lse, D = rowsum(dout * out):
  *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K
+ * A micro-tile of S and dP becomes P and dS while it is in L1, so no block of them is written and read again as fp32.
  * dQ of each range of keys is its own, and the ranges are summed in order at the end.
  *
  * Products are of fp32, or of pairs of bf16 (OPERAND_PAIRS), where P and dS are rounded to bf16; sums, row statistics,
@@ -31,15 +32,18 @@
 
 enum {
     MAX_DIM = 256,
-    KEYS = 192,              /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
-    ROWS = 48 * PER_OPERAND, /* of S at a time, 48 operands deep for dk and dv: rates are flat from 24 to 96 */
-    ALIGNED = 16,            /* floats in a cache line */
-    CHUNK_ROWS = 1024,       /* of a forward task, over its heads: they share packed keys and stay in L2 */
-    BACKWARD_TASKS = 8,      /* that the ranges of keys are cut for, where they are long enough */
-    MIN_RANGE = 512,         /* keys of a backward task, unless there are fewer */
+    KEYS = 192,               /* of a packed block, which stays in L2: rates are flat from 128 to 384 */
+    ROWS = 48 * PER_OPERAND,  /* of S at a time in forward: rates are flat from 24 to 96 */
+    BACKWARD_ROWS = 2 * ROWS, /* of P and dS at a time, 96 operands deep for dk and dv */
+    ALIGNED = 16,             /* floats in a cache line */
+    CHUNK_ROWS = 1024,        /* of a forward task, over its heads: they share packed keys and stay in L2 */
+    BACKWARD_TASKS = 8,       /* that the ranges of keys are cut for, where they are long enough */
+    MIN_RANGE = 512,          /* keys of a backward task, unless there are fewer */
     PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
     WHOLE_PASS_ROWS = 2048, /* unless all are but these */
-    PITCH = KEYS + ALIGNED, /* of S: its rows lie on different sets of the L1 cache */
+    PITCH = KEYS + ALIGNED, /* of S, P and dS: their rows lie on different sets of the L1 cache */
+    MICRO_TILE = TILE_ROWS * PANEL,
+    BLOCK = BACKWARD_ROWS / PER_OPERAND * PITCH, /* operands of P */
 };
 
 _Static_assert(KEYS % PANEL == 0, "a block of keys is whole panels");
@@ -142,8 +146,8 @@ static attention_job backward_job(const s1f_attention_args *args)
                            .rows = round_up(args->segment_len, TILE_ROWS),
                            .part_keys = part_keys,
                            .parts = (keys + part_keys - 1) / part_keys,
-                           .scratch_floats =
-                               4 * ROWS * PITCH + 3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + BLOCK_ROWS * dim};
+                           .scratch_floats = 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK +
+                                             3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + BLOCK_ROWS * dim};
 }
 
 /* Floats that backward shares among its tasks: q and dout, as fp32 once, as pairs of bf16 along rows and across them;
@@ -253,16 +257,16 @@ static int64_t depth_of(int64_t elements)
     return (elements + PER_OPERAND - 1) / PER_OPERAND;
 }
 
-/* S of `rows` rows becomes exponents. token: of the first row. */
-static void exponents_of_block(const exponent_rule *rule, visibility seen_keys, int64_t rows, int64_t token,
-                               int64_t first_key, int64_t keys, float *s, float *derivative)
+/* S of `rows` rows, `pitch` apart, becomes exponents. token: of the first row. */
+static void exponents_of_rows(const exponent_rule *rule, visibility seen_keys, int64_t rows, int64_t token,
+                              int64_t first_key, int64_t keys, int64_t pitch, float *s, float *derivative)
 {
     float hidden[PITCH];
     for (int64_t r = 0; r < rows; r++) {
         int64_t num_seen = seen(token + r, first_key, keys);
         if (seen_keys == SOME_HIDDEN)
             hide_keys(rule, token + r, first_key, num_seen, hidden);
-        exponents_row(rule, s + r * PITCH, derivative ? derivative + r * PITCH : NULL,
+        exponents_row(rule, s + r * pitch, derivative ? derivative + r * pitch : NULL,
                       seen_keys == SOME_HIDDEN ? hidden : NULL, token + r, first_key, num_seen);
     }
 }
@@ -283,7 +287,7 @@ static void forward_block(const attention_job *job, const exponent_rule *rule, i
 
     float factor = rule->transforms ? 1 : rule->factor;
     if (rule->transforms || seen_keys == SOME_HIDDEN)
-        exponents_of_block(rule, seen_keys, rows, token, first_key, keys, s, NULL);
+        exponents_of_rows(rule, seen_keys, rows, token, first_key, keys, PITCH, s, NULL);
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         int64_t until = seen(token + r + TILE_ROWS - 1, first_key, keys);
         for (int64_t row = r; row < r + TILE_ROWS; row++) {
@@ -406,9 +410,10 @@ static void prepare_task(const attention_job *job, int64_t task, float *scratch)
 }
 
 typedef struct {
-    float *s, *dp;                                /* (ROWS, PITCH) */
-    float *derivative;                            /* (ROWS, PITCH), of the soft cap */
-    float *ds;                                    /* (ROWS, PITCH): rows of dS as operands; dp itself in fp32 */
+    float *s, *dp;     /* (TILE_ROWS, PANEL) */
+    float *derivative; /* (TILE_ROWS, PANEL), of the soft cap */
+    operand *p, *ds;   /* (BACKWARD_ROWS / PER_OPERAND, PITCH): P and dS across rows */
+    operand *ds_rows;  /* (BACKWARD_ROWS, PITCH / PER_OPERAND): dS along rows; ds itself in fp32 */
     operand *k_panels, *v_panels, *k_room, *room; /* packed */
     const operand *k_across;
     float *dk, *dv; /* (KEYS, dim) */
@@ -432,27 +437,30 @@ ALWAYS_INLINE void gradient_vec(const float *s, const float *dp, const float *de
     }
 }
 
-/* The PER_OPERAND rows from r on: S becomes P across rows and dP becomes dS across rows, and ds gets rows of dS; all 0
- * from the keys seen up to the next whole vector after `until`. */
-ALWAYS_INLINE void gradient_rows(const key_block *b, int capped, int64_t r, const int64_t *num_seen, int64_t until,
-                                 float factor, const float *lse, const float *delta)
+/* A micro-tile of S and dP, the rows from r and the columns from `panel` on, becomes P and dS; all 0 from the keys seen
+ * up to the next whole vector after `until`. num_seen and until count from the first column. */
+ALWAYS_INLINE void gradient_tile(const key_block *b, int capped, int64_t r, int64_t panel, const int64_t *num_seen,
+                                 int64_t until, float factor, const float *lse, const float *delta)
 {
-    float *s = b->s + r * PITCH, *dp = b->dp + r * PITCH;
-    const float *derivative = capped ? b->derivative + r * PITCH : NULL;
-    vec p, ds;
-    for (int64_t c = 0; c < until; c += VEC_LANES) {
-        gradient_vec(s, dp, derivative, c, num_seen[0], factor, lse[r], delta[r], &p, &ds);
+    for (int64_t i = 0; i < TILE_ROWS; i += PER_OPERAND) {
+        const float *s = b->s + i * PANEL, *dp = b->dp + i * PANEL, *derivative = b->derivative + i * PANEL;
+        operand *to_p = b->p + (r + i) / PER_OPERAND * PITCH + panel, *to_ds = b->ds + (to_p - b->p);
+        vec p, ds;
+        for (int64_t c = 0; c < until; c += VEC_LANES) {
+            gradient_vec(s, dp, capped ? derivative : NULL, c, num_seen[i], factor, lse[i], delta[i], &p, &ds);
 #if OPERAND_PAIRS
-        vec p1, ds1;
-        gradient_vec(s + PITCH, dp + PITCH, capped ? derivative + PITCH : NULL, c, num_seen[1], factor, lse[r + 1],
-                     delta[r + 1], &p1, &ds1);
-        store_operands(b->ds + r * PITCH, c, ds);
-        store_operands(b->ds + (r + 1) * PITCH, c, ds1);
-        p = VEC_JOIN_BF16(p, p1);
-        ds = VEC_JOIN_BF16(ds, ds1);
+            vec p1, ds1;
+            operand *rows = b->ds_rows + (r + i) * (PITCH / 2) + panel / 2;
+            gradient_vec(s + PANEL, dp + PANEL, capped ? derivative + PANEL : NULL, c, num_seen[i + 1], factor,
+                         lse[i + 1], delta[i + 1], &p1, &ds1);
+            store_operands(rows, c, ds);
+            store_operands(rows + PITCH / 2, c, ds1);
+            p = VEC_JOIN_BF16(p, p1);
+            ds = VEC_JOIN_BF16(ds, ds1);
 #endif
-        VEC_STORE(s + c, p);
-        VEC_STORE(dp + c, ds);
+            VEC_STORE(to_p + c, p);
+            VEC_STORE(to_ds + c, ds);
+        }
     }
 }
 
@@ -462,40 +470,41 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
                            int64_t token, int64_t first_key, int64_t keys, const key_block *b, float *dq)
 {
     int64_t dim = job->dim, depth = job->depth;
-    const operand *q = job->q + first * depth, *dout = job->dout + first * depth;
     visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
     if (seen_keys == ALL_HIDDEN)
         return;
-    for (int64_t panel = 0; panel < keys; panel += PANEL)
-        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-            int64_t at = r * PITCH + panel, columns = seen(token + r + TILE_ROWS - 1, first_key, keys) - panel;
-            multiply_panel(b->s + at, PITCH, q + r * depth, depth, b->k_panels + panel * depth, depth, columns);
-            multiply_panel(b->dp + at, PITCH, dout + r * depth, depth, b->v_panels + panel * depth, depth, columns);
-        }
     float factor = rule->transforms ? 1 : rule->factor;
     int capped = rule->cap != 0;
-    if (rule->transforms || seen_keys == SOME_HIDDEN)
-        exponents_of_block(rule, seen_keys, rows, token, first_key, keys, b->s, capped ? b->derivative : NULL);
-    /* Up to a whole micro-tile of keys past those that the last row of a micro-tile sees, for dk and dv below. */
-    for (int64_t r = 0; r < rows; r += PER_OPERAND) {
-        int64_t num_seen[2] = {seen(token + r, first_key, keys), seen(token + r + 1, first_key, keys)};
-        int64_t until = seen(token + r / TILE_ROWS * TILE_ROWS + TILE_ROWS - 1, first_key, keys) + TILE_ROWS;
-        if (capped)
-            gradient_rows(b, 1, r, num_seen, until, factor, job->lse + first, job->delta + first);
-        else
-            gradient_rows(b, 0, r, num_seen, until, factor, job->lse + first, job->delta + first);
-    }
+    for (int64_t panel = 0; panel < round_up(keys, TILE_ROWS); panel += PANEL)
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+            int64_t key = first_key + panel, width = s1f_min(keys - panel, PANEL), num_seen[TILE_ROWS];
+            for (int64_t i = 0; i < TILE_ROWS; i++)
+                num_seen[i] = seen(token + r + i, key, width);
+            int64_t columns = num_seen[TILE_ROWS - 1];
+            const operand *q = job->q + (first + r) * depth, *dout = job->dout + (first + r) * depth;
+            multiply_panel(b->s, PANEL, q, depth, b->k_panels + panel * depth, depth, columns);
+            multiply_panel(b->dp, PANEL, dout, depth, b->v_panels + panel * depth, depth, columns);
+            if (rule->transforms || seen_keys == SOME_HIDDEN)
+                exponents_of_rows(rule, seen_keys, TILE_ROWS, token + r, key, width, PANEL, b->s,
+                                  capped ? b->derivative : NULL);
+            /* Up to a whole micro-tile of keys past those that the last row sees, for dk and dv below. */
+            int64_t until = s1f_min(seen(token + r + TILE_ROWS - 1, first_key, keys) + TILE_ROWS - panel, PANEL);
+            if (capped)
+                gradient_tile(b, 1, r, panel, num_seen, until, factor, job->lse + first + r, job->delta + first + r);
+            else
+                gradient_tile(b, 0, r, panel, num_seen, until, factor, job->lse + first + r, job->delta + first + r);
+        }
     for (int64_t key = 0; key < keys; key += TILE_ROWS) {
         /* Rows that see this key, from a whole operand on. */
         int64_t from = s1f_max(0, first_key + key - token) / PER_OPERAND, left = rows / PER_OPERAND - from;
         if (left <= 0)
             break;
-        int64_t at = from * PER_OPERAND * PITCH + key, row = (first / PER_OPERAND + from) * dim;
-        multiply_add_transposed(b->dv + key * dim, b->s + at, PER_OPERAND * PITCH, job->dout_across + row, left, dim);
-        multiply_add_transposed(b->dk + key * dim, b->dp + at, PER_OPERAND * PITCH, job->q_across + row, left, dim);
+        int64_t at = from * PITCH + key, row = (first / PER_OPERAND + from) * dim;
+        multiply_add_transposed(b->dv + key * dim, b->p + at, PITCH, job->dout_across + row, left, dim);
+        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, job->q_across + row, left, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS)
-        multiply_add(dq + r * dim, b->ds + r * PITCH, PITCH, b->k_across,
+        multiply_add(dq + r * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND, b->k_across,
                      depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
 }
 
@@ -552,9 +561,9 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
         }
         for (int64_t g = 0; g < group && !is_hidden; g++) {
             exponent_rule rule = rule_of(args, range->batch, range->kv_head * group + g);
-            for (int64_t row = first; row < end; row += ROWS)
-                backward_block(job, &rule, (head + g) * rows + row, s1f_min(ROWS, end - row), args->q_start + row, key,
-                               keys, b, range->dq + (g * rows + row) * dim);
+            for (int64_t row = first; row < end; row += BACKWARD_ROWS)
+                backward_block(job, &rule, (head + g) * rows + row, s1f_min(BACKWARD_ROWS, end - row),
+                               args->q_start + row, key, keys, b, range->dq + (g * rows + row) * dim);
         }
         for (int64_t i = 0; i < keys; i++) {
             int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i),
@@ -574,10 +583,12 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
 {
     const s1f_attention_args *args = job->args;
     int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, group = group_of(args), rows = job->rows;
-    int64_t tile = ROWS * PITCH, block = KEYS * job->depth;
-    key_block b = {.s = scratch, .dp = scratch + tile, .derivative = scratch + 2 * tile};
-    b.ds = OPERAND_PAIRS ? scratch + 3 * tile : b.dp;
-    b.k_panels = scratch + 4 * tile;
+    int64_t block = KEYS * job->depth;
+    key_block b = {.s = scratch, .dp = scratch + MICRO_TILE, .derivative = scratch + 2 * MICRO_TILE};
+    b.p = scratch + 3 * MICRO_TILE;
+    b.ds = b.p + BLOCK;
+    b.ds_rows = OPERAND_PAIRS ? b.ds + BLOCK : b.ds;
+    b.k_panels = b.ds + (1 + OPERAND_PAIRS) * BLOCK;
     b.v_panels = b.k_panels + block;
     b.k_room = b.v_panels + block;
     b.dk = b.k_room + block;
@@ -594,7 +605,8 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     for (int64_t g = 0, first = first_row_seeing(args, first_key); g < group; g++)
         memset(range.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.dq);
 
-    int64_t pass_rows = group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / ROWS, 1) * ROWS;
+    int64_t pass_rows =
+        group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / BACKWARD_ROWS, 1) * BACKWARD_ROWS;
     for (int64_t begin = (rows - 1) / pass_rows * pass_rows; begin >= 0; begin -= pass_rows)
         backward_pass(job, &range, begin, s1f_min(begin + pass_rows, rows), &b);
 }
