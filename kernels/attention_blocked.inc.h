@@ -38,7 +38,10 @@ enum {
     ALIGNED = 16,             /* floats in a cache line */
     CHUNK_ROWS = 1024,        /* of a forward task, over its heads: they share packed keys and stay in L2 */
     BACKWARD_TASKS = 8,       /* that the ranges of keys are cut for, where they are long enough */
-    MIN_RANGE = 512,          /* keys of a backward task, unless there are fewer */
+    FEW_HEADS =
+        32,    /* of fewer, one in FINER is cut into FINER times the ranges, and comes last: what is left to wait */
+    FINER = 4, /* for, where a core was slower than the other, is then a small task */
+    MIN_RANGE = 512,  /* keys of a backward task, unless there are fewer */
     PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
     WHOLE_PASS_ROWS = 2048, /* unless all are but these */
     PITCH = KEYS + ALIGNED, /* of S, P and dS: their rows lie on different sets of the L1 cache */
@@ -56,19 +59,24 @@ _Static_assert((KEYS + TILE_ROWS + VEC_LANES - 1) / VEC_LANES * VEC_LANES <= PIT
 typedef struct attention_job attention_job;
 typedef void (*task_body)(const attention_job *job, int64_t task, float *scratch);
 
+typedef struct {                 /* backward: how the keys of some kv heads are cut into ranges */
+    int64_t heads, ranges, keys; /* ranges of a head, keys of a range */
+} key_cut;
+
 struct attention_job {
     const s1f_attention_args *args;
-    int64_t dim;       /* head_dim, rounded up to whole vectors */
-    int64_t depth;     /* the same in operands */
-    int64_t rows;      /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
-    int64_t parts;     /* forward: chunks of the segment; backward: ranges of the keys */
-    int64_t part_keys; /* backward: keys of a range */
+    int64_t dim;     /* head_dim, rounded up to whole vectors */
+    int64_t depth;   /* the same in operands */
+    int64_t rows;    /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
+    int64_t chunks;  /* forward: of the segment */
+    key_cut cuts[2]; /* backward: of the first of (B, Hkv), and of the last */
+    int64_t main_tasks;
 
     /* backward, (B, Hq) of each: */
     operand *q, *dout;               /* rows (rows, depth) */
     operand *q_across, *dout_across; /* (rows / PER_OPERAND, dim); the same memory where both are the same */
     float *lse, *delta;              /* (rows): in powers of two; rowsum(dout * out) */
-    float *dq;                       /* (parts, B, Hq, rows, dim) */
+    float *dq;                       /* of each range, in the order of the heads: (Hq / Hkv, rows, dim) */
 
     task_body body;
     int64_t num_tasks;
@@ -130,24 +138,40 @@ static attention_job forward_job(const s1f_attention_args *args, int32_t num_thr
                            .dim = dim,
                            .depth = depth,
                            .rows = rows,
-                           .parts = (args->segment_len + rows - 1) / rows,
+                           .chunks = (args->segment_len + rows - 1) / rows,
+                           .main_tasks = heads * ((args->segment_len + rows - 1) / rows),
                            .scratch_floats = round_up(chunk * (depth + dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
                                              2 * KEYS * depth + BLOCK_ROWS * dim};
+}
+
+static key_cut cut_keys(int64_t heads, int64_t keys, int64_t ranges)
+{
+    int64_t of_range = round_up(s1f_max((keys + ranges - 1) / ranges, MIN_RANGE), KEYS);
+    return (key_cut){heads, (keys + of_range - 1) / of_range, of_range};
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
 {
     int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
-    int64_t keys = args->q_start + args->segment_len, parts = (BACKWARD_TASKS + heads - 1) / heads;
-    int64_t part_keys = round_up(s1f_max((keys + parts - 1) / parts, MIN_RANGE), KEYS);
+    int64_t keys = args->q_start + args->segment_len, ranges = (BACKWARD_TASKS + heads - 1) / heads;
+    int64_t last = heads < FEW_HEADS ? heads / FINER : 0;
+    key_cut first_cut = cut_keys(heads - last, keys, ranges), last_cut = cut_keys(last, keys, FINER * ranges);
     return (attention_job){.args = args,
                            .dim = dim,
                            .depth = dim / PER_OPERAND,
                            .rows = round_up(args->segment_len, TILE_ROWS),
-                           .part_keys = part_keys,
-                           .parts = (keys + part_keys - 1) / part_keys,
+                           .cuts = {first_cut, last_cut},
+                           .main_tasks = first_cut.heads * first_cut.ranges + last_cut.heads * last_cut.ranges,
                            .scratch_floats = 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK +
                                              3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + BLOCK_ROWS * dim};
+}
+
+/* Ranges of the heads of (B, Hkv) before this one; *cut: how its own keys are cut. */
+static int64_t ranges_before(const attention_job *job, int64_t kv_head, key_cut *cut)
+{
+    int64_t later = s1f_max(0, kv_head - job->cuts[0].heads);
+    *cut = job->cuts[kv_head >= job->cuts[0].heads];
+    return (kv_head - later) * job->cuts[0].ranges + later * job->cuts[1].ranges;
 }
 
 /* Floats that backward shares among its tasks: q and dout, as fp32 once, as pairs of bf16 along rows and across them;
@@ -155,7 +179,8 @@ static attention_job backward_job(const s1f_attention_args *args)
 static int64_t backward_shared_floats(const attention_job *job)
 {
     int64_t rows = job->args->batch * job->args->heads * job->rows;
-    return (2 + job->parts) * rows * job->dim + 2 * round_up(rows, ALIGNED);
+    return 2 * rows * job->dim + job->main_tasks * group_of(job->args) * job->rows * job->dim +
+           2 * round_up(rows, ALIGNED);
 }
 
 /* The first row that sees a key from `key` on, from a whole micro-tile on. */
@@ -164,14 +189,9 @@ static int64_t first_row_seeing(const s1f_attention_args *args, int64_t key)
     return s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
 }
 
-static int64_t main_tasks(const attention_job *job)
-{
-    return job->args->batch * job->args->kv_heads * job->parts;
-}
-
 static int64_t num_workers(const attention_job *job, int32_t num_threads)
 {
-    return s1f_max(1, s1f_min(num_threads, main_tasks(job)));
+    return s1f_max(1, s1f_min(num_threads, job->main_tasks));
 }
 
 static int64_t scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
@@ -317,7 +337,7 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     const s1f_attention_args *args = job->args;
     int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, group = group_of(args);
     int64_t batch = task % kv_heads / args->kv_heads, kv_head = task % kv_heads % args->kv_heads;
-    int64_t first_row = (job->parts - 1 - task / kv_heads) * job->rows;
+    int64_t first_row = (job->chunks - 1 - task / kv_heads) * job->rows;
     int64_t num_rows = s1f_min(job->rows, args->segment_len - first_row), rows = round_up(num_rows, TILE_ROWS);
     int64_t first_token = args->q_start + first_row, last = first_token + num_rows, chunk = group * rows;
 
@@ -370,42 +390,51 @@ static s1f_status forward(const s1f_attention_args *args, const s1f_attention_co
         return status;
     job.scratch = scratch;
     job.workers = num_workers(&job, threads_of(context));
-    run_tasks(&job, context, main_tasks(&job), forward_task);
+    run_tasks(&job, context, job.main_tasks, forward_task);
     free(owned);
     return S1F_OK;
 }
 
 /* ---- backward ---- */
 
-/* Packs one query head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up the last micro-tile are
- * zero, and their p as well, so they add nothing to dk and dv. */
+/* Pieces of the rows of a segment, in which they are prepared and given out. */
+static int64_t num_pieces(const attention_job *job)
+{
+    return (job->rows + ROWS - 1) / ROWS;
+}
+
+/* Packs a piece of one query head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up the last
+ * micro-tile are zero, and their p as well, so they add nothing to dk and dv. */
 static void prepare_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t batch = task / args->heads, head = task % args->heads, dim = job->dim, rows = job->rows;
-    int64_t count = args->segment_len;
-    source_rows q = query_rows(args, args->q, args->q_strides, batch, head, 0, count);
-    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, head, 0, count);
-    pack_rows(&q, rows, dim, job->q + task * rows * job->depth);
-    pack_rows(&dout, rows, dim, job->dout + task * rows * job->depth);
+    int64_t head = task / num_pieces(job), begin = task % num_pieces(job) * ROWS, dim = job->dim;
+    int64_t batch = head / args->heads, of_batch = head % args->heads, first = head * job->rows + begin;
+    int64_t rows = s1f_min(ROWS, job->rows - begin), count = s1f_min(rows, args->segment_len - begin);
+    source_rows q = query_rows(args, args->q, args->q_strides, batch, of_batch, begin, count);
+    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, of_batch, begin, count);
+    pack_rows(&q, rows, dim, job->q + first * job->depth);
+    pack_rows(&dout, rows, dim, job->dout + first * job->depth);
     if (OPERAND_PAIRS) {
-        pack_across(&q, rows, dim, job->q_across + task * rows / PER_OPERAND * dim);
-        pack_across(&dout, rows, dim, job->dout_across + task * rows / PER_OPERAND * dim);
+        pack_across(&q, rows, dim, job->q_across + first / PER_OPERAND * dim);
+        pack_across(&dout, rows, dim, job->dout_across + first / PER_OPERAND * dim);
     }
-    float *lse = job->lse + task * rows, *delta = job->delta + task * rows, *a = scratch, *b = scratch + dim;
+    float *lse = job->lse + first, *delta = job->delta + first, *a = scratch, *b = scratch + dim;
+    const float *from = (const float *)args->lse + head * args->segment_len + begin;
     for (int64_t row = 0; row < rows; row++) {
         if (row >= count) {
             lse[row] = -LOWEST;
             delta[row] = 0;
             continue;
         }
-        widen_row(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->head_dim, a, dim);
-        widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, b, dim);
+        widen_row(args->dtype, args->dout, dout.at + row * dout.stride, args->head_dim, a, dim);
+        widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, of_batch, begin + row), args->head_dim, b,
+                  dim);
         vec sum = VEC_ALL(0);
         for (int64_t c = 0; c < dim; c += VEC_LANES)
             sum = VEC_FMA(VEC_LOAD(a + c), VEC_LOAD(b + c), sum);
         delta[row] = sum_of_lanes(sum);
-        lse[row] = (float)((double)((const float *)args->lse)[task * count + row] * LOG2_E);
+        lse[row] = (float)((double)from[row] * LOG2_E);
     }
 }
 
@@ -582,8 +611,7 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
 static void backward_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, group = group_of(args), rows = job->rows;
-    int64_t block = KEYS * job->depth;
+    int64_t dim = job->dim, group = group_of(args), rows = job->rows, block = KEYS * job->depth;
     key_block b = {.s = scratch, .dp = scratch + MICRO_TILE, .derivative = scratch + 2 * MICRO_TILE};
     b.p = scratch + 3 * MICRO_TILE;
     b.ds = b.p + BLOCK;
@@ -595,13 +623,16 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     b.dv = b.dk + KEYS * dim;
     b.room = b.dv + KEYS * dim;
 
-    int64_t part = task / kv_heads, first_key = part * job->part_keys;
-    key_range range = {.batch = task % kv_heads / args->kv_heads,
-                       .kv_head = task % kv_heads % args->kv_heads,
+    key_cut cut;
+    int64_t before = job->cuts[0].heads * job->cuts[0].ranges, is_last = task >= before;
+    int64_t in_cut = is_last ? task - before : task, cut_heads = job->cuts[is_last].heads;
+    int64_t kv_head = (is_last ? job->cuts[0].heads : 0) + in_cut % cut_heads, part = in_cut / cut_heads;
+    int64_t range_index = ranges_before(job, kv_head, &cut) + part, first_key = part * cut.keys;
+    key_range range = {.batch = kv_head / args->kv_heads,
+                       .kv_head = kv_head % args->kv_heads,
                        .first_key = first_key,
-                       .last_key = s1f_min(first_key + job->part_keys, args->q_start + args->segment_len)};
-    int64_t head = range.batch * args->heads + range.kv_head * group;
-    range.dq = job->dq + (part * args->batch * args->heads + head) * rows * dim;
+                       .last_key = s1f_min(first_key + cut.keys, args->q_start + args->segment_len),
+                       .dq = job->dq + range_index * group * rows * dim};
     for (int64_t g = 0, first = first_row_seeing(args, first_key); g < group; g++)
         memset(range.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.dq);
 
@@ -611,18 +642,21 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
         backward_pass(job, &range, begin, s1f_min(begin + pass_rows, rows), &b);
 }
 
-/* dq of one query head: the sum over the ranges of keys, in order. */
+/* dq of a piece of one query head: the sum over the ranges of keys, in order. */
 static void query_gradient_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t dim = job->dim, part_floats = args->batch * args->heads * job->rows * dim;
+    int64_t head = task / num_pieces(job), begin = task % num_pieces(job) * ROWS, dim = job->dim;
+    int64_t group = group_of(args), range_floats = group * job->rows * dim;
+    key_cut cut;
+    int64_t before = ranges_before(job, head / group, &cut);
     (void)scratch;
-    for (int64_t row = 0; row < args->segment_len; row++) {
-        float *dq = job->dq + (task * job->rows + row) * dim;
-        for (int64_t part = 1; part < job->parts && row >= first_row_seeing(args, part * job->part_keys); part++)
+    for (int64_t row = begin; row < s1f_min(begin + ROWS, args->segment_len); row++) {
+        float *dq = job->dq + before * range_floats + (head % group * job->rows + row) * dim;
+        for (int64_t range = 1; range < cut.ranges && row >= first_row_seeing(args, range * cut.keys); range++)
             for (int64_t c = 0; c < dim; c++)
-                dq[c] += dq[part * part_floats + c];
-        narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, task / args->heads, task % args->heads, row),
+                dq[c] += dq[range * range_floats + c];
+        narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, head / args->heads, head % args->heads, row),
                    args->head_dim, (float)args->scale, dq);
     }
 }
@@ -640,13 +674,13 @@ static s1f_status backward(const s1f_attention_args *args, const s1f_attention_c
     job.q_across = OPERAND_PAIRS ? job.dout + rows * job.depth : job.q;
     job.dout_across = OPERAND_PAIRS ? job.q_across + rows * job.depth : job.dout;
     job.dq = (float *)scratch + 2 * rows * job.dim;
-    job.lse = job.dq + job.parts * rows * job.dim;
+    job.lse = job.dq + job.main_tasks * group_of(args) * job.rows * job.dim;
     job.delta = job.lse + round_up(rows, ALIGNED);
     job.scratch = job.delta + round_up(rows, ALIGNED);
     job.workers = num_workers(&job, threads_of(context));
-    run_tasks(&job, context, heads, prepare_task);
-    run_tasks(&job, context, main_tasks(&job), backward_task);
-    run_tasks(&job, context, heads, query_gradient_task);
+    run_tasks(&job, context, heads * num_pieces(&job), prepare_task);
+    run_tasks(&job, context, job.main_tasks, backward_task);
+    run_tasks(&job, context, heads * num_pieces(&job), query_gradient_task);
     free(owned);
     return S1F_OK;
 }
