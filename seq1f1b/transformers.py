@@ -14,7 +14,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -73,14 +73,22 @@ def attention(
             f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
             "set use_cache=False, or generate with another attn_implementation",
         )
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    if sliding_window is None and types and types[module.layer_idx] == "sliding_attention":
+    layer, slides = getattr(module, "seq1f1b_layer", None), getattr(module, "seq1f1b_slides", None)
+    if layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
+        layer, slides = _identify(module)
+    if sliding_window is None and slides:
         _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
-    layer: Any = getattr(module, "seq1f1b_layer", getattr(module, "layer_idx", None))
-    if layer is None:
-        _refuse(f"{type(module).__name__}, which has no layer_idx", "use another attn_implementation")
     out = causal_attention(query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap)
     return out.transpose(1, 2), None
+
+
+def _identify(module: Any) -> tuple[int, bool]:
+    """Index of an attention's layer, and whether its config says that it slides."""
+    index: int | None = getattr(module, "layer_idx", None)
+    if index is None:
+        _refuse(f"{type(module).__name__}, which has no layer_idx", "use another attn_implementation")
+    types: Any = getattr(getattr(module, "config", None), "layer_types", None)
+    return index, bool(types) and types[index] == "sliding_attention"
 
 
 _ABOUT_PADDING = (
@@ -111,7 +119,7 @@ def _no_mask(
         _refuse("a mask that is not causal", "use another attn_implementation")
 
 
-def _refuse(what: str, remedy: str) -> None:
+def _refuse(what: str, remedy: str) -> NoReturn:
     raise ValueError(f'attn_implementation="{_NAME}" does not support {what}: {remedy}')
 
 
@@ -474,7 +482,8 @@ def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
 
 def _number_layers(layers: nn.Module, start: int, stop: int) -> None:
     for i in range(start, stop):
-        _attentions(layers.get_submodule(str(i)))[0].seq1f1b_layer = layer_handle(i)
+        module = _attentions(layers.get_submodule(str(i)))[0]
+        module.seq1f1b_layer, module.seq1f1b_slides = layer_handle(i), _identify(module)[1]
 
 
 def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
