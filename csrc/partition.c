@@ -10,6 +10,19 @@ typedef struct {
     double linear, quadratic; /* C(t) = linear t + quadratic t (t + 1) */
 } flop_cost;
 
+/* A stretch of the rows in which no document begins but at its first token. */
+typedef struct {
+    unsigned __int128 pairs; /* of tokens and those that they attend to, in all rows before `begin` */
+    int64_t begin;           /* token */
+    int64_t open;            /* tokens before `begin` of the documents that go on, in all rows */
+} stretch;
+
+typedef struct {
+    flop_cost flops;
+    const stretch *stretches; /* ascending */
+    int64_t num_stretches, num_rows;
+} document_cost;
+
 typedef struct {
     const double *costs;
     const double *sums; /* sums[i]: cost of pieces 0..i-1 */
@@ -20,13 +33,35 @@ typedef struct {
     int64_t seq_len;
     double mix;
     double even_per_token;  /* (1 - mix) * C(seq_len) / seq_len */
-    const flop_cost *flops; /* one of the two is set */
+    const flop_cost *flops; /* one of the three is set */
+    const document_cost *documents;
     const profiled_cost *profiled;
 } cost_function;
 
 static double flops_of_first(const flop_cost *cost, double t)
 {
     return cost->linear * t + cost->quadratic * (t * (t + 1));
+}
+
+/* Pairs from the stretch's begin to `end`, all rows: token i of it attends to what is open and to i + 1 of its own. */
+static unsigned __int128 pairs_until(const stretch *from, int64_t num_rows, int64_t end)
+{
+    unsigned __int128 n = (unsigned __int128)(end - from->begin);
+    return from->pairs + n * (unsigned __int128)from->open + n * (n + 1) / 2 * (unsigned __int128)num_rows;
+}
+
+static double documents_of_first(const document_cost *cost, int64_t t)
+{
+    int64_t low = 0, high = cost->num_stretches; /* the last stretch that begins at or before t is in [low, high) */
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (cost->stretches[middle].begin <= t)
+            low = middle;
+        else
+            high = middle;
+    }
+    double pairs = (double)(2 * pairs_until(&cost->stretches[low], cost->num_rows, t)) / (double)cost->num_rows;
+    return cost->flops.linear * (double)t + cost->flops.quadratic * pairs;
 }
 
 static double profiled_of_first(const profiled_cost *cost, int64_t t, int64_t seq_len)
@@ -39,7 +74,11 @@ static double profiled_of_first(const profiled_cost *cost, int64_t t, int64_t se
 
 static double unmixed_of_first(const cost_function *cost, int64_t t)
 {
-    return cost->flops ? flops_of_first(cost->flops, (double)t) : profiled_of_first(cost->profiled, t, cost->seq_len);
+    if (cost->flops != NULL)
+        return flops_of_first(cost->flops, (double)t);
+    if (cost->documents != NULL)
+        return documents_of_first(cost->documents, t);
+    return profiled_of_first(cost->profiled, t, cost->seq_len);
 }
 
 static double cost_of_first(const cost_function *cost, int64_t t)
@@ -323,6 +362,100 @@ s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_
     cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
     partition_by_cost(&cost, num_segments, multiple_of, sizes);
     return S1F_OK;
+}
+
+/* ---- rows of packed documents ---- */
+
+typedef struct {
+    int64_t end, length; /* tokens; the end from the begin of its row */
+} document;
+
+static int by_end(const void *a, const void *b)
+{
+    int64_t left = ((const document *)a)->end, right = ((const document *)b)->end;
+    return (left > right) - (left < right);
+}
+
+/* Where the documents end in their rows; *num_rows: how many rows they fill. */
+static s1f_status place_documents(int64_t seq_len, const int64_t *lengths, int64_t num_documents, document *documents,
+                                  int64_t *num_rows)
+{
+    int64_t used = 0; /* tokens of the row that is being filled */
+    *num_rows = 0;
+    for (int64_t i = 0; i < num_documents; i++) {
+        if (lengths[i] < 1)
+            return s1f_fail(S1F_ERR_ARG, "documents[%lld] is %lld, must be at least 1 token", (long long)i,
+                            (long long)lengths[i]);
+        if (lengths[i] > seq_len - used)
+            return s1f_fail(S1F_ERR_ARG,
+                            "documents[%lld] has %lld tokens, its row has %lld left: documents fill rows of %lld "
+                            "tokens, one after another",
+                            (long long)i, (long long)lengths[i], (long long)(seq_len - used), (long long)seq_len);
+        used += lengths[i];
+        documents[i] = (document){used, lengths[i]};
+        if (used == seq_len) {
+            used = 0;
+            ++*num_rows;
+        }
+    }
+    if (used != 0)
+        return s1f_fail(S1F_ERR_ARG,
+                        "the last row of documents holds %lld tokens, must hold %lld: padding is a document",
+                        (long long)used, (long long)seq_len);
+    return S1F_OK;
+}
+
+/* Sweeps over the ends of documents, from all rows at once. Returns how many stretches there are. */
+static int64_t make_stretches(int64_t seq_len, document *documents, int64_t num_documents, int64_t num_rows,
+                              stretch *stretches)
+{
+    qsort(documents, (size_t)num_documents, sizeof *documents, by_end);
+    stretches[0] = (stretch){0};
+    int64_t count = 1;
+    for (int64_t i = 0; i < num_documents && documents[i].end < seq_len;) {
+        int64_t end = documents[i].end, closed = 0;
+        for (; i < num_documents && documents[i].end == end; i++)
+            closed += documents[i].length;
+        const stretch *last = &stretches[count - 1];
+        int64_t open = last->open + num_rows * (end - last->begin) - closed;
+        stretches[count++] = (stretch){pairs_until(last, num_rows, end), end, open};
+    }
+    return count;
+}
+
+s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
+                                   const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
+                                   int64_t *sizes)
+{
+    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
+    if (status != S1F_OK || (status = check_model(model)) != S1F_OK)
+        return status;
+    if (num_documents < 1 || num_documents > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "there are %lld documents, must be in 1..%lld", (long long)num_documents,
+                        (long long)S1F_MAX_SEQUENCE_LENGTH);
+    document *placed = malloc((size_t)num_documents * sizeof *placed);
+    stretch *stretches = malloc((size_t)num_documents * sizeof *stretches);
+    int64_t num_rows;
+    if (placed == NULL || stretches == NULL) {
+        status = s1f_fail(S1F_ERR_MEMORY, "cannot allocate the ends of %lld documents", (long long)num_documents);
+        goto done;
+    }
+    status = place_documents(seq_len, documents, num_documents, placed, &num_rows);
+    if (status != S1F_OK)
+        goto done;
+    if (mix == 0) {
+        status = s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
+    } else {
+        int64_t count = make_stretches(seq_len, placed, num_documents, num_rows, stretches);
+        document_cost of_documents = {flop_cost_of(model), stretches, count, num_rows};
+        cost_function cost = {.seq_len = seq_len, .mix = mix, .documents = &of_documents};
+        cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
+        partition_by_cost(&cost, num_segments, multiple_of, sizes);
+    }
+done:
+    free(stretches);
+    free(placed);
+    return status;
 }
 
 s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,

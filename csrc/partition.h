@@ -50,6 +50,14 @@ s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t mul
 s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
                                int64_t multiple_of, int64_t *sizes);
 
+/* As s1f_partition_flops, for rows of packed documents: attention stays within a document, so its pairs of tokens are
+ * those within one. documents: lengths of the documents in tokens, row after row; every row holds seq_len tokens, and
+ * the cost is the mean over the rows, which are cut alike. One document of seq_len tokens gives s1f_partition_flops.
+ * S1F_ERR_ARG if a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
+s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
+                                   const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
+                                   int64_t *sizes);
+
 /* Equal measured cost. The sequence is cut into num_costs pieces of equal length (tokens may straddle two); costs[i] is
  * what piece i costs, in any unit, spread evenly over it. So num_costs = seq_len gives the cost of each token, and
  * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum finite and > 0.

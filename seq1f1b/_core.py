@@ -10,6 +10,7 @@ PipelineError = _C.PipelineError
 # partition
 partition_even = _C.partition_even
 partition_flops = _C.partition_flops
+partition_documents = _C.partition_documents
 partition_profiled = _C.partition_profiled
 partition_check = _C.partition_check
 model_flops = _C.model_flops

@@ -79,6 +79,7 @@ def partition_sequence(
     model: ModelShape | None = None,
     costs: Sequence[float] | None = None,
     profile: Profile | None = None,
+    documents: Sequence[int] | None = None,
     mix: float = 1.0,
     multiple_of: int = 1,
 ) -> list[int]:
@@ -93,6 +94,8 @@ def partition_sequence(
         costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
             what piece ``i`` costs, in any unit. One cost per token, or the times of a few equal segments.
         profile: for ``"profiled"``, in place of costs: of the whole model, as ``seq1f1b profile`` measures it.
+        documents: for ``"flops"``: lengths of the documents packed into the sequence, padding among them; or into
+            several such rows, one row after another, that are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
         multiple_of: every size is a multiple of it, except that one segment holds the remainder of ``seq_len``, placed
             where it keeps the costliest segment cheapest.
@@ -114,6 +117,10 @@ def partition_sequence(
         if (value is None) == (needs[strategy] == name):
             other = " or profile=" if name == "costs" and value is None else ""
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
+    if documents is not None and model is None:
+        raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
+    if model is not None and documents is not None:
+        return _core.partition_documents(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
     if model is not None:
         return _core.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
     if costs is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +68,40 @@ def test_profiled_against_every_composition(costs: list[int], data: st.DataObjec
     every = compositions(len(costs), num_segments, multiple_of)
     assert sizes in every
     assert max(segment_costs(sizes, costs)) == min(max(segment_costs(other, costs)) for other in every)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_documents_against_every_composition(data: st.DataObject) -> None:
+    """Rows that are cut alike cost their sum, in which a token attends within its own document."""
+    seq_len, multiple_of = data.draw(st.integers(1, 11)), data.draw(st.integers(1, 4))
+    num_segments = data.draw(st.integers(1, math.ceil(seq_len / multiple_of)))
+    rows = data.draw(
+        st.lists(st.sets(st.integers(1, seq_len - 1)) if seq_len > 1 else st.just(set()), min_size=1, max_size=4)
+    )
+    documents, costs = [], [0] * seq_len
+    for cuts in rows:
+        for begin, end in pairwise((0, *sorted(cuts), seq_len)):
+            documents.append(end - begin)
+            for t in range(begin, end):
+                costs[t] += token_flops(SMALL, t - begin)
+    sizes = partition_sequence(seq_len, num_segments, model=SMALL, documents=documents, multiple_of=multiple_of)
+    every = compositions(seq_len, num_segments, multiple_of)
+    assert sizes in every
+    assert max(segment_costs(sizes, costs)) == min(max(segment_costs(other, costs)) for other in every)
+
+
+def test_one_document_is_the_plain_split_and_short_ones_make_it_even() -> None:
+    for seq_len, num_segments in ((65536, 4), (1 << 40, 7), (1000, 3)):
+        plain = partition_sequence(seq_len, num_segments, model=GPT_7B)
+        for rows in (1, 3):
+            assert partition_sequence(seq_len, num_segments, model=GPT_7B, documents=[seq_len] * rows) == plain
+    short = partition_sequence(65536, 4, model=GPT_7B, documents=[1024] * 64)
+    assert short == [16384] * 4
+    assert partition_sequence(65536, 4, model=GPT_7B, documents=[1] * 65536) == [16384] * 4
+    # one long document behind short ones: its tokens grow dearer, those before it are cheap
+    mixed = partition_sequence(65536, 4, model=GPT_7B, documents=[512] * 32 + [49152])
+    assert mixed[0] > 16384 > mixed[3]
 
 
 @given(
@@ -166,6 +200,11 @@ def test_few_costs_stand_for_equal_pieces() -> None:
         (8, 2, {"model": SMALL._replace(vocab=-1)}, "model vocab is -1, must be at least 0"),
         (8, 2, {"model": SMALL._replace(heads=3)}, "model heads is 3, must divide hidden 8"),
         (8, 2, {"model": SMALL._replace(heads=4, kv_heads=3)}, "model kv_heads is 3, must divide heads 4"),
+        (8, 2, {"strategy": "even", "documents": [8]}, "documents= is for strategy 'flops', the strategy is 'even'"),
+        (8, 2, {"model": SMALL, "documents": []}, "there are 0 documents"),
+        (8, 2, {"model": SMALL, "documents": [5, 0, 3]}, "documents\\[1\\] is 0, must be at least 1 token"),
+        (8, 2, {"model": SMALL, "documents": [8, 5, 4]}, "documents\\[2\\] has 4 tokens, its row has 3 left"),
+        (8, 2, {"model": SMALL, "documents": [8, 5]}, "the last row of documents holds 5 tokens, must hold 8"),
         (8, 2, {"strategy": "profiled", "costs": []}, "there are 0 costs"),
         (8, 2, {"strategy": "profiled", "costs": [1.0, -2.0]}, "costs\\[1\\] is -2"),
         (8, 2, {"strategy": "profiled", "costs": [math.inf]}, "costs\\[0\\] is inf"),

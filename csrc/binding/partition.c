@@ -125,6 +125,59 @@ static int copy_doubles(PyObject *numbers, double **out, int64_t *count)
     return values == NULL ? -1 : 0;
 }
 
+/* Copies a sequence of integers. *out is the caller's (PyMem_Free). */
+static int copy_integers(PyObject *numbers, int64_t **out, int64_t *count)
+{
+    PyObject *list = PySequence_List(numbers);
+    if (list == NULL)
+        return -1;
+    Py_ssize_t n = PyList_Size(list);
+    int64_t *values = PyMem_Malloc((size_t)(n > 0 ? n : 1) * sizeof *values);
+    if (values == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        if (!to_int64(PyList_GetItem(list, i), &values[i])) {
+            PyMem_Free(values);
+            values = NULL;
+        }
+    }
+    Py_DECREF(list);
+    *out = values;
+    *count = n;
+    return values == NULL ? -1 : 0;
+}
+
+PyDoc_STRVAR(partition_documents_doc,
+             "partition_documents(seq_len, num_segments, model, documents, mix, multiple_of, /)\n--\n\n"
+             "As partition_flops for rows of packed documents, given by their lengths.");
+
+static PyObject *partition_documents(PyObject *module, PyObject *args)
+{
+    (void)module;
+    int64_t seq_len, multiple_of, num_documents, *documents;
+    int32_t num_segments;
+    s1f_model_shape model;
+    PyObject *lengths;
+    double mix;
+    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "OdO&", to_int64, &seq_len, to_count, &num_segments,
+                          MODEL_ARGUMENTS(model), &lengths, &mix, to_int64, &multiple_of))
+        return NULL;
+    if (copy_integers(lengths, &documents, &num_documents) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    int64_t *sizes = sizes_alloc(seq_len, num_segments);
+    if (sizes != NULL) {
+        s1f_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status =
+            s1f_partition_documents(seq_len, num_segments, &model, documents, num_documents, mix, multiple_of, sizes);
+        Py_END_ALLOW_THREADS
+        result = finish_sizes(status, sizes, num_segments);
+    }
+    PyMem_Free(documents);
+    return result;
+}
+
 PyDoc_STRVAR(partition_profiled_doc, "partition_profiled(seq_len, num_segments, costs, mix, multiple_of, /)\n--\n\n"
                                      "Sizes of equal measured cost; costs[i] is that of piece i of len(costs).");
 
@@ -160,28 +213,12 @@ static PyObject *partition_check(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *numbers;
-    int64_t seq_len;
-    if (!PyArg_ParseTuple(args, "OO&", &numbers, to_int64, &seq_len))
+    int64_t seq_len, count, *sizes;
+    if (!PyArg_ParseTuple(args, "OO&", &numbers, to_int64, &seq_len) || copy_integers(numbers, &sizes, &count) < 0)
         return NULL;
-    PyObject *list = PySequence_List(numbers);
-    if (list == NULL)
-        return NULL;
-    PyObject *result = NULL;
-    Py_ssize_t count = PyList_Size(list);
-    int64_t *sizes = PyMem_Malloc((size_t)(count > 0 ? count : 1) * sizeof *sizes);
-    if (sizes == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!to_int64(PyList_GetItem(list, i), &sizes[i]))
-            goto done;
     s1f_status status = s1f_partition_check(sizes, count > INT32_MAX ? INT32_MAX : (int32_t)count, seq_len);
-    result = status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
-done:
     PyMem_Free(sizes);
-    Py_DECREF(list);
-    return result;
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
 }
 
 PyDoc_STRVAR(model_flops_doc, "model_flops(model, begin, end, /)\n--\n\n"
@@ -202,6 +239,7 @@ static PyObject *model_flops(PyObject *module, PyObject *args)
 PyMethodDef s1f_partition_methods[] = {
     {"partition_even", partition_even, METH_VARARGS, partition_even_doc},
     {"partition_flops", partition_flops, METH_VARARGS, partition_flops_doc},
+    {"partition_documents", partition_documents, METH_VARARGS, partition_documents_doc},
     {"partition_profiled", partition_profiled, METH_VARARGS, partition_profiled_doc},
     {"partition_check", partition_check, METH_VARARGS, partition_check_doc},
     {"model_flops", model_flops, METH_VARARGS, model_flops_doc},

@@ -62,6 +62,39 @@ static void test_profiled_is_optimal(void)
     }
 }
 
+static void test_documents_are_optimal(void)
+{
+    s1f_model_shape model = {1, 1, 1, 1, 0, 0, 0}; /* 8 + 4 (t + 1) FLOP of token t: sums are exact */
+    uint32_t state = 1;
+    for (int round = 0; round < 200; round++) {
+        int64_t seq_len = 1 + round % MAX_TOKENS, documents[4 * MAX_TOKENS], num_documents = 0;
+        double costs[MAX_TOKENS] = {0};
+        for (int row = 0; row < 1 << round % 3; row++) { /* 1, 2 or 4 rows */
+            int64_t begin = 0;
+            for (int64_t t = 0; t < seq_len; t++) {
+                state = state * 1664525u + 1013904223u;
+                costs[t] += 8 + 4 * (double)(t - begin + 1);
+                if (state >> 30 == 0 || t == seq_len - 1) { /* a document ends at every fourth token */
+                    documents[num_documents++] = t + 1 - begin;
+                    begin = t + 1;
+                }
+            }
+        }
+        for (int64_t multiple_of = 1; multiple_of <= 3; multiple_of++) {
+            int64_t units = (seq_len + multiple_of - 1) / multiple_of;
+            for (int32_t k = 1; k <= units; k++) {
+                int64_t sizes[MAX_TOKENS];
+                CHECK_STATUS(
+                    s1f_partition_documents(seq_len, k, &model, documents, num_documents, 1.0, multiple_of, sizes),
+                    S1F_OK, "");
+                CHECK_STATUS(s1f_partition_check(sizes, k, seq_len), S1F_OK, "");
+                double best = brute_force(costs, seq_len, 0, k, multiple_of, seq_len % multiple_of != 0);
+                CHECK(costliest(costs, sizes, k) == best);
+            }
+        }
+    }
+}
+
 static void test_longest_sequence(void)
 {
     s1f_model_shape model = {1 << 16, 1000, 512, 8, 1 << 18, 1 << 20, 0};
@@ -93,6 +126,12 @@ static void test_errors_leave_sizes_alone(void)
     CHECK_STATUS(s1f_partition_even(8, 2, INT64_MAX, sizes), S1F_ERR_ARG, "hold only 1 segments");
     CHECK_STATUS(s1f_partition_flops(8, 2, &odd_heads, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
     CHECK_STATUS(s1f_partition_flops(8, 2, &model, NAN, 1, sizes), S1F_ERR_ARG, "mix");
+    const int64_t none[2] = {8, 0}, over[2] = {4, 5}, under[2] = {4, 3};
+    CHECK_STATUS(s1f_partition_documents(8, 2, &odd_heads, none, 1, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
+    CHECK_STATUS(s1f_partition_documents(8, 2, &model, none, 0, 1, 1, sizes), S1F_ERR_ARG, "0 documents");
+    CHECK_STATUS(s1f_partition_documents(8, 2, &model, none, 2, 1, 1, sizes), S1F_ERR_ARG, "documents[1] is 0");
+    CHECK_STATUS(s1f_partition_documents(8, 2, &model, over, 2, 1, 1, sizes), S1F_ERR_ARG, "its row has 4 left");
+    CHECK_STATUS(s1f_partition_documents(8, 2, &model, under, 2, 1, 1, sizes), S1F_ERR_ARG, "holds 7 tokens");
     CHECK_STATUS(s1f_partition_profiled(8, 2, costs, 2, 1, 1, sizes), S1F_ERR_ARG, "costs[1]");
     CHECK_STATUS(s1f_partition_profiled(8, 2, zeros, 2, 1, 1, sizes), S1F_ERR_ARG, "sum to 0");
     CHECK_STATUS(s1f_partition_profiled(8, 2, zeros, 0, 1, 1, sizes), S1F_ERR_ARG, "0 costs");
@@ -115,11 +154,23 @@ static void test_failing_allocation(void)
     CHECK(sizes[0] == -7 && sizes[1] == -7);
     CHECK_STATUS(s1f_partition_profiled(9, 2, costs, 3, 1, 1, sizes), S1F_OK, "");
     CHECK(fail_allocation(-1) == 1);
+
+    s1f_model_shape model = {64, 2, 4, 2, 128, 100, 0};
+    const int64_t documents[3] = {4, 3, 2};
+    sizes[0] = sizes[1] = -7;
+    for (int i = 0; i < 2; i++) {
+        fail_allocation(i);
+        CHECK_STATUS(s1f_partition_documents(9, 2, &model, documents, 3, 1, 1, sizes), S1F_ERR_MEMORY, "3 documents");
+        CHECK(sizes[0] == -7 && sizes[1] == -7);
+    }
+    fail_allocation(-1);
+    CHECK_STATUS(s1f_partition_documents(9, 2, &model, documents, 3, 1, 1, sizes), S1F_OK, "");
 }
 
 int main(void)
 {
     test_profiled_is_optimal();
+    test_documents_are_optimal();
     test_longest_sequence();
     test_errors_leave_sizes_alone();
     test_failing_allocation();
