@@ -6,7 +6,8 @@
  *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads) -> (dq, dk, dv)
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
  *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids) of them, dk and dv to be added to
- *   positions(x, dim) -> int64 positions of x's tokens
+ *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's; within
+ *     their documents, where doc_ids is not empty
  *
  * cache_write and cache_read are for every device: attention on other devices than the CPU is Python's, by torch's own ops
  * (seq1f1b/cuda.py), over these views of slabs that torch's allocator gave. The views are borrowed until the unit ends. The

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
     from seq1f1b.context import add_loss, carry_in, carry_out
     from seq1f1b.engine import PipelineEngine
+    from seq1f1b.packing import document_starts, pack_documents
     from seq1f1b.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
     from seq1f1b.transport import LoopbackGroup
     from seq1f1b.weighting import shift_labels
@@ -37,7 +38,9 @@ __all__ = [
     "carry_out",
     "causal_attention",
     "check_segment_sizes",
+    "document_starts",
     "layer_handle",
+    "pack_documents",
     "partition_sequence",
     "positions",
     "schedules",
@@ -56,7 +59,9 @@ _NEEDS_TORCH: dict[str, str] = {
     "carry_in": "seq1f1b.context",
     "carry_out": "seq1f1b.context",
     "causal_attention": "seq1f1b.attention",
+    "document_starts": "seq1f1b.packing",
     "layer_handle": "seq1f1b.attention",
+    "pack_documents": "seq1f1b.packing",
     "positions": "seq1f1b.attention",
     "shift_labels": "seq1f1b.weighting",
     "token_offset": "seq1f1b.attention",

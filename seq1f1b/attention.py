@@ -107,19 +107,52 @@ def layer_handle(index: int) -> Tensor:
     return torch.tensor(index, dtype=torch.int64, device="cpu")
 
 
-def token_offset() -> int:
-    """Position of the current segment's first token; 0 outside a step. For eager code, see ``positions``."""
-    return _core.token_offset()
+def token_offset(*, shard: tuple[int, int] | None = None) -> int:
+    """Position of the current segment's first token; 0 outside a step. For eager code, see ``positions``.
+
+    Args:
+        shard: (rank, size) where each of several ranks holds a part of the segment: position of the rank's first token.
+    """
+    if shard is None:
+        return _core.token_offset()
+    rank, size = check_shard(shard)
+    unit = _core.current_unit()
+    if unit is None and rank > 0:
+        raise ValueError(
+            f"token_offset(shard=({rank}, {size})) outside a step, where no length is known: use positions"
+        )
+    offset, length = (0, 0) if unit is None else unit[6:8]
+    return offset + rank * (length // size)
 
 
-def positions(x: Tensor, dim: int = 1) -> Tensor:
+def positions(
+    x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, shard: tuple[int, int] | None = None
+) -> Tensor:
     """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
 
     An op that reads the offset when it runs, so that compiled code need not be traced again for another segment.
+
+    Args:
+        doc_ids: (batch, tokens) of packed documents, as :func:`seq1f1b.document_starts` makes them for whole rows: the
+            result is (batch, tokens), and 0 where a document begins, be it in an earlier segment.
+        shard: (rank, size) where x holds the rank's part of the segment, as under sequence parallelism; the parts are
+            equally long.
+    Raises:
+        ValueError: x is not as long as the segment, or its shard; doc_ids that are no positions of first tokens.
     """
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
-    return _ops.positions.default(x.detach(), dim)  # type: ignore[no-any-return]
+    rank, size = (0, 1) if shard is None else check_shard(shard)
+    x = x.detach()
+    docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else doc_ids.to(torch.int32)
+    return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
+
+
+def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    """(rank, size), or the error that names the rule."""
+    if not (isinstance(shard, tuple) and len(shard) == 2 and 0 <= shard[0] < shard[1]):
+        raise ValueError(f"shard is {shard!r}, must be (rank, size) with 0 <= rank < size")
+    return shard
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -284,8 +317,9 @@ def _fake_segment_attention_backward(
     return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads)
 
 
-def _fake_positions(x: Tensor, dim: int) -> Tensor:
-    return x.new_empty((x.shape[dim],), dtype=torch.int64)
+def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
+    shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
+    return x.new_empty(shape, dtype=torch.int64)
 
 
 for _name, _fake in (

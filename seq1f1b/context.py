@@ -93,6 +93,9 @@ def _key(layer: Tensor | int) -> int:
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """State that the previous segment left by :func:`carry_out`.
 
+    Of packed documents, a layer forgets its state where a document begins, wherever in the segment that is, the first
+    token included: there ``positions(x, doc_ids=doc_ids)`` is 0.
+
     Args:
         layer: handle or int that names the state; attention has its own names.
         default: the state before the first token: returned for the first segment, and outside a step.

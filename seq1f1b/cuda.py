@@ -87,17 +87,32 @@ def segment_attention_backward(
     return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
 
 
-def positions(x: Tensor, dim: int) -> Tensor:
+def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
     unit = _core.current_unit()
     length = x.shape[dim]
-    if unit is None:
-        return torch.arange(length, device=x.device)
-    offset, expected = unit[6], unit[7]
-    if length != expected:
+    first = rank * length
+    if unit is not None:
+        offset, expected = unit[6], unit[7]
+        if length * num_shards != expected:
+            raise ValueError(
+                f"positions of dimension {dim}, which has {length} elements; the segment has {expected} tokens "
+                f"(shards: {num_shards})"
+            )
+        first += offset
+    position = torch.arange(first, first + length, device=x.device)
+    if not doc_ids.numel():
+        return position
+    if doc_ids.dim() != 2 or doc_ids.shape[1] != length:
         raise ValueError(
-            f"positions of dimension {dim}, which has {length} elements; the segment has {expected} tokens"
+            f"doc_ids is {tuple(doc_ids.shape)}, must be (batch, tokens), tokens as many as x has: {length}"
         )
-    return torch.arange(offset, offset + length, device=x.device)
+    goes_on = torch.cat([(doc_ids[:, :1] >= 0) & (doc_ids[:, :1] < first), doc_ids[:, 1:] == doc_ids[:, :-1]], 1)
+    # Asserted on the device: to read the answer here would wait for all that runs there.
+    torch._assert_async(
+        ((doc_ids == position) | goes_on).all(),
+        "doc_ids must be positions of documents' first tokens: seq1f1b.document_starts makes such ids of a whole row's",
+    )
+    return position - doc_ids
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

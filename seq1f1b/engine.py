@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _core
+from seq1f1b.attention import check_shard
 from seq1f1b.context import inside_step
 from seq1f1b.data_parallel import data_parallel, without_wrapper
 from seq1f1b.devices import common_device, move, step_on, through_host
+from seq1f1b.packing import document_lengths
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.report import StepRecord, make_report
@@ -25,6 +27,7 @@ from seq1f1b.splitting import (
     check_rules,
     microbatches,
     sequence_length,
+    shard_sizes,
     split_inputs,
     split_kwargs,
     split_sequence,
@@ -53,8 +56,9 @@ class PipelineEngine:
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
-        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); k token counts;
-            or, where steps differ in length, a mapping from the tokens of a sequence to its k token counts.
+        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``), of the documents
+            where a step has a sliced keyword argument ``doc_ids``, on every rank then; k token counts; or, where steps
+            differ in length, a mapping from the tokens of a sequence to its k token counts.
         model_shape: of the whole model, for ``"balanced"``.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
@@ -71,6 +75,10 @@ class PipelineEngine:
             FSDP2; None: in their own.
         prefetch: receive places beyond the peak of live ones.
         spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
+        shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
+            parallelism, :func:`seq1f1b.ulysses_attention`). Each is given whole sequences and runs its part of each
+            segment. Losses and gradients are such that their mean over these ranks is that of the whole, as in data
+            parallelism: put the stage under DDP or FSDP2 over them.
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
             num_segments and segment_sizes. Refused by name where it needs what the engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
@@ -98,6 +106,7 @@ class PipelineEngine:
         grad_dtype: torch.dtype | None = torch.float32,
         prefetch: int = 1,
         spin_us: float | None = None,
+        shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
         if plan is not None:
@@ -117,6 +126,7 @@ class PipelineEngine:
             raise ValueError(f"loss_reduction is {loss_reduction!r}, must be 'mean' or 'sum'")
         check_rules({}, arg_rules or {})
         self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
+        self.shard = check_shard(shard)
         self._check_sizes_argument(segment_sizes, model_shape)
         self._segment_sizes, self._model_shape = segment_sizes, model_shape
         self._arg_rules = dict(arg_rules or {})
@@ -391,14 +401,27 @@ class PipelineEngine:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def sizes_of(self, length: int) -> list[int]:
-        """Segment sizes for a sequence of this many tokens."""
+    def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
+        """Segment sizes for a sequence of this many tokens. documents: of packed rows, for ``"balanced"``."""
         if length < self.num_segments:
             raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {self.num_segments}")
+        sizes = self._choose_sizes(length, documents)
+        num_shards = self.shard[1]
+        for s, size in enumerate(sizes):
+            if size % num_shards:
+                raise ValueError(
+                    f"segment {s} has {size} tokens, which {num_shards} shards do not divide: pad the sequence of "
+                    f"{length} tokens to a multiple of {num_shards}, and give segment_sizes of "
+                    f"partition_sequence(multiple_of={num_shards})"
+                )
+        return sizes
+
+    def _choose_sizes(self, length: int, documents: Sequence[int] | None) -> list[int]:
+        k, num_shards = self.num_segments, self.shard[1]
         if self._segment_sizes is None:
-            return partition_sequence(length, self.num_segments, strategy="even")
+            return partition_sequence(length, k, strategy="even", multiple_of=num_shards)
         if isinstance(self._segment_sizes, str):
-            return partition_sequence(length, self.num_segments, strategy="flops", model=self._model_shape)
+            return partition_sequence(length, k, model=self._model_shape, documents=documents, multiple_of=num_shards)
         if isinstance(self._segment_sizes, Mapping):
             if length not in self._segment_sizes:
                 known = ", ".join(map(str, sorted(self._segment_sizes)))
@@ -612,17 +635,17 @@ class _Batch:
     def learn(self, length: int) -> list[int]:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
         engine = self._engine
-        M, dim = engine.num_microbatches, engine.seq_dim
-        self.length, self.sizes = length, engine.sizes_of(length)
+        M, dim, shard = engine.num_microbatches, engine.seq_dim, engine.shard
+        self.length, self.sizes = length, engine.sizes_of(length, self._documents())
         engine._set_limits(self.shape_key in engine._known_shapes)
-        inputs = split_inputs(self._inputs, M, self.sizes, dim) if engine.has_first else None
+        inputs = split_inputs(self._inputs, M, self.sizes, dim, shard) if engine.has_first else None
         kwargs = None
         if self._kwargs or engine._arg_rules:
-            kwargs = split_kwargs(self.leaves.replace(self._kwargs), engine._arg_rules, M, self.sizes, dim)
+            kwargs = split_kwargs(self.leaves.replace(self._kwargs), engine._arg_rules, M, self.sizes, dim, shard)
         targets = seeds = segment_shares = None
         if engine.has_last and self._target is not None:
             targets = self._split_targets(self._target, dim)
-            segment_shares, seeds = self._weigh(self._target, targets)
+            segment_shares, seeds = self._weigh(self._target, dim)
         scale = self._gradient_scale / (M if engine._scale_grads and self._global_count is None else 1.0)
         mean = engine._loss_reduction == "mean"
         for runtime in engine._runtimes.values():
@@ -635,32 +658,51 @@ class _Batch:
                 seeds=seeds if last else None,
                 shares=segment_shares if last else None,
                 loss_kwargs=self._loss_kwargs,
-                auxiliary_seed=[scale * (size / length if mean else 1.0) for size in self.sizes],
+                auxiliary_seed=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
                 keep_outputs=self._keep_outputs and last,
                 measure_activations=self._training and self.shape_key not in engine._known_shapes,
             )
         return self.sizes
 
-    def _split_targets(self, whole: list[Any], dim: int) -> list[list[Any]]:
-        if self._engine.num_segments == 1:
-            return [[target] for target in whole]
-        return [split_sequence(t, self.sizes, dim, f"target of micro-batch {m}") for m, t in enumerate(whole)]
-
-    def _weigh(self, whole: list[Any], split: list[list[Any]]) -> tuple[list[list[float]], list[list[Tensor]]]:
-        """Shares of the segments in their micro-batch's loss, and the seeds of their backwards."""
+    def _documents(self) -> list[int] | None:
+        """Lengths of the packed documents of all rows, where segments are balanced by them."""
         engine = self._engine
-        M, k = engine.num_microbatches, engine.num_segments
+        if engine._segment_sizes != "balanced" or engine._arg_rules.get("doc_ids") != "slice":
+            return None
+        kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
+        rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
+        return [length for doc_ids in rows for length in document_lengths(doc_ids)] or None
+
+    def _split_targets(self, whole: list[Any], dim: int) -> list[list[Any]]:
+        engine = self._engine
+        if engine.num_segments * engine.shard[1] == 1:
+            return [[target] for target in whole]
+        return [
+            split_sequence(t, self.sizes, dim, f"target of micro-batch {m}", engine.shard) for m, t in enumerate(whole)
+        ]
+
+    def _weigh(self, whole: list[Any], dim: int) -> tuple[list[list[float]], list[list[Tensor]]]:
+        """Shares of this rank's segments in their micro-batch's loss, and the seeds of their backwards.
+
+        Of a segment in shards each rank's share counts as many times as there are shards: their mean is to be the loss.
+        """
+        engine = self._engine
+        M, k, (rank, num_shards) = engine.num_microbatches, engine.num_segments, engine.shard
         if engine._loss_reduction == "sum":
-            counts = self._weights = [[1.0] * k for _ in range(M)]
+            counts = segment_shares = [[1.0] * k for _ in range(M)]
         else:
-            counts = count_targets(whole, split, self.sizes, engine.seq_dim, engine._loss_weight)
-            self._weights = shares(counts)
+            pieces = shard_sizes(self.sizes, engine.shard)
+            all_counts = count_targets(whole, pieces, dim, engine._loss_weight)
+            counts, segment_shares = (
+                [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
+            )
+        self._weights = [[num_shards * share for share in row] for row in segment_shares]
         if self._global_count is not None:
-            scale = self._gradient_scale
+            scale = self._gradient_scale * num_shards
             seeds = [[scale * count / self._global_count for count in row] for row in counts]
         else:
             scale = self._gradient_scale / (M if engine._scale_grads else 1.0)
-            seeds = [[share * scale for share in row] for row in self._weights]
+            seeds = [[weight * scale for weight in row] for row in self._weights]
         return self._weights, make_seeds(seeds, engine.device)
 
     def losses(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a callable argument rule is given: which tokens of which micro-batch a unit works on."""
+    """What a callable argument rule is given: which tokens of which micro-batch a unit of this rank works on."""
 
     microbatch: int
     segment: int
@@ -45,22 +45,31 @@ def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
     return [value] * num_microbatches
 
 
-def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str) -> list[Any]:
-    """k segments of a tensor, or of a tuple or dict of tensors; anything else is repeated."""
+Shard: TypeAlias = tuple[int, int]
+"""(rank, size) among the ranks that each hold an equal part of every segment; (0, 1): all of it."""
+
+
+def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, shard: Shard = (0, 1)) -> list[Any]:
+    """k segments of a tensor, or of a tuple or dict of tensors, or this shard of each; anything else is repeated."""
     if isinstance(value, Tensor):
         length = sum(sizes)
         if value.dim() <= dim or value.size(dim) != length:
             raise ValueError(
                 f"{name} of shape {tuple(value.shape)} has no dimension {dim} of {length} tokens to split into segments"
             )
-        return list(torch.split(value, list(sizes), dim))
+        return list(torch.split(value, shard_sizes(sizes, shard), dim)[shard[0] :: shard[1]])
     if isinstance(value, tuple):
-        parts = [split_sequence(item, sizes, dim, name) for item in value]
+        parts = [split_sequence(item, sizes, dim, name, shard) for item in value]
         return [tuple(part[s] for part in parts) for s in range(len(sizes))]
     if isinstance(value, dict):
-        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]") for key, item in value.items()}
+        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]", shard) for key, item in value.items()}
         return [{key: split[key][s] for key in split} for s in range(len(sizes))]
     return [value] * len(sizes)
+
+
+def shard_sizes(sizes: Sequence[int], shard: Shard) -> list[int]:
+    """Tokens of every shard of every segment, in the order of the sequence."""
+    return [size // shard[1] for size in sizes for _ in range(shard[1])]
 
 
 def check_count(value: Any, num_microbatches: int, name: str) -> None:
@@ -117,12 +126,14 @@ class Leaves:
         self._pairs.clear()
 
 
-def split_inputs(inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: int) -> list[list[tuple[Any, ...]]]:
+def split_inputs(
+    inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: int, shard: Shard
+) -> list[list[tuple[Any, ...]]]:
     """Positional arguments of the first stage, per micro-batch and segment."""
     units = []
     for m, microbatch in enumerate(microbatches(inputs, num_microbatches, "inputs")):
         arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-        units.append(split_sequence(arguments, sizes, dim, f"inputs of micro-batch {m}"))
+        units.append(split_sequence(arguments, sizes, dim, f"inputs of micro-batch {m}", shard))
     return units
 
 
@@ -151,7 +162,7 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
 
 
 def split_kwargs(
-    kwargs: Any, rules: Mapping[str, Rule], num_microbatches: int, sizes: Sequence[int], dim: int
+    kwargs: Any, rules: Mapping[str, Rule], num_microbatches: int, sizes: Sequence[int], dim: int, shard: Shard
 ) -> list[list[dict[str, Any]]]:
     """Keyword arguments of a stage, per micro-batch and segment."""
     if not kwargs and not any(callable(rule) for rule in rules.values()):
@@ -166,11 +177,11 @@ def split_kwargs(
             parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
             for m in range(num_microbatches):
                 per_microbatch[m][name] = parts[m]
-    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim) for m in range(num_microbatches)]
+    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, shard) for m in range(num_microbatches)]
 
 
 def _kwargs_of_segments(
-    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int
+    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int, shard: Shard
 ) -> list[dict[str, Any]]:
     units: list[dict[str, Any]] = [{} for _ in sizes]
     for name in kwargs.keys() | {name for name, rule in rules.items() if callable(rule)}:
@@ -178,11 +189,14 @@ def _kwargs_of_segments(
         if callable(rule):
             offset = 0
             for s, length in enumerate(sizes):
-                units[s][name] = rule(Segment(microbatch, s, offset, length))
+                own = length // shard[1]
+                units[s][name] = rule(Segment(microbatch, s, offset + shard[0] * own, own))
                 offset += length
             continue
         value = kwargs[name]
-        parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]") if rule == "slice" else [value] * len(sizes)
+        parts = [value] * len(sizes)
+        if rule == "slice":
+            parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]", shard)
         for s in range(len(sizes)):
             units[s][name] = parts[s]
     return units

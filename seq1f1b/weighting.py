@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b.splitting import split_sequence
+
 IGNORED = -100  # torch's ignore_index
 
 
 def count_targets(
     whole: Sequence[Any],
-    split: Sequence[Sequence[Any]],
     sizes: Sequence[int],
     dim: int,
     count: Callable[[Any], float] | None,
@@ -25,12 +26,16 @@ def count_targets(
     """Counted targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
 
     Args:
-        whole: targets of the M micro-batches; split: the same by [micro-batch][segment].
-        sizes: tokens of each segment; dim: the sequence dimension of the targets.
+        whole: targets of the M micro-batches.
+        sizes: tokens of each segment, or of each shard of each; dim: the sequence dimension of the targets.
         count: of one segment's target.
     """
     if count is None:
         return [_default_counts(target, sizes, dim) for target in whole]
+    split = [
+        [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+        for m, target in enumerate(whole)
+    ]
     counts = [[float(count(target)) for target in segments] for segments in split]
     for m, segments in enumerate(counts):
         for s, value in enumerate(segments):
@@ -87,7 +92,7 @@ def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch
     return list((values.view_as(scale) * scale).sum(1).unbind())
 
 
-def shift_labels(tokens: Tensor, dim: int = 1) -> Tensor:
+def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
     """Targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
 
     Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
@@ -95,11 +100,18 @@ def shift_labels(tokens: Tensor, dim: int = 1) -> Tensor:
     Args:
         tokens: integer tensor, for example (batch, sequence).
         dim: the sequence dimension.
+        doc_ids: of packed documents, of tokens' shape: the last token of each is ignored too, for what follows it is
+            the first token of another.
     """
     if tokens.is_floating_point() or tokens.dim() <= dim:
         raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")
     shifted = torch.full_like(tokens, IGNORED)
     length = tokens.size(dim)
+    if doc_ids is not None and doc_ids.shape != tokens.shape:
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, must be of tokens' shape {tuple(tokens.shape)}")
     if length > 1:
         shifted.narrow(dim, 0, length - 1).copy_(tokens.narrow(dim, 1, length - 1))
+        if doc_ids is not None:
+            ends = doc_ids.narrow(dim, 0, length - 1) != doc_ids.narrow(dim, 1, length - 1)
+            shifted.narrow(dim, 0, length - 1).masked_fill_(ends, IGNORED)
     return shifted

@@ -188,10 +188,16 @@ def test_layouts_are_those_of_the_fake_kernels(calls: list[Call]) -> None:
 def test_positions(calls: list[Call]) -> None:
     step = SimulatedStep([3, 5])
     assert positions(torch.zeros(2, 4)).tolist() == [0, 1, 2, 3]
+    starts = torch.tensor([[0, 0, 0, 3], [0, 1, 2, 2]], dtype=torch.int32)
+    assert positions(torch.zeros(2, 4), doc_ids=starts).tolist() == [[0, 1, 2, 0], [0, 0, 0, 1]]
+    with pytest.raises(RuntimeError, match="document_starts"):
+        positions(torch.zeros(2, 4), doc_ids=starts + 1)
     with step.unit("F", 0, 0):
         pass
     with step.unit("F", 0, 1):
         assert positions(torch.zeros(2, 5)).tolist() == [3, 4, 5, 6, 7]
+        goes_on = torch.tensor([[1, 1, 5, 5, 5]], dtype=torch.int32)
+        assert positions(torch.zeros(1, 5), doc_ids=goes_on).tolist() == [[2, 3, 0, 1, 2]]
         with pytest.raises(ValueError, match="positions of dimension 1, which has 4 elements; the segment has 5"):
             positions(torch.zeros(2, 4))
 

@@ -65,12 +65,14 @@ def test_opcheck_of_the_segment_ops(extras: tuple[Tensor, Tensor]) -> None:
 
 
 def test_opcheck_of_positions() -> None:
-    torch.library.opcheck(ops.positions, (torch.zeros(2, 5), 1))
+    torch.library.opcheck(ops.positions, (torch.zeros(2, 5), none(), 1, 0, 1))
+    starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 2, 2, 4]], dtype=torch.int32)
+    torch.library.opcheck(ops.positions, (torch.zeros(2, 5), starts, 1, 0, 1))
     step = SimulatedStep([3, 5])
     with step.unit("F", 0, 0):
         pass
     with step.unit("F", 0, 1):
-        torch.library.opcheck(ops.positions, (torch.zeros(2, 5), -1))
+        torch.library.opcheck(ops.positions, (torch.zeros(2, 5), none(), -1, 0, 1))
 
 
 def test_fake_layouts_are_the_real_ones() -> None:
@@ -105,7 +107,12 @@ def bad_calls() -> dict[str, tuple[str, object]]:
         "softcap": ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
         "dout": ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
         "lse": ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
-        "dim": ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), 2)),
+        "dim": ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), none(), 2, 0, 1)),
+        "shard": ("shard is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
+        "position docs": (
+            "doc_ids is \\(2, 4\\)",
+            lambda: ops.positions(torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.int32), 1, 0, 1),
+        ),
         "outside a step": (
             "segment_attention outside a step",
             lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),

@@ -1,0 +1,160 @@
+"""Documents packed into rows: which go together, where each begins, and how long each is.
+
+The id of a document in a row is the position of its first token. So one integer per token says which tokens attend to
+one another, and at which position of its document each stands, also in a segment in which the document does not begin.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packing", "document_lengths", "document_starts", "pack_documents"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents in rows of one length, padded at the end. :func:`pack_documents` makes it.
+
+    Attributes:
+        lengths: of the documents, in tokens. row_len: tokens of a row.
+        rows: indices of the documents of each row, in their order.
+    """
+
+    lengths: tuple[int, ...]
+    row_len: int
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def waste(self) -> float:
+        """Share of all tokens that is padding."""
+        return 1.0 - sum(self.lengths) / (len(self.rows) * self.row_len)
+
+    @property
+    def doc_ids(self) -> Tensor:
+        """Of each token the position in the row of its document's first one, (rows, row_len). Padding is a document."""
+        ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
+        for row, documents in zip(ids, self.rows, strict=True):
+            lengths = [self.lengths[index] for index in documents]
+            whole = torch.tensor([*lengths, self.row_len - sum(lengths)])
+            row.copy_((whole.cumsum(0) - whole).repeat_interleave(whole))
+        return ids
+
+    def join(self, documents: Sequence[Tensor], *, fill: int) -> Tensor:
+        """Something of each token, by document, in rows.
+
+        Args:
+            documents: one-dimensional tensors of the lengths that were packed: tokens, or labels.
+            fill: what padding gets; -100 for labels.
+        Returns:
+            (rows, row_len) of the documents' dtype.
+        Raises:
+            ValueError: another number of documents, or another length.
+        """
+        found = tuple(len(document) for document in documents)
+        if found != self.lengths:
+            raise ValueError(
+                f"documents have lengths {_some(found)}, those of lengths {_some(self.lengths)} were packed"
+            )
+        joined = documents[0].new_full((len(self.rows), self.row_len), fill)
+        for row, indices in zip(joined, self.rows, strict=True):
+            if indices:
+                tokens = torch.cat([documents[index] for index in indices])
+                row[: len(tokens)] = tokens
+        return joined
+
+
+def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1) -> Packing:
+    """Packs whole documents into few rows: the longest first, each where it leaves the least room (best fit).
+
+    Args:
+        lengths: tokens of each document.
+        row_len: tokens of a row.
+        multiple_of: the number of rows is a multiple of it, a batch for one; what is left over are rows of padding.
+    Raises:
+        ValueError: no document, or one that is empty or longer than a row; it names the document.
+    Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
+    """
+    if not lengths:
+        raise ValueError("there are no documents to pack")
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= row_len:
+            raise ValueError(
+                f"document {index} has {length} tokens, must have 1 to {row_len}, a row: cut it or drop it"
+            )
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows by the tokens that they have left
+    rooms: list[int] = []  # its keys, ascending
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[index])
+        if at == len(rooms):
+            room, row = row_len, len(rows)
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        rows[row].append(index)
+        left = room - lengths[index]
+        if left and left not in with_room:
+            insort(rooms, left)
+            with_room[left] = []
+        if left:
+            with_room[left].append(row)
+    rows += [[] for _ in range(-len(rows) % multiple_of)]
+    return Packing(tuple(lengths), row_len, tuple(map(tuple, rows)))
+
+
+def document_starts(doc_ids: Tensor) -> Tensor:
+    """Ids by which ``causal_attention`` and ``positions`` know documents, from any ids of whole rows.
+
+    Args:
+        doc_ids: (batch, row), integers; tokens of one document follow one another.
+    Returns:
+        (batch, row), int32: the position in the row of the document's first token. Its own ids it returns unchanged.
+    Raises:
+        ValueError: an id that comes back after another one, by row and position.
+    """
+    begins = _begins(doc_ids)
+    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    starts = torch.where(begins, positions, 0).cummax(1).values
+    order = doc_ids.sort(dim=1, stable=True)
+    again = begins.gather(1, order.indices)  # in ascending order of ids: one beginning each
+    again[:, 1:] &= order.values[:, 1:] == order.values[:, :-1]
+    again[:, :1] = False
+    if bool(again.any()):
+        row, at = (int(i) for i in again.nonzero()[0])
+        position = int(order.indices[row, at])
+        raise ValueError(
+            f"document {int(doc_ids[row, position])} of row {row} comes back at token {position}: tokens of one "
+            "document must follow one another"
+        )
+    return starts.to(torch.int32)
+
+
+def document_lengths(doc_ids: Tensor) -> list[int]:
+    """Tokens of the documents, row after row: the ``documents`` of ``partition_sequence``.
+
+    Args:
+        doc_ids: (batch, row), integers.
+    """
+    begins = _begins(doc_ids).flatten().nonzero().flatten()
+    return begins.diff(append=begins.new_tensor([doc_ids.numel()])).tolist()
+
+
+def _begins(doc_ids: Tensor) -> Tensor:
+    """Which tokens begin a document, (batch, row)."""
+    if doc_ids.dim() != 2 or doc_ids.is_floating_point() or not doc_ids.numel():
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)} of {doc_ids.dtype}, must be (batch, row) of integers")
+    begins = torch.ones_like(doc_ids, dtype=torch.bool)
+    begins[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    return begins
+
+
+def _some(lengths: tuple[int, ...]) -> str:
+    return str(list(lengths[:8]))[:-1] + (", ...]" if len(lengths) > 8 else "]")
