@@ -8,7 +8,8 @@ long context, then a question about one of its functions. ``--data`` takes your 
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-The run folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer`` load. ``--model``
+Each conversation has a row of its own, padded; with ``--pack`` several share one, each as if it were alone. The run
+folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer`` load. ``--model``
 fine-tunes a model of yours, given by its folder.
 """
 
@@ -32,6 +33,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
 import seq1f1b
+from seq1f1b.packing import Packing
 from seq1f1b.transformers import pipeline_stage, save_pretrained
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -45,10 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="of the small model (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the small model (%(default)s)")
     parser.add_argument("--vocab", type=int, default=1024, help="of its tokenizer (%(default)s)")
-    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a conversation (%(default)s)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (%(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="(%(default)s)")
-    parser.add_argument("--microbatches", type=int, default=4, help="conversations per step (%(default)s)")
-    parser.add_argument("--segments", type=int, default=4, help="per conversation (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=4, help="rows per step, M (%(default)s)")
+    parser.add_argument("--segments", type=int, default=4, help="per row, k (%(default)s)")
+    parser.add_argument("--pack", action="store_true", help="several conversations per row")
     parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
     return parser.parse_args()
 
@@ -64,6 +67,8 @@ def read_conversations(file: Path) -> list[list[dict[str, str]]]:
             continue
         try:
             messages = json.loads(line)["messages"]
+            if not messages:
+                raise ValueError("it has no messages")
             for message in messages:
                 if f"<|{message['role']}|>" not in SPECIAL[2:] or not isinstance(message["content"], str):
                     raise ValueError(f"a message needs a role of user, assistant or system, and text: {message}")
@@ -108,10 +113,9 @@ def train_tokenizer(conversations: list[list[dict[str, str]]], size: int) -> tra
 
 
 def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTokenizerBase, length: int) -> Tensor:
-    """Tokens and labels, (2, length): labels are the tokens of answers, -100 elsewhere.
+    """Tokens and labels, (2, at most length): labels are the tokens of answers, -100 elsewhere.
 
-    What is too long loses the beginning of its first message; what is too short is padded on the right, where causal
-    attention does not see it.
+    What is too long loses the beginning of its first message.
     """
     turns = []
     for message in messages:
@@ -126,9 +130,7 @@ def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTok
     for begin, body, answer in turns:
         tokens += begin + body
         labels += [-100] * len(begin) + (body if answer else [-100] * len(body))
-    tokens, labels = tokens[:length], labels[:length]
-    padding = length - len(tokens)
-    return torch.tensor([tokens + [tokenizer.pad_token_id] * padding, labels + [-100] * padding])
+    return torch.tensor([tokens[:length], labels[:length]])
 
 
 def build_model(
@@ -185,31 +187,55 @@ def main() -> None:
     if args.model is None:
         stage.materialize()
     engine = seq1f1b.PipelineEngine(
-        stage, num_microbatches=args.microbatches, num_segments=args.segments, loss_fn=loss_fn
+        stage,
+        num_microbatches=args.microbatches,
+        num_segments=args.segments,
+        loss_fn=loss_fn,
+        arg_rules={"doc_ids": "slice"},
     )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, betas=(0.9, 0.95))
     chosen = random.Random(0)
+    waiting: list[Tensor] = []  # the conversation that the rows before had no room for
 
-    def batch() -> tuple[Tensor, Tensor]:
-        rows = [encode(chosen.choice(conversations), tokenizer, args.seq_len) for _ in range(args.microbatches)]
-        tokens, labels = torch.stack(rows, dim=1)
-        return tokens, seq1f1b.shift_labels(labels)  # before the step: a shift within segments would lose their borders
+    def batch() -> tuple[Packing, Tensor, Tensor, Tensor]:
+        """Which conversations went into which row; tokens, targets and documents' ids, (rows, row's tokens)."""
+        documents: list[Tensor] = []
+        while True:
+            documents += [waiting.pop() if waiting else encode(chosen.choice(conversations), tokenizer, args.seq_len)]
+            lengths = [document.shape[1] for document in documents]
+            if args.pack:
+                longer = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
+                if len(longer.rows) > args.microbatches:
+                    waiting.append(documents.pop())
+                    break
+                packing = longer
+            elif len(documents) == args.microbatches:
+                packing = Packing(tuple(lengths), args.seq_len, tuple((i,) for i in range(len(documents))))
+                break
+        tokens = packing.join([document[0] for document in documents], fill=tokenizer.pad_token_id)
+        labels = packing.join([document[1] for document in documents], fill=-100)
+        # Before the step: a shift within segments would lose the targets at their borders.
+        return packing, tokens, seq1f1b.shift_labels(labels, doc_ids=packing.doc_ids), packing.doc_ids
 
     for step in range(args.steps):
         start = time.perf_counter()
-        tokens, target = batch()
+        packing, tokens, target, doc_ids = batch()
         answers = int((target != -100).sum())
-        losses = engine.step(tokens, target=target, loss_weight=max(answers, 1))  # every answer token weighs the same
+        # Every answer token weighs the same.
+        losses = engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=max(answers, 1))
         engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if losses and (step % 5 == 0 or step == args.steps - 1):
-            speed = tokens.numel() / (time.perf_counter() - start)
-            mean = torch.stack(losses).mean()
-            print(f"step {step:4d}  loss {mean:.4f}  {answers} answer tokens  {speed:.0f} tokens/s", flush=True)
+            speed = sum(packing.lengths) / (time.perf_counter() - start)
+            print(
+                f"step {step:4d}  loss {torch.stack(losses).mean():.4f}  {len(packing.lengths)} conversations  "
+                f"{answers} answer tokens  {packing.waste:.0%} padding  {speed:.0f} tokens/s",
+                flush=True,
+            )
 
-    tokens, target = batch()
-    losses = engine.eval(tokens, target=target)
+    packing, tokens, target, doc_ids = batch()
+    losses = engine.eval(tokens, target=target, kwargs={"doc_ids": doc_ids})
     save_pretrained(engine, args.out / "model")
     if rank == 0:
         tokenizer.save_pretrained(args.out / "model")
@@ -219,9 +245,13 @@ def main() -> None:
         whole = transformers.AutoModelForCausalLM.from_pretrained(
             args.out / "model", attn_implementation="eager"
         ).eval()
+        plain = []
         with torch.no_grad():
-            pairs = zip(tokens, target, strict=True)
-            plain = [loss_fn(whole(t[None], use_cache=False).logits, labels[None]) for t, labels in pairs]
+            for row, tokens_of_row, labels in zip(packing.rows, tokens, target, strict=True):
+                lengths = [packing.lengths[i] for i in row]  # each conversation alone
+                documents = tokens_of_row[: sum(lengths)].split(lengths)
+                logits = torch.cat([whole(document[None], use_cache=False).logits for document in documents], 1)
+                plain.append(loss_fn(logits, labels[: sum(lengths)]))
         found, want = torch.stack(losses), torch.stack(plain)
         print(
             f"held in {args.out / 'model'}; loss {found.mean():.6f} by the pipeline, {want.mean():.6f} loaded and whole"

@@ -51,6 +51,8 @@ def attention(
     Args:
         module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
         query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim).
+        attention_mask: None; or doc_ids of packed documents as (batch, 1, 1, tokens), int32: four dimensions, for
+            models hand on such a mask to every layer as it is.
         scaling, sliding_window, softcap: scale, window and softcap of ``causal_attention``.
     Returns:
         (batch, tokens, heads, head_dim), and None for the attention weights.
@@ -61,7 +63,7 @@ def attention(
         _refuse(f"attention dropout (here {dropout})", "set attention_dropout to 0 in the config, or call eval()")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         _refuse("attention that is not causal", "use another attn_implementation")
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
         _refuse("an attention mask", _ABOUT_PADDING)
     for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
@@ -78,7 +80,10 @@ def attention(
         layer, slides = _identify(module)
     if sliding_window is None and slides:
         _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
-    out = causal_attention(query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap)
+    doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    out = causal_attention(
+        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
+    )
     return out.transpose(1, 2), None
 
 
@@ -111,7 +116,7 @@ def _no_mask(
     if not allow_is_causal_skip:
         _refuse(
             "a mask of the model's own over the causal one, or position_ids of packed documents",
-            "give each document a sequence of its own",
+            "pass the documents' doc_ids to a stage of pipeline_stage",
         )
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         _refuse(f"chunked attention (chunks of {local_size} tokens)", "use another attn_implementation")
@@ -192,7 +197,9 @@ class CausalLMStage(nn.Module):
     """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
 
     Takes token ids (batch, tokens) on the first stage, hidden states (batch, tokens, hidden) on later ones; returns
-    hidden states, or logits (batch, tokens, vocabulary) on the last. Positions are those of the current segment.
+    hidden states, or logits (batch, tokens, vocabulary) on the last. Positions are those of the current segment, within
+    packed documents those of the document: ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`, on every
+    stage.
 
     Attributes:
         causal_lm: the model of transformers of which this stage has its part.
@@ -231,10 +238,11 @@ class CausalLMStage(nn.Module):
             thing.__dict__.pop("_is_hf_initialized", None)
         self.causal_lm.initialize_weights()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         arguments: dict[str, Any] = {
             "input_ids" if self._is_first else "inputs_embeds": x,
-            "position_ids": positions(x)[None],
+            "position_ids": positions(x)[None] if doc_ids is None else positions(x, doc_ids=doc_ids),
+            "attention_mask": None if doc_ids is None else doc_ids.to(torch.int32)[:, None, None],
             "use_cache": False,
             "return_dict": True,
         }

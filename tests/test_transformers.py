@@ -98,6 +98,24 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+DOCUMENTS = [[6, 7, 11], [1, 20, 3]]  # over one border, to the next, over the last; one token, over three borders
+
+
+def doc_ids() -> Tensor:
+    ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS]
+    return seq1f1b.document_starts(torch.stack(ids))
+
+
+def run_documents(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As run_whole, with each document run by the library on its own."""
+    losses = []
+    for tokens, target, lengths in zip(*batch(), DOCUMENTS, strict=True):
+        logits = [model(document[None], use_cache=False).logits for document in tokens.split(lengths)]
+        losses.append(loss_fn(torch.cat(logits, 1), target[None]))
+    torch.stack(losses).mean().backward()
+    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}
+
+
 def run_whole(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of the micro-batches by the library's own forward and loss, gradients of their mean."""
     tokens, target = batch()
@@ -113,6 +131,7 @@ def run_pipeline(
     *,
     steps: int = 1,
     balance: list[int] | None = None,
+    kwargs: dict[str, Tensor] | None = None,
     then: Callable[[Any], Any] = lambda engine: None,
     **options: Any,
 ) -> tuple[list[Tensor], list[Any], list[Any]]:
@@ -129,10 +148,11 @@ def run_pipeline(
                 segment_sizes=SIZES,
                 loss_fn=loss_fn,
                 group=group,
+                arg_rules=dict.fromkeys(kwargs or {}, "slice"),
                 **options,
             )
             for _ in range(steps):
-                losses = engine.step(tokens, target=target)
+                losses = engine.step(tokens, target=target, kwargs=kwargs)
             return losses, stage, then(engine)
 
     losses, stages, results = zip(*run_ranks(num_ranks, run), strict=True)
@@ -164,6 +184,16 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name):
     check(stages, want)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_documents_are_as_each_alone(name):
+    model = build(name)
+    with Float64():
+        want_losses, want = run_documents(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model, kwargs={"doc_ids": doc_ids()})
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
 def test_the_options_of_attention_count():
     """What the test above would not see if it did nothing."""
     for name, option in [("gemma2", {"attn_logit_softcapping": 1e6}), ("mistral", {"sliding_window": None})]:
@@ -171,13 +201,15 @@ def test_the_options_of_attention_count():
         assert max((other[n] - g).norm() / g.norm() for n, g in whole.items()) > 1e-3, name
 
 
-def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing():
-    _, plain, _ = run_pipeline(build("gemma2", torch.float32))
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing(packed):
+    kwargs = {"doc_ids": doc_ids()} if packed else None
+    _, plain, _ = run_pipeline(build("gemma2", torch.float32), kwargs=kwargs)
     model = build("gemma2", torch.float32)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     calls: list[int] = []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-    _, stages, _ = run_pipeline(model)
+    _, stages, _ = run_pipeline(model, kwargs=kwargs)
     assert len(calls) == 2 * M * len(SIZES)
     for stage, other in zip(stages, plain, strict=True):
         for (name, p), (_, q) in zip(stage.named_parameters(), other.named_parameters(), strict=True):
@@ -404,13 +436,13 @@ CONVERSATIONS = [
 ]
 
 
-def finetune(folder: Path, lines: list[str]) -> subprocess.CompletedProcess[str]:
+def finetune(folder: Path, lines: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "data.jsonl").write_text("\n".join(lines))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     short = {"steps": 4, "seq-len": 64, "layers": 3, "hidden": 32, "vocab": 300, "microbatches": 2, "segments": 3}
     path = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [*launch, *(f"--{name}={value}" for name, value in short.items()), "--data=data.jsonl", "--out=run"],
+        [*launch, *(f"--{name}={value}" for name, value in short.items()), "--data=data.jsonl", "--out=run", *flags],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
@@ -423,9 +455,13 @@ def as_line(conversation: list[tuple[str, str]]) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
 
 
-def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path):
-    done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS])  # it compares the two losses itself
+@pytest.mark.parametrize("flags", [(), ("--pack",)])
+def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, flags):
+    """It compares the two losses itself: that of the pipeline and that of each conversation run whole and alone."""
+    done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS], *flags)
     assert done.returncode == 0, done.stderr
+    counts = [int(line.split()[4]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert sum(counts) > 2 * len(counts) if flags else set(counts) == {2}  # conversations in a step's two rows
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
@@ -434,10 +470,10 @@ def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     messages = json.loads(as_line(CONVERSATIONS[0]))["messages"]
-    for length in (200, 24):  # padded, and without the beginning of its first message
+    for length in (200, 24):  # whole, and without the beginning of its first message
         tokens, labels = example.encode(messages, tokenizer, length)
         counted = labels != -100
-        assert tokens.shape == (length,) and torch.equal(labels[counted], tokens[counted])
+        assert len(tokens) <= length and torch.equal(labels[counted], tokens[counted])
         if length == 200:
             assert tokenizer.decode(labels[counted]) == "two<|end|>four<|end|>"
 
