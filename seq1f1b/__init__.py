@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from seq1f1b.packing import document_starts, pack_documents
     from seq1f1b.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
     from seq1f1b.transport import LoopbackGroup
+    from seq1f1b.ulysses import ulysses_attention
     from seq1f1b.weighting import shift_labels
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "schedules",
     "shift_labels",
     "token_offset",
+    "ulysses_attention",
 ]
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "positions": "seq1f1b.attention",
     "shift_labels": "seq1f1b.weighting",
     "token_offset": "seq1f1b.attention",
+    "ulysses_attention": "seq1f1b.ulysses",
 }
 
 

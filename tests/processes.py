@@ -23,10 +23,19 @@ def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], argu
         dist.destroy_process_group()
 
 
+def start_processes(world: int, fn: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
+    """Calls ``fn(rank, *arguments)`` in fresh processes. They are forked from one that has imported torch already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "seq1f1b.engine", "pytest"])
+    return mp.start_processes(fn, arguments, nprocs=world, join=False, start_method="forkserver")
+
+
 def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
     """Calls ``fn(rank, world, *arguments)`` in fresh processes with a gloo group; the first failure is raised."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (world, f"{folder}/store", fn, arguments), nprocs=world, join=True)
+        processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
+        while not processes.join():
+            pass
 
 
 def shared_memory_names() -> set[str]:

@@ -1,0 +1,348 @@
+"""Do ranks that share each segment's tokens get the gradients of one process? Does a lost rank end the step?"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import run_processes, start_processes
+from tiny_model import cross_entropy, gradient_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import seq1f1b
+from seq1f1b import PipelineEngine, PipelineError
+from seq1f1b.testing import run_ranks
+
+HEAD_DIM, VOCAB, LENGTH, M, K, SHARDS = 8, 19, 22, 2, 3, 2
+SIZES = [10, 2, 10]
+DOCUMENTS = [[4, 6, 12], [22], [1, 10, 1, 10], [5, 5, 5, 7]]  # of 4 rows
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 4
+    kv_heads: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    documents: str = ""  # "" | "shard": given as the rank's tokens | "segment": as the whole segment's
+    wrapper: str = "ddp"
+    compiled: bool = False
+    checkpointed: bool = False
+    sizes: Any = None
+    loss_weight: bool = False
+    reduction: str = "mean"
+
+
+class Stage(nn.Module):
+    """A block, with the embedding before the first and the head after the last. Without a group: the plain model's."""
+
+    def __init__(self, index: int, case: Case, group: Any = None, num_stages: int = 2) -> None:
+        super().__init__()
+        hidden, self.case, self.group = case.heads * HEAD_DIM, case, group
+        self.shard = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        self.layer = seq1f1b.layer_handle(index)
+        self.embedding = nn.Embedding(VOCAB, hidden) if index == 0 else None
+        self.position = nn.Embedding(LENGTH, hidden)
+        self.norm, self.q, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.kv = nn.Linear(hidden, 2 * case.kv_heads * HEAD_DIM)
+        self.head = nn.Linear(hidden, VOCAB) if index == num_stages - 1 else None
+
+    def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
+        x = x + self.position(seq1f1b.positions(x, doc_ids=own_ids, shard=self.shard))
+        normed = self.norm(x)
+        q = self.q(normed).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
+        k, v = self.kv(normed).unflatten(2, (2, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        attended = seq1f1b.ulysses_attention(
+            q, k, v, group=self.group, layer=self.layer, doc_ids=doc_ids, **self.case.options
+        )
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        rank, own_ids = self.shard[0], doc_ids
+        if doc_ids is not None and self.group is not None and self.case.documents == "segment":
+            own_ids = doc_ids[:, rank * x.shape[1] : (rank + 1) * x.shape[1]]
+        if self.case.checkpointed and torch.is_grad_enabled():
+            x = checkpoint(self.run, x, doc_ids, own_ids, use_reentrant=False)
+        else:
+            x = self.run(x, doc_ids, own_ids)
+        return x if self.head is None else self.head(x)
+
+
+def make_stage(index: int, num_stages: int, case: Case, group: Any = None) -> Stage:
+    torch.manual_seed(index)
+    return Stage(index, case, group, num_stages).double()
+
+
+def make_batch() -> tuple[Tensor, Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (2 * M, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS])
+    target = seq1f1b.shift_labels(tokens, doc_ids=ids)
+    target[:2, 5:10] = -100  # the second shard of the first segment has none in the first micro-batch
+    target[2, 7:] = -100
+    return tokens, target, seq1f1b.document_starts(ids)
+
+
+def run_whole(num_stages: int, case: Case) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Losses of the micro-batches, and gradients of each stage, by one process and without segments."""
+    stages = [make_stage(index, num_stages, case) for index in range(num_stages)]
+    tokens, target, doc_ids = make_batch()
+    losses = []
+    for x, y, ids in zip(tokens.chunk(M), target.chunk(M), doc_ids.chunk(M), strict=True):
+        docs = {"doc_ids": ids} if case.documents else {}
+        for stage in stages:
+            x = stage(x, **docs)
+        losses.append(F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction=case.reduction))
+    if case.loss_weight:
+        counts = [(y != -100).sum() for y in target.chunk(M)]
+        total = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    else:
+        total = torch.stack(losses).mean()
+    total.backward()
+    gradients = [{name: p.grad for name, p in stage.named_parameters()} for stage in stages]
+    return [loss.detach() for loss in losses], gradients
+
+
+def wrap(case: Case, stage: Stage, mesh: Any) -> nn.Module:
+    if case.compiled:
+        stage.compile(fullgraph=True, backend="aot_eager")
+    if case.wrapper == "fsdp":
+        return fully_shard(stage, mesh=mesh)
+    return DistributedDataParallel(stage, process_group=mesh.get_group(), init_sync=False)
+
+
+def full(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def train(case: Case, mesh: Any) -> None:
+    index, num_stages, group = mesh.get_local_rank("pipeline"), mesh["pipeline"].size(), mesh.get_group("sequence")
+    is_last = index == num_stages - 1
+    shard = (mesh.get_local_rank("sequence"), SHARDS)
+    tokens, target, doc_ids = make_batch()
+    want_losses, want = run_whole(num_stages, case)
+    segment_rule = lambda s: doc_ids.chunk(M)[s.microbatch][:, s.offset - shard[0] * s.length :][:, : 2 * s.length]  # noqa: E731
+    engine = PipelineEngine(
+        wrap(case, make_stage(index, num_stages, case, group), mesh["sequence"]),
+        num_microbatches=M,
+        num_segments=K,
+        segment_sizes=SIZES if case.sizes is None else case.sizes,
+        model_shape=seq1f1b.ModelShape(hidden=8, layers=2, heads=1, kv_heads=1, ffn=0, vocab=0),
+        arg_rules={"doc_ids": segment_rule if case.documents == "segment" else "slice"} if case.documents else None,
+        loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction=case.reduction),
+        loss_reduction=case.reduction,
+        group=mesh.get_group("pipeline"),
+        shard=shard,
+    )
+    kwargs = {"doc_ids": doc_ids} if case.documents == "shard" else None
+    for _ in range(2):
+        losses = engine.step(
+            tokens if index == 0 else None,
+            target=target if is_last else None,
+            kwargs=kwargs,
+            loss_weight=float((target != -100).sum()) if case.loss_weight else None,
+        )
+        if is_last:
+            found = torch.stack(losses)
+            dist.all_reduce(found, group=group)
+            torch.testing.assert_close(found / SHARDS, torch.stack(want_losses), rtol=1e-12, atol=0)
+        gradients = {name: full(p.grad) for name, p in engine.named_parameters()}
+        assert gradient_error(gradients, want[index]) < 1e-10, case
+        for parameter in engine.parameters():
+            parameter.grad = None
+    assert all(size % SHARDS == 0 for size in engine.last_step.sizes) and len(engine.last_step.sizes) == K
+    evaluated = engine.eval(tokens if index == 0 else None, target=target if is_last else None, kwargs=kwargs)
+    assert not is_last or torch.equal(torch.stack(evaluated), torch.stack(losses)), case
+    dist.barrier()
+    engine.close()
+
+
+CASES = [
+    Case(),
+    Case(heads=6, kv_heads=3, options={"window": 4, "softcap": 2.0}),  # 2 ranks do not divide 3
+    Case(kv_heads=1, options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}, documents="shard"),
+    Case(kv_heads=4, documents="segment", options={"window": 7}, wrapper="fsdp", sizes="balanced"),
+    Case(documents="shard", sizes="balanced", loss_weight=True),
+    Case(checkpointed=True, reduction="sum", sizes=None),
+]
+
+
+def train_all(rank: int, world: int, cases: list[Case]) -> None:
+    mesh = init_device_mesh("cpu", (world // SHARDS, SHARDS), mesh_dim_names=("pipeline", "sequence"))
+    for case in cases:
+        train(case, mesh)
+
+
+def test_two_stages_of_two_ranks_each():
+    run_processes(4, train_all, CASES)
+
+
+def test_a_compiled_stage_of_two_ranks():
+    run_processes(2, train_all, [Case(compiled=True, documents="shard", kv_heads=1)])
+
+
+# -- a rank that is lost -----------------------------------------------------------------------------------------------
+
+GROUP_SECONDS = 6
+
+
+class Trapped(Stage):
+    """Does not come to its fourth attention."""
+
+    trap, calls = "", 0
+
+    def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
+        self.calls += 1
+        if self.calls == 4 and self.trap == "killed":
+            os._exit(3)
+        if self.calls == 4 and self.trap == "asleep":
+            time.sleep(1.5 * GROUP_SECONDS)
+        return super().run(x, doc_ids, own_ids)
+
+
+def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=datetime.timedelta(seconds=120))
+    limit = datetime.timedelta(seconds=GROUP_SECONDS)
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    shards = [dist.new_group([0, 1], timeout=limit), dist.new_group([2, 3], timeout=limit)]
+    index, part = divmod(rank, 2)
+    stage = Trapped(index, Case(), shards[index]).double()
+    stage.trap = trap if rank == 3 else ""
+    engine = PipelineEngine(
+        stage, num_microbatches=M, num_segments=K, segment_sizes=SIZES, loss_fn=cross_entropy, shard=(part, 2),
+        group=pipelines[part],
+    )  # fmt: skip
+    tokens, target, _ = make_batch()
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        engine.step(tokens if index == 0 else None, target=target if index == 1 else None)
+    except Exception as error:
+        text = f"{time.monotonic() - start} {isinstance(error, PipelineError)} {error}"
+        (folder / f"unfinished-{rank}").write_text(text)
+        (folder / f"unfinished-{rank}").rename(folder / f"error-{rank}")
+    os._exit(0)  # groups that lost a rank cannot be left in order
+
+
+@pytest.mark.parametrize("trap", ["killed", "asleep"])
+def test_a_rank_lost_before_its_all_to_all_ends_the_step_on_the_others(trap, tmp_path):
+    spawned = start_processes(4, lose_a_rank, tmp_path, trap)
+    try:
+        for rank in range(3):
+            spawned.processes[rank].join(100)
+            assert (tmp_path / f"error-{rank}").exists(), f"rank {rank} did not end with an error"
+    finally:
+        for process in spawned.processes:
+            process.kill()
+            process.join()
+    seconds, kinds, texts = zip(
+        *((tmp_path / f"error-{rank}").read_text().split(" ", 2) for rank in range(3)), strict=True
+    )
+    assert max(map(float, seconds)) < 2 * GROUP_SECONDS + 20  # the time-out or the sleep, and a slow machine
+    assert texts[2].startswith("[1]F1.0")  # its peer in the group, in the same attention
+    assert kinds[0] == "True" and "rank 1" in texts[0]  # the peer's neighbour in the pipeline hears of it
+
+
+# -- the engine's part, in one process ---------------------------------------------------------------------------------
+
+
+class TokenWise(nn.Module):
+    def __init__(self, shard: tuple[int, int]) -> None:
+        super().__init__()
+        self.shard = shard
+        self.linear = nn.Linear(3, 3)
+        self.position = nn.Embedding(12, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, where: Any = None) -> Tensor:
+        positions = seq1f1b.positions(x, shard=self.shard)
+        if where is not None:
+            assert positions.tolist() == list(range(where.offset, where.offset + where.length))
+            assert seq1f1b.token_offset(shard=self.shard) == where.offset
+        seq1f1b.add_loss(x.square().mean() * self.linear.weight.sum())
+        return self.linear(x * scale) + self.position(positions)
+
+
+def test_shards_average_to_the_whole():
+    """Inputs, keywords, targets, callable rules, positions, auxiliary losses: of a stage that mixes no tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 12, 3, generator=generator, dtype=torch.float64)
+    scale = torch.randn(4, 12, 1, generator=generator, dtype=torch.float64)
+    target = torch.randint(3, (4, 12), generator=generator)
+    target[torch.rand(target.shape, generator=generator) < 0.3] = -100
+    target[:2, 8:] = -100
+    losses, gradients = [], []
+    for shard in [(0, 1), (0, 2), (1, 2)]:
+        torch.manual_seed(0)
+        module = TokenWise(shard).double()
+        engine = PipelineEngine(
+            module, num_microbatches=2, num_segments=3, segment_sizes=[4, 6, 2], shard=shard, loss_fn=cross_entropy,
+            arg_rules={"scale": "slice", "where": lambda segment: segment},
+        )  # fmt: skip
+        losses.append(torch.stack(engine.step(x, target=target, kwargs={"scale": scale})))
+        gradients.append({name: p.grad for name, p in module.named_parameters()})
+    torch.testing.assert_close((losses[1] + losses[2]) / 2, losses[0], rtol=1e-12, atol=0)
+    mean = {name: (gradients[1][name] + gradients[2][name]) / 2 for name in gradients[0]}
+    assert gradient_error(mean, gradients[0]) < 1e-12
+
+
+def test_what_shards_cannot_do_is_an_error_that_says_so():
+    x = torch.zeros(2, 12, 3)
+    for shard in [(2, 2), (-1, 2), 2]:
+        with pytest.raises(ValueError, match=r"shard is .* must be"):
+            PipelineEngine(nn.Linear(3, 3), num_microbatches=1, shard=shard)
+    for length, sizes, text in [
+        (12, [5, 4, 3], "segment 0 has 5 tokens, which 2 shards do not divide"),
+        (11, None, "pad the sequence of 11 tokens to a multiple of 2"),
+    ]:
+        engine = PipelineEngine(
+            nn.Linear(3, 3), num_microbatches=1, num_segments=3, segment_sizes=sizes, shard=(0, 2),
+            loss_fn=cross_entropy,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            engine.step(x[:, :length], target=torch.zeros(2, length, dtype=torch.int64))
+    with pytest.raises(ValueError, match="outside a step"):
+        seq1f1b.token_offset(shard=(1, 2))
+
+
+def refusals(rank: int, world: int) -> None:
+    """Found before the first message, on every rank."""
+    q, k, docs = torch.zeros(1, 4, 6, 8), torch.zeros(1, 3, 6, 8), torch.zeros(1, 9, dtype=torch.int32)
+    group = dist.group.WORLD
+    for arguments, options, text in [
+        ((q[:, :3], k, k), {}, "q has 3 heads, which the 2 ranks of the group do not divide"),
+        ((q, k, k), {}, "kv_heads must divide heads"),
+        (
+            (q, q, q),
+            {"doc_ids": docs},
+            r"doc_ids is \(1, 9\), must be \(1, 6\), as q, or of the whole segment, \(1, 12\)",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            seq1f1b.ulysses_attention(*arguments, group=group, layer=0, **options)
+
+    def without_shard(engine_group: Any) -> None:
+        engine = PipelineEngine(
+            Stage(0, Case(), group), num_microbatches=1, num_segments=2, loss_fn=cross_entropy, group=engine_group
+        )
+        with pytest.raises(ValueError, match=r"give the engine shard=\(rank, 2\)|\(shards: 2\)"):
+            engine.step(torch.zeros(1, 8, dtype=torch.int64), target=torch.zeros(1, 8, dtype=torch.int64))
+
+    run_ranks(1, without_shard)
+
+
+def test_attention_refuses_before_it_sends():
+    run_processes(2, refusals)
