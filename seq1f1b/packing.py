@@ -18,10 +18,11 @@ __all__ = ["Packing", "document_lengths", "document_starts", "pack_documents"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Documents in rows of one length, padded at the end. :func:`pack_documents` makes it.
+    """Documents in rows of one length, padded at the end. :func:`seq1f1b.pack_documents` makes it.
 
     Attributes:
-        lengths: of the documents, in tokens. row_len: tokens of a row.
+        lengths: of the documents, in tokens.
+        row_len: tokens of a row.
         rows: indices of the documents of each row, in their order.
     """
 
