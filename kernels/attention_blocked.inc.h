@@ -38,10 +38,9 @@ enum {
     ALIGNED = 16,             /* floats in a cache line */
     CHUNK_ROWS = 1024,        /* of a forward task, over its heads: they share packed keys and stay in L2 */
     BACKWARD_TASKS = 8,       /* that the ranges of keys are cut for, where they are long enough */
-    FEW_HEADS =
-        32,    /* of fewer, one in FINER is cut into FINER times the ranges, and comes last: what is left to wait */
-    FINER = 4, /* for, where a core was slower than the other, is then a small task */
-    MIN_RANGE = 512,  /* keys of a backward task, unless there are fewer */
+    FEW_HEADS = 32,           /* of fewer, one in FINER comes last, cut into FINER times the ranges: small tasks, */
+    FINER = 4,                /* for which a slower core is not waited for long */
+    MIN_RANGE = 512,          /* keys of a backward task, unless there are fewer */
     PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
     WHOLE_PASS_ROWS = 2048, /* unless all are but these */
     PITCH = KEYS + ALIGNED, /* of S, P and dS: their rows lie on different sets of the L1 cache */
