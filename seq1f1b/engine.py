@@ -18,7 +18,7 @@ from seq1f1b.devices import common_device, move, step_on, through_host
 from seq1f1b.packing import document_lengths
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
-from seq1f1b.report import StepRecord, make_report
+from seq1f1b.report import EdgeReport, StepRecord, make_report
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.splitting import (
     Leaves,
@@ -69,7 +69,8 @@ class PipelineEngine:
         loss_weight: counts the targets of a segment; default: elements that are not -100.
         scale_grads: gradients of the mean of the M losses; False: of their sum.
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1.
-        transport: ``"auto"``, ``"shm"`` (processes of one host) or ``"c10d"`` (any process group).
+        transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; ``"shm"`` or
+            ``"c10d"``: that on every edge. ``engine.edges`` says which one carries each.
         timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
@@ -278,6 +279,7 @@ class PipelineEngine:
             rank=self.rank,
             schedule=self.schedule,
             cache=self._cache,
+            edges=self.edges,
             gather=self._group.all_gather_object if gather else None,
         )
 
@@ -379,6 +381,7 @@ class PipelineEngine:
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
+        edges = []
         for source, destination, source_rank, destination_rank, *_ in _core.program_edges(self._program):
             kind = "gradients" if destination < source else "activations"
             text = f"{kind} of stage {source} to stage {destination}"
@@ -386,6 +389,8 @@ class PipelineEngine:
                 receiver = self.rank == destination_rank
                 peer = source_rank if receiver else destination_rank
                 self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
+                edges.append(EdgeReport(source, destination, peer, self._group.transport_to(peer)))
+        self.edges = tuple(edges)
 
     def _make_executor(self, program: Any) -> Any:
         ends = [self._ends.get((edge[0], edge[1])) for edge in _core.program_edges(program)]

@@ -10,7 +10,7 @@ from typing import Any
 from seq1f1b import _core
 from seq1f1b.schedule import Schedule, Simulation, Unit
 
-__all__ = ["PipelineReport", "Report", "StageReport"]
+__all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
 
 _RUN = 2  # s1f_opcode of lower.h
 _KINDS = "FBIW"
@@ -54,6 +54,21 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class EdgeReport:
+    """What carries the messages from one stage to the next, or gradients back, as seen from one of its two ranks.
+
+    Attributes:
+        peer_rank: of the pipeline, at the other end.
+        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads).
+    """
+
+    source_stage: int
+    destination_stage: int
+    peer_rank: int
+    transport: str
+
+
+@dataclass(frozen=True)
 class Report:
     """One rank's last step. Times in seconds, of the host: work that a CUDA device does later is not in them.
 
@@ -68,6 +83,7 @@ class Report:
         receive_places: of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far, in host memory.
         timeline: (unit, start, end) on the machine's monotonic clock.
+        edges: those from and to this rank.
     """
 
     rank: int
@@ -87,6 +103,7 @@ class Report:
     receive_places: int
     process_peak_bytes: int
     timeline: tuple[tuple[Unit, float, float], ...]
+    edges: tuple[EdgeReport, ...]
 
 
 @dataclass(frozen=True)
@@ -132,12 +149,13 @@ def make_report(
     rank: int,
     schedule: Schedule,
     cache: Any,
+    edges: tuple[EdgeReport, ...],
     gather: Callable[[Any], list[Any]] | None,
 ) -> Report | PipelineReport:
     """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks."""
     if record is None:
         raise RuntimeError("there is nothing to report before the first step")
-    own = _rank_report(record, rank, cache)
+    own = _rank_report(record, rank, cache, edges)
     if gather is None:
         return own
     ranks = tuple(gather(own))
@@ -152,7 +170,7 @@ def make_report(
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), planned)
 
 
-def _rank_report(record: StepRecord, rank: int, cache: Any) -> Report:
+def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...]) -> Report:
     start, end, run, wait, send = _core.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
@@ -182,6 +200,7 @@ def _rank_report(record: StepRecord, rank: int, cache: Any) -> Report:
         receive_places=places,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
+        edges=edges,
     )
 
 

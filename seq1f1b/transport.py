@@ -12,11 +12,14 @@ import fcntl
 import functools
 import gc
 import hmac
+import ipaddress
 import json
 import os
 import pickle
 import queue
+import re
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -24,7 +27,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +56,8 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.complex128,
 )
 """Position = code of the type in C (``csrc/dtype.h``)."""
+
+_T = TypeVar("_T")
 
 REQUIRES_GRAD, NONE = 1, 2  # flags of a tensor in a message: csrc/p2p.h
 _GATHER_BYTES = 4032  # S1F_GATHER_BYTES
@@ -106,6 +111,7 @@ class RankGroup(ABC):
         self._epoch = self._round = 0
         self._acknowledged = False  # this rank's user has seen the standing failure
         self._ends: dict[tuple[int, int], object] = {}
+        self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
         self.set_limits(300.0)
 
     # -- limits, progress, failure
@@ -125,6 +131,28 @@ class RankGroup(ABC):
     def fail(self, text: str) -> None:
         """Ends the step on every rank, in this rank's name; the first failure wins."""
         _core.group_fail(self.group, self.rank, text)
+
+    def lose(self, rank: int, why: str, edge: str | None = None) -> str:
+        """Ends the step on every rank: another one is gone. Returns the text."""
+        what, age, _ = _core.group_get_progress(self.group, rank)
+        edge = edge or self._edge_texts.get(rank, "set-up")
+        text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
+        _core.group_fail(self.group, rank, text, what, edge.partition(",")[0])
+        return text
+
+    def check_progress(self, rank: int, waiting_for: str) -> None:
+        """PipelineError on every rank, unless a rank made progress within the time-out."""
+        what, age, _ = _core.group_get_progress(self.group, rank)
+        if not 0 <= age <= self.timeout_s:
+            since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
+            raise self._failure(rank, f"rank {rank} {since} (waiting for {waiting_for})")
+
+    def _failure(self, rank: int, text: str) -> _core.PipelineError:
+        """Ends the step on every rank. The error is this one also where an earlier failure stands."""
+        _core.group_fail(self.group, rank, text)
+        error = _core.PipelineError(text)
+        error.rank = rank
+        return error
 
     def check(self) -> None:
         """Raises PipelineError once any rank failed."""
@@ -256,6 +284,7 @@ class RankGroup(ABC):
             text: names the edge in errors: "activations of stage 0 to 1".
         """
         key = source_stage, destination_stage
+        self._edge_texts.setdefault(peer_rank, text)
         if key not in self._ends:
             self._ends[key] = self._open_end(source_stage, destination_stage, peer_rank, is_receiver, text)
         return self._ends[key]
@@ -264,6 +293,10 @@ class RankGroup(ABC):
     def _open_end(
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
     ) -> object: ...
+
+    @abstractmethod
+    def transport_to(self, peer_rank: int) -> str:
+        """What carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
 
     @staticmethod
     def place_views(
@@ -349,6 +382,9 @@ class _Done:
 class _LoopbackRank(RankGroup):
     is_thread = True
 
+    def transport_to(self, peer_rank: int) -> str:
+        return "loopback"
+
     def __init__(self, memory: _LoopbackMemory, rank: int, size: int, arena_bytes: int) -> None:
         group = _core.group_create(memory.block, size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
@@ -376,13 +412,6 @@ _ARENA = struct.Struct("qqq")  # source stage, destination stage, bytes
 _SETUP_TIMEOUT = 120.0  # seconds for all ranks to arrive at set-up
 
 
-def host_key() -> str:
-    """Equal for processes that can meet on an abstract Unix socket: same machine, network namespace and user."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
-
-
 def _peer_uid(connection: socket.socket) -> int:
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(uid)
@@ -401,8 +430,9 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 class Meeting:
     """Connects a rank with others of its host over abstract Unix sockets, which have no name in the file system.
 
-    The names are visible to every user of the host, so either side checks the other's user id and a random 128-bit
-    token that travelled through the process group.
+    Such a name exists in one network namespace only, so whom a rank cannot :meth:`dial` is on another host, or behind
+    what keeps containers apart. The names are visible to every user of the host, so either side checks the other's user
+    id and a random 128-bit token that travelled through the process group.
     """
 
     def __init__(self, rank: int, timeout_s: float = _SETUP_TIMEOUT) -> None:
@@ -411,54 +441,72 @@ class Meeting:
         self.name = f"\0seq1f1b-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.name)
-        self._listener.listen(128)
+        self._listener.listen(1024)  # those who dial before anyone is accepted
         self._listener.settimeout(timeout_s)
+        self._dialled: dict[int, socket.socket] = {}
 
-    def connect(self, names: dict[int, str], tokens: dict[int, bytes]) -> dict[int, socket.socket]:
-        """One connection per peer: greets lower ranks, is greeted by higher ones, then both have checked the other."""
-        connections: dict[int, socket.socket] = {}
+    def dial(self, names: Sequence[str], tokens: Sequence[bytes]) -> dict[int, str]:
+        """Greets all lower ranks. Returns whom it cannot meet, and why."""
+        unmet = {}
+        for peer in range(self.rank):
+            try:
+                self._dialled[peer] = self._dial(names[peer])
+                self._dialled[peer].sendall(_HELLO.pack(tokens[peer], self.rank))
+            except OSError as error:
+                unmet[peer] = str(error)
+        return unmet
+
+    def accept(self, dialled_by: set[int], tokens: Sequence[bytes]) -> dict[int, socket.socket]:
+        """One connection per rank of the host, once both sides have checked the other.
+
+        Args:
+            dialled_by: higher ranks that dialled this one.
+        """
+        connections = self._dialled
         try:
-            for peer in (rank for rank in names if rank < self.rank):
-                connections[peer] = connection = self._dial(names[peer])
-                connection.sendall(_HELLO.pack(tokens[peer], self.rank))
-            expected = {rank for rank in names if rank > self.rank}
-            while expected:
+            while dialled_by:
                 connection, _ = self._listener.accept()
-                greeter = self._greeted_by(connection, expected)
+                greeter = self._greeted_by(connection, dialled_by)
                 if greeter is None:
                     connection.close()
                     continue
-                expected.remove(greeter)
+                dialled_by = dialled_by - {greeter}
                 connections[greeter] = connection
                 connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
-            for peer in (rank for rank in names if rank < self.rank):
+            for peer in [rank for rank in connections if rank < self.rank]:
                 token, answered_by = _HELLO.unpack(_receive(connections[peer], _HELLO.size))
                 if not hmac.compare_digest(token, self.token) or answered_by != peer:
                     raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
         except BaseException:
-            for connection in connections.values():
-                connection.close()
+            self.close()
             raise
-        finally:
-            self._listener.close()
+        self._listener.close()
+        self._dialled = {}
         return connections
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._dialled.values():
+            connection.close()
 
     def _dial(self, name: str) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(self.timeout_s)
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                connection.connect(name)
-                break
-            except BlockingIOError:  # the peer's backlog is full
-                if time.monotonic() > deadline:
-                    connection.close()
-                    raise
-                time.sleep(0.01)
-        if _peer_uid(connection) != os.getuid():
+        try:
+            connection.settimeout(self.timeout_s)
+            deadline = time.monotonic() + self.timeout_s
+            while True:
+                try:
+                    connection.connect(name)
+                    break
+                except BlockingIOError:  # the peer's backlog is full
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.01)
+            if _peer_uid(connection) != os.getuid():
+                raise ConnectionError("another user answers")
+        except BaseException:
             connection.close()
-            raise ConnectionError("another user answers in the name of a peer")
+            raise
         return connection
 
     def _greeted_by(self, connection: socket.socket, expected: set[int]) -> int | None:
@@ -472,6 +520,12 @@ class Meeting:
             return None
         connection.settimeout(self.timeout_s)
         return rank if hmac.compare_digest(token, self.token) and rank in expected else None
+
+
+def _first_line(error: BaseException) -> str:
+    """Without gloo's source file and advice."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0]
 
 
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
@@ -504,6 +558,36 @@ os.register_at_fork(after_in_child=_forget_sockets_after_fork)
 
 
 _EXCHANGE_TAG = (1 << 31) - 1  # of gradients of tied parameters: no edge of any generation has it
+_EXCHANGE = "gradients of tied parameters"
+
+
+class _Transfer:
+    """Of the process group, whose own waits end with the peer's connection and otherwise with the group's time-out."""
+
+    def __init__(self, group: RankGroup, peer: int, work: Any) -> None:
+        self._group, self._peer, self._work = group, peer, work
+
+    def wait(self) -> None:
+        done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                self._work.wait(_FOREVER)
+                done.put(None)
+            except Exception as error:
+                done.put(_first_line(error))
+
+        threading.Thread(target=work, name="seq1f1b tied parameters", daemon=True).start()
+        start, group = time.monotonic(), self._group
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = done.get(timeout=0.05)
+                if error is None:
+                    return
+                group.lose(self._peer, error, _EXCHANGE)
+            group.check()
+            if time.monotonic() - start > group.timeout_s:
+                group.check_progress(self._peer, _EXCHANGE)
 
 
 class _ProcessRank(RankGroup):
@@ -512,10 +596,12 @@ class _ProcessRank(RankGroup):
     _process_group: Any
 
     def _begin_send(self, data: Tensor, rank: int) -> Any:
-        return dist.isend(data, group=self._process_group, group_dst=rank, tag=_EXCHANGE_TAG)
+        work = dist.isend(data, group=self._process_group, group_dst=rank, tag=_EXCHANGE_TAG)
+        return _Transfer(self, rank, work)
 
     def _begin_receive(self, data: Tensor, rank: int) -> Any:
-        return dist.irecv(data, group=self._process_group, group_src=rank, tag=_EXCHANGE_TAG)
+        work = dist.irecv(data, group=self._process_group, group_src=rank, tag=_EXCHANGE_TAG)
+        return _Transfer(self, rank, work)
 
 
 class _ShmRank(_ProcessRank):
@@ -534,6 +620,9 @@ class _ShmRank(_ProcessRank):
         self._process_group = process_group
         self._connections = connections
         _open_groups.add(self)
+
+    def transport_to(self, peer_rank: int) -> str:
+        return "shm"
 
     def _hangup_fds(self) -> list[int]:
         return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
@@ -583,14 +672,8 @@ def _share_arena(
 
 
 def _connect_shm(
-    rank: int, size: int, process_group: Any, gather: Callable[[Any], list[Any]], arena_bytes: int
+    rank: int, size: int, process_group: Any, connections: dict[int, socket.socket], arena_bytes: int
 ) -> _ShmRank:
-    meeting = Meeting(rank)
-    offers = gather((meeting.name, meeting.token))
-    connections = meeting.connect(
-        {peer: name for peer, (name, _) in enumerate(offers) if peer != rank},
-        {peer: token for peer, (_, token) in enumerate(offers)},
-    )
     block_bytes = _core.group_block_bytes(size)
     if rank == 0:
         fd = memory_fd(block_bytes)
@@ -624,7 +707,9 @@ class C10dRelay:
     completed by :meth:`drain`, as nothing can cancel it.
     """
 
-    def __init__(self, group: RankGroup, process_group: Any, peer: int, tag: int, is_receiver: bool, text: str) -> None:
+    def __init__(
+        self, group: _StoreRank, process_group: Any, peer: int, tag: int, is_receiver: bool, text: str
+    ) -> None:
         self._group, self._process_group, self._tag = group, process_group, tag
         self.peer = peer
         self._is_receiver, self._text = is_receiver, text
@@ -701,12 +786,7 @@ class C10dRelay:
             try:
                 task()
             except Exception as error:
-                what, age, _ = _core.group_get_progress(self._group.group, self.peer)
-                seen = f", last seen in {what}" if age >= 0 else ""
-                text = (
-                    f"rank {self.peer} is gone{seen} ({self._text}, message {sequence}): {str(error).splitlines()[0]}"
-                )
-                _core.group_fail(self._group.group, self.peer, text, what, self._text)
+                self._group.suspect(self.peer, _first_line(error), f"{self._text}, message {sequence}")
             del entry, task  # or the last message's tensors live on
 
     # after a failed step, and at the end
@@ -747,10 +827,42 @@ class C10dRelay:
         self.end = None
 
 
+class Lifeline:
+    """A message of the process group that a peer sends when it closes, and that fails when it dies.
+
+    So whoever waits, for whatever, learns of the peer's death; an edge has a receive posted within a step only.
+    """
+
+    def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:
+        self._process_group, self._peer, self._tag, self._broken = process_group, peer, tag, broken
+        self._farewells: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._data = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        self._thread = threading.Thread(target=self._wait, name=f"seq1f1b lifeline to rank {peer}", daemon=True)
+        self._receive: Any = dist.irecv(self._data[0], group=process_group, group_src=peer, tag=tag)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._receive.wait(_FOREVER)
+        except Exception as error:
+            self._broken(_first_line(error))
+            return
+        with contextlib.suppress(Exception):
+            self._farewells.get().wait(_FOREVER)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the peer, or the process group, may be gone
+            self._farewells.put(
+                dist.isend(self._data[1], group=self._process_group, group_dst=self._peer, tag=self._tag)
+            )
+        self._thread.join(0.2)
+
+
 class _StoreRank(_ProcessRank):
     """A rank whose peers are anywhere: the block is this process's own, and a store carries what it would share.
 
-    A watcher thread with a connection of its own copies failures and progress between block and store. Edges between
+    One thread, the watcher, talks to the store: torch's own calls of it wait without limit while the link to it is down
+    (torch 2.13). It copies failures and progress between block and store, and finds out who is gone. Edges between
     processes that could meet use shared memory, the others the process group.
     """
 
@@ -759,7 +871,7 @@ class _StoreRank(_ProcessRank):
         rank: int,
         size: int,
         process_group: Any,
-        stores: tuple[Any, Any],
+        store: Any,
         connections: dict[int, socket.socket],
         generation: int,
         arena_bytes: int,
@@ -769,55 +881,114 @@ class _StoreRank(_ProcessRank):
         group = _core.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
         self._process_group, self._connections = process_group, connections
-        self._store, self._watcher_store = stores
+        self._store = store
         self._relays: dict[tuple[int, int], C10dRelay] = {}
-        self._closing = threading.Event()
-        self._watch_lock = threading.Lock()
+        self._lifelines: dict[int, Lifeline] = {}
+        self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
+        self._read: dict[int, bytes] = {}  # others' progress as last read
+        self._lost: str | None = None  # who is gone for good, in words
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._closing, self._closed_store = threading.Event(), threading.Event()
         self._watching = True
-        self._publish_progress(self._store)
-        self.barrier()  # everyone's progress can be read from here on
         self._watcher = threading.Thread(target=self._watch, name="seq1f1b watcher", daemon=True)
         self._watcher.start()
         _open_groups.add(self)
+        self._ask(self._publish_progress)
+        self.barrier()  # everyone's progress can be read from here on
 
-    # -- watching
+    # -- the watcher's
 
-    def _publish_progress(self, store: Any) -> None:
-        store.set(f"progress/{self.rank}", json.dumps(_core.group_get_progress(self.group, self.rank)))
+    def _watch(self) -> None:
+        hang_ups = select.poll()
+        for connection in self._connections.values():
+            hang_ups.register(connection, select.POLLRDHUP)
+        turns, between_progress = 0, 4 * max(1, self.size // 16)
+        turn_at = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                do, answer = self._requests.get(timeout=max(0.0, turn_at - time.monotonic()))
+            except queue.Empty:
+                turns += 1
+                turn_at = time.monotonic() + _WATCH_PERIOD
+                try:
+                    self._find_the_lost(hang_ups)
+                    if self._watching:
+                        self._exchange_failure()
+                    if turns % between_progress == 0:
+                        self._exchange_progress()
+                except Exception as error:
+                    self._lose_store(error)
+                    break
+            else:
+                try:
+                    answer.put(do())
+                except Exception as error:
+                    self._lose_store(error)
+                    break
+        self._closed_store.set()
 
-    def _exchange_failure(self, store: Any) -> None:
+    def _lose_store(self, error: Exception) -> None:
+        if not self._closing.is_set():
+            self._lost = self.lose(0, f"its store does not answer: {_first_line(error)}")
+
+    def _publish_progress(self) -> None:
+        self._store.set(f"progress/{self.rank}", json.dumps(_core.group_get_progress(self.group, self.rank)))
+
+    def _exchange_failure(self) -> None:
         """Publishes this process's failure, or learns of another's; the first one in the store stays."""
         key = f"failure/{self._epoch}"
         failure = _core.group_failure(self.group)
         if failure is not None:
-            store.compare_set(key, "", json.dumps(failure))
-        elif store.check([key]):
-            _core.group_fail(self.group, *json.loads(store.get(key)))
+            self._store.compare_set(key, "", json.dumps(failure))
+        elif self._store.check([key]):
+            _core.group_fail(self.group, *json.loads(self._store.get(key)))
 
-    def _exchange_progress(self, store: Any) -> None:
-        self._publish_progress(store)
+    def _exchange_progress(self) -> None:
+        self._publish_progress()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank, value in zip(others, store.multi_get([f"progress/{rank}" for rank in others]), strict=True):
+        for rank, value in zip(others, self._store.multi_get([f"progress/{rank}" for rank in others]), strict=True):
+            if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
+                continue
+            self._read[rank] = value
             what, age, waiting_for = json.loads(value)
             if age >= 0:
                 _core.group_set_progress(self.group, rank, what, age, waiting_for)
 
-    def _watch(self) -> None:
-        turns = 0
-        between_progress = 10 * max(1, self.size // 16)
-        while not self._closing.wait(_WATCH_PERIOD):
-            try:
-                with self._watch_lock:
-                    if self._watching:
-                        self._exchange_failure(self._watcher_store)
-                turns += 1
-                if turns % between_progress == 0:
-                    self._exchange_progress(self._watcher_store)
-            except Exception as error:
-                if not self._closing.is_set():
-                    text = f"rank 0 is gone: its store does not answer ({str(error).splitlines()[0]})"
-                    _core.group_fail(self.group, 0, text)
-                return
+    def _find_the_lost(self, hang_ups: select.poll) -> None:
+        """Those whose connection ended though they have not closed, told to all."""
+        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        for fd, _ in hang_ups.poll(0):
+            hang_ups.unregister(fd)
+            self.suspect(ranks[fd], "it closed its socket")
+        while not self._suspects.empty():
+            rank, why, edge = self._suspects.get()
+            if edge is None and self._store.check([f"closed/{rank}"]):
+                continue
+            self._exchange_progress()
+            self._lost = self.lose(rank, why, edge)
+            self._store.compare_set("lost", "", self._lost)
+
+    def suspect(self, rank: int, why: str, edge: str | None = None) -> None:
+        """A connection ended, from any thread. edge: on which a message was under way; None: perhaps it was closed."""
+        self._suspects.put((rank, why, edge))
+
+    # -- asking it
+
+    def _ask(self, do: Callable[[], _T], limit_s: float | None = None, *, recovering: bool = False) -> _T:
+        """What a call of the store returns, or PipelineError: a failure, or no answer for so many seconds."""
+        answer: queue.SimpleQueue[_T] = queue.SimpleQueue()
+        self._requests.put((do, answer))
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        start = time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=0.05)
+            if not recovering:
+                self.check()
+            if self._closed_store.is_set():
+                raise self._failure(0, self._lost or "the pipeline is closed")
+            if time.monotonic() - start > limit_s:
+                raise self._failure(0, f"rank 0 does not answer: its store was asked {limit_s:.0f} s ago")
 
     # -- steps
 
@@ -828,17 +999,18 @@ class _StoreRank(_ProcessRank):
                 relay.settle()
         super().end_step(failed)
         if failed:
-            with self._watch_lock, contextlib.suppress(RuntimeError):  # the store may be what failed
-                self._exchange_failure(self._store)
+            with contextlib.suppress(RuntimeError):  # the store may be what failed
+                self._ask(self._exchange_failure, 5.0, recovering=True)
             if self.rank == 0:  # the store ends with this process, perhaps at once: let the others read why
                 time.sleep(4 * _WATCH_PERIOD)
 
     def _recover(self) -> None:
-        with self._watch_lock:
-            self._watching = False
+        self._ask(lambda: self._set_watching(False), recovering=True)
         super()._recover()
-        with self._watch_lock:
-            self._watching = True
+        self._set_watching(True)
+
+    def _set_watching(self, watching: bool) -> None:
+        self._watching = watching
 
     def _forget_failure(self) -> None:
         started = {edge: relay.started() for edge, relay in self._relays.items()}
@@ -850,32 +1022,39 @@ class _StoreRank(_ProcessRank):
     # -- collectives and edges
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
-        turn = f"gather/{self._epoch}/{self._round}"
+        store, turn = self._store, f"gather/{self._epoch}/{self._round}"
         keys = [f"{turn}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], data)
+
+        def look() -> list[bytes] | None:
+            if recovering and self._lost is None and store.check(["lost"]):
+                self._lost = store.get("lost").decode()
+            return store.multi_get(keys) if store.check(keys) else None
+
+        self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
         start, pause = time.monotonic(), 1e-4
-        while not self._store.check(keys):
+        while (values := self._ask(look, recovering=recovering)) is None:
             if not recovering:
                 self.check()
+            elif self._lost is not None:
+                raise _core.PipelineError(self._lost)
             self._check_time(keys, time.monotonic() - start)
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
-        values = self._store.multi_get(keys)
         if self._round >= 2:  # all have read it: they were all at the round before this one
-            self._store.delete_key(f"gather/{self._epoch}/{self._round - 2}/{self.rank}")
+            read = f"gather/{self._epoch}/{self._round - 2}/{self.rank}"
+            self._ask(lambda: store.delete_key(read), recovering=recovering)
         self._round += 1
         return [bytes(value) for value in values]
 
     def _check_time(self, keys: list[str], waited: float) -> None:
         if waited <= self.timeout_s:
             return
-        for rank, key in enumerate(keys):
-            what, age, _ = _core.group_get_progress(self.group, rank)
-            if not self._store.check([key]) and not 0 <= age <= self.timeout_s:
-                since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
-                text = f"rank {rank} {since} (waiting for all ranks to meet)"
-                _core.group_fail(self.group, rank, text)
-                raise _core.PipelineError(text)
+        there = self._ask(lambda: [self._store.check([key]) for key in keys], recovering=True)
+        for rank in (rank for rank, is_there in enumerate(there) if not is_there):
+            self.check_progress(rank, "all ranks to meet")
+
+    def transport_to(self, peer_rank: int) -> str:
+        return "shm" if peer_rank in self._connections else "c10d"
 
     def _open_end(
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
@@ -888,7 +1067,15 @@ class _StoreRank(_ProcessRank):
             return _core.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
         # Stages of an edge are neighbours. Tags of their own per pipeline: receives that an earlier one on this process
         # group left behind after a failure never match.
-        tag = self._generation * _TAGS + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
+        first_tag = self._generation * _TAGS
+        if peer_rank not in self._lifelines:
+            self._lifelines[peer_rank] = Lifeline(
+                self._process_group,
+                peer_rank,
+                2 * (first_tag + _TAGS - 1),
+                functools.partial(self.suspect, peer_rank),
+            )
+        tag = first_tag + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
         relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text)
         self._relays[source_stage, destination_stage] = relay
         return relay.end
@@ -904,17 +1091,22 @@ class _StoreRank(_ProcessRank):
                 self._recover()
         super().close()
         _core.group_progress(self.group, "close()")
-        if failed:  # perhaps just now, and the watcher ends below: whoever meets the others waits for this
-            with self._watch_lock, contextlib.suppress(RuntimeError):
-                self._exchange_failure(self._store)
+        limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
+        with contextlib.suppress(RuntimeError):
+            if failed:  # perhaps just now: whoever meets the others waits for this
+                self._ask(self._exchange_failure, limit_s, recovering=True)
+            self._ask(lambda: self._store.set(f"closed/{self.rank}", ""), limit_s, recovering=True)
+        for lifeline in self._lifelines.values():
+            lifeline.close()
+        with contextlib.suppress(RuntimeError):
+            deadline = time.monotonic() + limit_s
+            keys = [f"closed/{rank}" for rank in range(self.size)]
+            while self.rank == 0 and not self._ask(lambda: self._store.check(keys), limit_s, recovering=True):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
         self._closing.set()
         self._watcher.join(1.0)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"closed/{self.rank}", "")
-            deadline = time.monotonic() + (1.0 if failed else min(self.timeout_s, 30.0))
-            keys = [f"closed/{rank}" for rank in range(self.size)]
-            while self.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(0.01)
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
@@ -922,45 +1114,70 @@ class _StoreRank(_ProcessRank):
             connection.close()
 
 
-def _own_address() -> str:
-    """This host's address as seen on the way to the launcher's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
-        address = str(probe.getsockname()[0])
-        if not address.startswith(("127.", "0.")):
-            return address
-    return socket.gethostbyname(socket.gethostname())
+def _own_address(process_group: Any) -> str:
+    """A name or address of this host by which processes on others reach it.
+
+    All of them reached the host of the process group's own store. Where that is this one, its name is known to be good
+    (here it may mean a loopback address, as Debian's 127.0.1.1); elsewhere, the address from which packets leave for
+    it.
+    """
+    store = process_group.get_group_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")  # a file, as a store, has no host
+    for name in [host] if host else ["192.0.2.1", socket.gethostname()]:  # the first leads to the default route
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _, there in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                    probe.connect(there)  # sends nothing
+                    source = str(probe.getsockname()[0])
+                    local = source == there[0] or ipaddress.ip_address(source.partition("%")[0]).is_loopback
+                    return name if local else source
+    raise _core.PipelineError(
+        f"rank 0 of the pipeline finds no address of its own: {host or socket.gethostname()!r} does not resolve here; "
+        "give the launcher an address instead of a name"
+    )
 
 
 def _connect_store(
     rank: int,
+    size: int,
     process_group: Any,
     gather: Callable[[Any], list[Any]],
-    host_keys: list[str],
-    share: bool,
+    address: str | None,
+    connections: dict[int, socket.socket],
+    generation: int,
     arena_bytes: int,
 ) -> _StoreRank:
-    size, same_host = len(host_keys), len(set(host_keys)) == 1
-    address: tuple[str, int] = ("", 0)
+    """address: that reaches rank 0 from everywhere; None: what it finds out."""
+    error: Exception | None = None
+    store: Any = None
+    place: tuple[str, int] | None = None
     if rank == 0:
-        server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        address = ("127.0.0.1" if same_host else _own_address(), server.port)
-    address = gather(address)[0]
-
-    def client() -> Any:
-        return TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=_SETUP_TIMEOUT))
-
-    stores = (server if rank == 0 else client()), client()
-    near = [peer for peer in range(size) if peer == rank or (share and host_keys[peer] == host_keys[rank])]
-    meeting = Meeting(rank)
-    global _next_generation
-    offers = gather((meeting.name, meeting.token, _next_generation))
-    generation = max(offer[2] for offer in offers)
-    _next_generation = generation + 1
-    connections = meeting.connect(
-        {peer: offers[peer][0] for peer in near if peer != rank}, {peer: offers[peer][1] for peer in near}
-    )
-    return _StoreRank(rank, size, process_group, stores, connections, generation, arena_bytes)
+        try:
+            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            place = address or _own_address(process_group), store.port
+        except (RuntimeError, OSError) as caught:
+            error = caught
+    place = gather(place)[0]
+    if error is not None:
+        raise error
+    if place is None:
+        raise _core.PipelineError("rank 0 of the pipeline could not open its store; its own error says why")
+    unreached = None
+    if rank != 0:
+        try:
+            host, port = place
+            store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=_SETUP_TIMEOUT))
+        except RuntimeError as caught:
+            unreached = _first_line(caught)
+    for other, why in enumerate(gather(unreached)):
+        if why is not None:
+            raise _core.PipelineError(
+                f"rank {other} cannot reach the store of rank 0 at {place[0]} port {place[1]} ({why}): hosts of a "
+                "pipeline must reach each other on all ports, on the network that leads to the launcher's address"
+            )
+    return _StoreRank(rank, size, process_group, store, connections, generation, arena_bytes)
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
@@ -972,7 +1189,7 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
     Args:
         process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
             parameters only, unless c10d carries edges.
-        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm where it can be.
+        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be.
         arena_bytes: address space of one edge; a smaller one only where address space is limited.
     """
     if transport not in ("auto", "shm", "c10d"):
@@ -994,15 +1211,37 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         dist.all_gather_object(values, value, group=process_group)
         return values
 
-    wishes = gather((transport, host_key()))
-    if len({wish for wish, _ in wishes}) > 1:
-        raise ValueError(f"the ranks ask for different transports: {[wish for wish, _ in wishes]}")
-    keys = [key for _, key in wishes]
-    if transport != "c10d" and len(set(keys)) == 1:
-        return _connect_shm(rank, size, process_group, gather, arena_bytes)
-    if transport == "shm":
-        raise ValueError('transport="shm" needs all ranks on one host, in one network namespace and of one user')
-    return _connect_store(rank, process_group, gather, keys, transport == "auto", arena_bytes)
+    global _next_generation
+    meeting = Meeting(rank)
+    try:
+        wishes, names, tokens, generations = zip(
+            *gather((transport, meeting.name, meeting.token, _next_generation)), strict=True
+        )
+        generation = max(generations)
+        _next_generation = generation + 1
+        if len(set(wishes)) > 1:
+            raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
+        unmet: list[dict[int, str]] = gather(meeting.dial(names, tokens))
+        for above, missed in enumerate(unmet):
+            for below, why in missed.items() if transport == "shm" else ():
+                raise ValueError(
+                    f'transport="shm" needs all ranks on one host, in one network namespace and of one user: rank '
+                    f'{above} cannot meet rank {below} ({why}); with "auto" the process group carries such edges'
+                )
+        dialled_by = {above for above in range(rank + 1, size) if rank not in unmet[above]}
+        connections = meeting.accept(dialled_by, tokens)
+    finally:
+        meeting.close()
+    one_host = not any(unmet)
+    if one_host and transport != "c10d":
+        return _connect_shm(rank, size, process_group, connections, arena_bytes)
+    if transport == "c10d":
+        for connection in connections.values():
+            connection.close()
+        connections = {}
+    address = "127.0.0.1" if one_host else None
+    process_group = process_group or dist.group.WORLD
+    return _connect_store(rank, size, process_group, gather, address, connections, generation, arena_bytes)
 
 
 def resolve_group(group: Any, transport: str = "auto") -> RankGroup:

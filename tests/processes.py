@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -41,3 +44,50 @@ def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
 def shared_memory_names() -> set[str]:
     """Of segments and semaphores on this machine, but those of Python's own locks, which tests run beside may hold."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "seq1f1b.engine", "pytest"])
+
+
+def _run(join: Callable[[int], None], fn: Callable[..., Any], rank: int, pipe: Connection, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        join(rank)
+        pipe.send(("result", fn(rank, pipe, *arguments)))
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+class Ranks:
+    """Processes that run ``join(rank)`` and ``fn(rank, pipe, *arguments)``, with a pipe each to this one."""
+
+    def __init__(self, world: int, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(join, fn, rank, theirs, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def receive(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(60), f"rank {rank} says nothing"
+        kind, value = self.pipes[rank].recv()
+        assert kind != "error", f"rank {rank}: {value}"
+        return value
+
+
+@contextmanager
+def running_ranks(world: int, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any) -> Iterator[Ranks]:
+    ranks = Ranks(world, join, fn, *arguments)
+    try:
+        yield ranks
+    finally:
+        for process in ranks.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()

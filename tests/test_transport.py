@@ -38,13 +38,17 @@ context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch.distributed", "seq1f1b.transport"])
 
 
+def refuse(meeting: transport.Meeting, name: str) -> socket.socket:
+    raise ConnectionRefusedError("Connection refused")
+
+
 def _child(fn: Callable[..., Any], rank: int, size: int, store: str, kind: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    if kind == "two hosts":  # as seen from rank 2, the others are elsewhere
-        key = f"{transport.host_key()}/{rank // 2}"
-        transport.host_key = lambda: key
+    if kind == "two hosts":  # rank 2 is elsewhere: it cannot dial the others
+        if rank == 2:
+            transport.Meeting._dial = refuse
         kind = "auto"
     group = transport.connect(None, kind)
     try:
@@ -237,7 +241,7 @@ def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
         name, text, attributes, ended = ranks.result(0)
     assert name == "PipelineError" and ended - killed < 1.0
     assert attributes[0] == 1 and attributes[2] == "gradients of stage 1 to 0"
-    assert "rank 1 is gone" in text and "gradients of stage 1 to 0, message 0" in text
+    assert "rank 1 is gone, last seen in F2.1 (" in text and "gradients of stage 1 to 0" in text
     assert shared_memory_names() <= before
 
 
@@ -408,11 +412,16 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
 def meet(meetings: list[transport.Meeting]) -> list[Any]:
     results: list[Any] = [None] * len(meetings)
 
+    names, tokens = [meeting.name for meeting in meetings], [meeting.token for meeting in meetings]
+    unmet: list[dict[int, str]] = [{} for _ in meetings]
+    all_dialled = threading.Barrier(len(meetings))
+
     def run(rank: int) -> None:
-        others = {r: m for r, m in enumerate(meetings) if r != rank}
         try:
-            names = {r: m.name for r, m in others.items()}
-            results[rank] = meetings[rank].connect(names, {r: m.token for r, m in others.items()})
+            unmet[rank] = meetings[rank].dial(names, tokens)
+            all_dialled.wait()
+            above = range(rank + 1, len(meetings))
+            results[rank] = meetings[rank].accept({r for r in above if rank not in unmet[r]}, tokens), unmet[rank]
         except OSError as error:
             results[rank] = error
 
@@ -425,8 +434,8 @@ def meet(meetings: list[transport.Meeting]) -> list[Any]:
 
 
 def close_all(results: list[Any]) -> None:
-    for connections in results:
-        for connection in connections.values() if isinstance(connections, dict) else ():
+    for connections, _ in results:
+        for connection in connections.values():
             connection.close()
 
 
@@ -441,7 +450,11 @@ def test_stranger_without_token_is_refused() -> None:
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     results = meet(meetings)
-    assert [sorted(connections) for connections in results] == [[1, 2], [0, 2], [0, 1]]
+    assert [(sorted(connections), unmet) for connections, unmet in results] == [
+        ([1, 2], {}),
+        ([0, 2], {}),
+        ([0, 1], {}),
+    ]
     for stranger in strangers:
         stranger.settimeout(5)
         assert stranger.recv(1) == b"", "a stranger was answered"
@@ -449,10 +462,22 @@ def test_stranger_without_token_is_refused() -> None:
     close_all(results)
 
 
-def test_other_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_peer_uid", lambda connection: os.getuid() + 1)
-    results = meet([transport.Meeting(rank, timeout_s=0.5) for rank in range(2)])
-    assert all(isinstance(result, OSError) for result in results)
+def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over c10d: rank 2 finds that another user answers, or nobody (another network namespace)."""
+    dial, why = transport.Meeting._dial, ["another user answers", "[Errno 111] Connection refused"]
+    uid, caller = os.getuid(), threading.local()
+
+    def dial_as(meeting: transport.Meeting, name: str) -> socket.socket:
+        caller.rank = meeting.rank
+        return dial(meeting, name + "-elsewhere" if meeting.rank == 2 and name == meetings[1].name else name)
+
+    monkeypatch.setattr(transport.Meeting, "_dial", dial_as)
+    monkeypatch.setattr(transport, "_peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
+    meetings = [transport.Meeting(rank, timeout_s=20.0) for rank in range(3)]
+    results = meet(meetings)
+    assert [sorted(connections) for connections, _ in results] == [[1], [0], []]
+    assert [unmet for _, unmet in results] == [{}, {}, dict(enumerate(why))]
+    close_all(results)
 
 
 def test_limited_address_space_is_explained() -> None:
