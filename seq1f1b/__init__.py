@@ -14,6 +14,7 @@ from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedul
 
 if TYPE_CHECKING:
     from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
+    from seq1f1b.checkpoint import PipelineState
     from seq1f1b.context import add_loss, carry_in, carry_out
     from seq1f1b.engine import PipelineEngine
     from seq1f1b.packing import document_starts, pack_documents
@@ -27,6 +28,7 @@ __all__ = [
     "ModelShape",
     "PipelineEngine",
     "PipelineError",
+    "PipelineState",
     "Schedule",
     "ScheduleError",
     "ScheduleSeq1F1B",
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 _NEEDS_TORCH: dict[str, str] = {
     "LoopbackGroup": "seq1f1b.transport",
     "PipelineEngine": "seq1f1b.engine",
+    "PipelineState": "seq1f1b.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.pipelining",
     "ScheduleSeqInterleaved1F1B": "seq1f1b.pipelining",
     "add_loss": "seq1f1b.context",

@@ -1,0 +1,270 @@
+"""Does a checkpoint of a pipeline with replicas go on in any other layout as if nothing had interrupted it?"""
+
+from __future__ import annotations
+
+import datetime
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from processes import running_ranks
+from test_data_parallel import full, take_head, wrap
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from seq1f1b import PipelineEngine, PipelineState
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=13)
+MICROBATCHES, LENGTH, STEPS, SAVED_AT = 4, 9, 4, 2  # micro-batches of a step, over all replicas
+WORLD = 4
+# Of weights after the steps, relative, in fp64: sums over replicas are taken in another order. Where a gradient is zero
+# but for that (a key bias), Adam divides 1e-17 by its eps of 1e-8.
+LIMIT = 1e-10
+
+
+def optimizer_of(named: Any, rate: float) -> torch.optim.Optimizer:
+    named = list(named)
+    decayed, others = ([p for _, p in named if (p.dim() >= 2) is wide] for wide in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate)
+
+
+def rate_of(step: int) -> float:
+    return 1e-2 / (step + 1)
+
+
+class Layout:
+    """``replicas`` of a pipeline of ``ranks``; the first replicas * ranks processes take part."""
+
+    def __init__(self, kind: str, replicas: int, ranks: int, stages_per_rank: int = 1, seed: int = 5) -> None:
+        self.mesh = DeviceMesh(
+            "cpu", torch.arange(replicas * ranks).view(replicas, ranks), mesh_dim_names=("data", "pipeline")
+        )
+        self.group = dist.new_group(list(range(replicas * ranks)))
+        self.takes_part = dist.get_rank() < replicas * ranks
+        if not self.takes_part:
+            return
+        self.replica, index = self.mesh.get_local_rank("data"), self.mesh.get_local_rank("pipeline")
+        self.replicas = replicas
+        count = ranks * stages_per_rank
+        model = whole_model(CONFIG, seed=seed)
+        stages: list[nn.Module] = [stage_of(model, CONFIG, i, count) for i in range(index, count, ranks)]
+        loss_fn: Any = take_head(stages[-1]) if index == ranks - 1 else cross_entropy
+        modules = [*stages, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        if kind:
+            modules = [wrap(kind, module, self.mesh.get_group("data"), self.mesh["data"]) for module in modules]
+        self.engine = PipelineEngine(
+            modules[: len(stages)],
+            schedule="seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved",
+            num_microbatches=MICROBATCHES // replicas,
+            num_segments=2,
+            loss_fn=modules[-1] if len(modules) > len(stages) else loss_fn,
+            group=self.mesh.get_group("pipeline"),
+        )
+        self.optimizer = optimizer_of(self.engine.named_parameters(), rate=rate_of(0) if seed == 0 else 3.0)
+        self.state = PipelineState(self.engine, self.optimizer)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            tokens, target = (part.chunk(self.replicas)[self.replica] for part in step_batch(step))
+            self.engine.step(tokens, target=target)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate_of(step + 1)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: full(p.detach()).clone() for name, p in self.engine.named_parameters()}
+
+    def load(self, folder: str) -> None:
+        dcp.load({"train": self.state}, checkpoint_id=folder, process_group=self.group)
+
+
+def step_batch(step: int) -> tuple[Tensor, Tensor]:
+    return batch(CONFIG, MICROBATCHES, LENGTH, size=1, seed=step)
+
+
+def difference(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    return max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in found)
+
+
+def whole_run(folder: str | None) -> dict[str, Tensor]:
+    """One process of plain torch, from the start or from a checkpoint, which torch's own functions read."""
+    model = whole_model(CONFIG)
+    optimizer = optimizer_of(model.named_parameters(), rate=rate_of(0))
+    start = 0
+    if folder is not None:
+        start, options = SAVED_AT, StateDictOptions(flatten_optimizer_state_dict=True)
+        weights, moments = get_state_dict(model, optimizer, options=options)
+        state = {"train": {"model": weights, "optimizer": moments}}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["train"]["model"],
+            optim_state_dict=state["train"]["optimizer"],
+            options=options,
+        )
+    for step in range(start, STEPS):
+        tokens, target = step_batch(step)
+        for x, y in zip(tokens.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            (cross_entropy(model(x), y) / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step + 1)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def layouts(rank: int, pipe: Connection, folder: str) -> dict[str, float]:
+    """Differences of the last weights from those of one process that nothing interrupted."""
+    truth = whole_run(None)
+    found = {}
+    uninterrupted: dict[str, dict[str, Tensor]] = {}
+    for kind in ("fsdp", "ddp"):
+        layout = Layout(kind, 2, 2, seed=0)
+        layout.train(0, SAVED_AT)
+        dcp.save({"train": layout.state}, checkpoint_id=f"{folder}/{kind}")
+        layout.train(SAVED_AT, STEPS)
+        uninterrupted[kind] = layout.weights()
+        found[f"uninterrupted {kind}"] = difference(uninterrupted[kind], truth)
+        layout.engine.close()
+
+    for saved, kind, replicas, ranks, stages_per_rank in (
+        ("fsdp", "fsdp", 2, 2, 1),
+        ("ddp", "ddp", 2, 2, 1),
+        ("fsdp", "ddp", 2, 2, 1),
+        ("ddp", "fsdp", 2, 1, 1),
+        ("fsdp", "", 1, 2, 1),
+        ("fsdp", "", 1, 2, 2),
+        ("fsdp", "", 1, 4, 1),
+        ("fsdp", "fsdp", 4, 1, 1),
+        ("ddp", "", 1, 1, 1),
+    ):
+        layout = Layout(kind, replicas, ranks, stages_per_rank)
+        if layout.takes_part:
+            layout.load(f"{folder}/{saved}")
+            layout.train(SAVED_AT, STEPS)
+            weights = layout.weights()
+            found[f"{saved} to {kind} {replicas}x{ranks}x{stages_per_rank}"] = difference(weights, truth)
+            if saved == kind and (replicas, ranks) == (2, 2):  # the same arithmetic
+                assert all(torch.equal(weights[name], w) for name, w in uninterrupted[kind].items())
+            layout.engine.close()
+        dist.barrier()
+    if rank == 0:
+        found["plain torch"] = difference(whole_run(f"{folder}/fsdp"), truth)
+    return found
+
+
+def join(folder: str, rank: int) -> None:
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=limit)
+
+
+def test_every_layout_goes_on_from_two_replicas_of_two_stages(tmp_path: Path) -> None:
+    with running_ranks(WORLD, partial(join, str(tmp_path)), layouts, str(tmp_path)) as ranks:
+        results = [ranks.receive(rank) for rank in range(WORLD)]
+    assert len(results[0]) == 12  # two uninterrupted, nine layouts, plain torch
+    for found in results:
+        assert all(value < LIMIT for value in found.values()), found
+
+
+class Piece(nn.Module):
+    """A matrix, by the name that it has in the model; perhaps a copy of the model's embedding."""
+
+    def __init__(self, name: str, value: float, tied: bool = False) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.full((2, 2), value)))
+        self.register_buffer("scale", torch.tensor(value))
+        self.register_buffer("cache", torch.tensor(value), persistent=False)
+        self.tied_parameters = {"embedding": self.get_parameter(name)} if tied else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ next(self.parameters())
+
+
+def state_of(
+    group: Any, *stages: nn.Module, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
+) -> PipelineState:
+    engine = PipelineEngine(
+        list(stages), schedule="seq1f1b" if len(stages) == 1 else "seq1f1b-interleaved",
+        num_microbatches=2, group=group,
+    )  # fmt: skip
+    return PipelineState(engine, optimizer([*engine.parameters()], lr=0.5))
+
+
+def test_tied_parameters_are_saved_once_and_loaded_by_all_copies() -> None:
+    pieces = [Piece("embedding", 1.0, tied=True), Piece("head", 1.0, tied=True)]
+    saved = state_of(None, *pieces).state_dict()
+    assert saved["model"].keys() == {"embedding", "scale"}
+    assert {key.split(".")[1] for key in saved["optimizer"]} == {"embedding"}
+    saved["model"]["embedding"].fill_(7.0)
+    saved["optimizer"]["state.embedding.exp_avg"].fill_(8.0)
+    others = [Piece("embedding", 2.0, tied=True), Piece("head", 2.0, tied=True)]
+    engine = PipelineEngine(others, schedule="seq1f1b-interleaved", num_microbatches=2)
+    optimizer = torch.optim.Adam([*engine.parameters()], lr=0.1)
+    PipelineState(engine, optimizer).load_state_dict(saved)
+    for parameter in engine.parameters():
+        assert parameter.eq(7.0).all() and optimizer.state[parameter]["exp_avg"].eq(8.0).all()
+        assert optimizer.state[parameter]["step"] == 0
+    assert all(piece.scale == 1.0 and piece.cache == 2.0 for piece in others)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+    compiled = nn.Module()
+    compiled.add_module("_orig_mod", Piece("a", 1.0))  # as torch.compile names it
+    assert state_of(None, compiled).state_dict()["model"].keys() == {"a", "scale"}
+
+    def over_two(group: Any) -> set[str]:
+        return set(state_of(group, pieces[group.rank]).state_dict()["model"])
+
+    assert run_ranks(2, over_two) == [{"embedding", "scale"}] * 2
+
+
+def test_what_would_be_lost_or_mistaken_is_refused(tmp_path: Path) -> None:
+    def same_names(group: Any) -> str:
+        with pytest.raises(
+            ValueError, match=r"'0\.weight' is a parameter of a stage on rank 0 and of one on rank 1: stages"
+        ):
+            state_of(group, nn.Sequential(nn.Linear(2, 2)))
+        return "refused"
+
+    assert run_ranks(2, same_names) == ["refused"] * 2
+    engine = PipelineEngine(Piece("a", 1.0), num_microbatches=1)
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is none of the engine's"):
+        PipelineState(engine, torch.optim.Adam([nn.Parameter(torch.ones(3))]))
+
+    larger, smaller = (PipelineState(PipelineEngine(m, num_microbatches=1)) for m in (
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))))  # fmt: skip
+    dcp.save({"train": larger}, checkpoint_id=tmp_path / "larger", no_dist=True)
+    dcp.save({"train": smaller}, checkpoint_id=tmp_path / "smaller", no_dist=True)
+    with pytest.raises(ValueError, match="of another model, of 4 parameters and buffers, this one has 2: 2 differ"):
+        dcp.load({"train": smaller}, checkpoint_id=tmp_path / "larger", no_dist=True)
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: train\.model\.1\.weight"):
+        dcp.load({"train": larger}, checkpoint_id=tmp_path / "smaller", no_dist=True)
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    piece = Piece("a", 1.0)
+    state = PipelineState(PipelineEngine(piece, num_microbatches=1))
+    dcp.save({"train": state}, checkpoint_id=tmp_path / "1", no_dist=True)
+    with torch.no_grad():
+        piece.a.fill_(2.0)
+    with (
+        mock.patch.object(torch, "save", side_effect=OSError("no space left")),
+        pytest.raises(dcp.CheckpointException, match="no space left"),
+    ):
+        dcp.save({"train": state}, checkpoint_id=tmp_path / "2", no_dist=True)
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"train": state}, checkpoint_id=tmp_path / "2", no_dist=True)
+    assert piece.a.eq(2.0).all()
+    dcp.load({"train": state}, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert piece.a.eq(1.0).all()
