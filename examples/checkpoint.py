@@ -1,9 +1,10 @@
 """Checkpoints of a pipeline that any number of ranks can read, written so that a crash never leaves a broken one.
 
-A checkpoint is one folder of torch.distributed.checkpoint (DCP): every rank adds its own stage under the parameter
-names of the unsplit model, and its share of the optimizer's state under the same names, so a reader asks for what it
-needs and never learns how the model was cut. ``run.json`` beside it holds step, arguments, and the size and checksum
-of every file. The folder is written as ``.unfinished``, synced, then renamed: one that has its final name is complete.
+A checkpoint is one folder of torch.distributed.checkpoint (DCP), of what ``seq1f1b.PipelineState`` names: every rank
+adds its own stage under the parameter names of the unsplit model, and its share of the optimizer's state under the same
+names, so a reader asks for what it needs and never learns how the model was cut. ``run.json`` beside it holds step,
+arguments, and the size and checksum of every file. The folder is written as ``.unfinished``, synced, then renamed: one
+that has its final name is complete.
 """
 
 import json
@@ -18,30 +19,18 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
+
+from seq1f1b import PipelineState
 
 KEPT = 2
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names the file and the remedy."""
 
 
-def training_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """This rank's weights and optimizer state by name. The tensors are the live ones: DCP reads and fills them."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        adam = optimizer.state[parameter]
-        if not adam:  # before the first step
-            adam["step"] = torch.zeros((), dtype=torch.float32)
-            adam.update({key: torch.zeros_like(parameter) for key in ADAM_STATE[1:]})
-        state[f"model.{name}"] = parameter.detach()
-        state.update({f"optimizer.{name}.{key}": adam[key] for key in ADAM_STATE})
-    return state
-
-
-def save(folder: Path, state: Mapping[str, Tensor], *, step: int, run: Mapping[str, Any]) -> Path:
+def save(folder: Path, state: PipelineState, *, step: int, run: Mapping[str, Any]) -> Path:
     """Writes ``folder/step-<step>``; every rank calls it. Keeps the last two."""
     rank = ranks.rank()
     unfinished, final = folder / ".unfinished", folder / f"step-{step:06d}"
@@ -52,7 +41,7 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, run: Mapping[s
             unfinished.mkdir(parents=True)
 
     def write() -> None:
-        _dcp(dcp.save, {**state, f"rng.{rank}": torch.get_rng_state()}, unfinished)
+        _dcp(dcp.save, {**state.state_dict(), f"rng.{rank}": torch.get_rng_state()}, unfinished)
 
     def finish() -> None:
         if rank == 0:
@@ -84,16 +73,22 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, run: Mapping[s
     return final
 
 
-def load(checkpoint: Path, state: Mapping[str, Tensor]) -> None:
+def load(checkpoint: Path, state: PipelineState | Mapping[str, Tensor]) -> None:
     """Fills `state`, this rank's part, from a checkpoint that any number of ranks wrote; every rank calls it.
 
     The random state is restored where as many ranks as wrote it go on.
     """
-    wanted = dict(state)
+    wanted = dict(state if isinstance(state, Mapping) else state.state_dict())
     random = torch.get_rng_state()
     if read_manifest(checkpoint)["num_ranks"] == ranks.num_ranks():
         wanted[f"rng.{ranks.rank()}"] = random
-    errors = [error for error in ranks.gather(_failure(lambda: _dcp(dcp.load, wanted, checkpoint))) if error]
+
+    def read() -> None:
+        _dcp(dcp.load, wanted, checkpoint)
+        if isinstance(state, PipelineState):
+            state.load_state_dict(wanted)
+
+    errors = [error for error in ranks.gather(_failure(read)) if error]
     if errors:
         raise CheckpointError(f"cannot read checkpoint {checkpoint}: {errors[0]}")
     torch.set_rng_state(random)
@@ -151,7 +146,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _dcp(action: Callable[..., Any], state: dict[str, Tensor], checkpoint: Path) -> None:
+def _dcp(action: Callable[..., Any], state: dict[str, Any], checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: meant so
         action(state, checkpoint_id=checkpoint, no_dist=ranks.num_ranks() == 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +38,12 @@ class TorchPipeline:
             return_outputs=False,
         )
         return losses
+
+    def modules(self) -> list[nn.Module]:
+        return [self.module]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return ranks.gather(value)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]

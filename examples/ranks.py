@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 T = TypeVar("T")
 
@@ -25,6 +28,35 @@ class StopRequest:
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; every rank calls it."""
         return total(self.made) > 0
+
+
+class PlaceError(ValueError):
+    """The processes cannot be laid out as asked."""
+
+
+class Place:
+    """Where this process stands among replicas and stages: ranks count stages first, so that neighbours are near.
+
+    group: of the pipeline; None: all processes.
+    """
+
+    def __init__(self, num_replicas: int = 1) -> None:
+        self.num_replicas, self.num_stages = num_replicas, num_ranks() // num_replicas
+        if self.num_replicas * self.num_stages != num_ranks():
+            raise PlaceError(f"{num_ranks()} processes are no multiple of --data-parallel {num_replicas}")
+        self.replica, self.stage = divmod(rank(), self.num_stages)
+        self.group = self._mesh = None
+        if num_replicas > 1:
+            self._mesh = init_device_mesh("cpu", (num_replicas, self.num_stages), mesh_dim_names=("replica", "stage"))
+            self.group = self._mesh.get_group("stage")
+
+    def share(self, batch: Tensor) -> Tensor:
+        """This replica's part of a batch."""
+        return batch.chunk(self.num_replicas)[self.replica]
+
+    def sharded(self, module: nn.Module) -> nn.Module:
+        """The same module, its parameters and what hangs on them cut over the replicas (FSDP2)."""
+        return module if self._mesh is None else fully_shard(module, mesh=self._mesh["replica"])
 
 
 def rank() -> int:

@@ -6,6 +6,7 @@ takes a minute or three and downloads nothing: the text is the source code of th
 ``--data``). The run folder then holds log.jsonl (a row per step), loss.png, timeline.png, trace.json (open it in
 https://ui.perfetto.dev) and checkpoints; ``examples/generate.py`` writes text with what was learned.
 
+    --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
     --resume        goes on from the newest checkpoint of --out, with any number of processes
     Ctrl-C          finishes the step, saves, and exits
@@ -58,9 +59,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--ffn", type=int, default=384)
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--schedule", default="seq1f1b", help=f"{', '.join(seq1f1b.schedules())} (%(default)s)")
-    pipeline.add_argument("--microbatches", type=int, default=4, help="M, per step (%(default)s)")
+    pipeline.add_argument("--microbatches", type=int, default=4, help="M, per step and replica (%(default)s)")
     pipeline.add_argument("--segments", type=int, default=4, help="k, per sequence (%(default)s)")
     pipeline.add_argument("--even", action="store_true", help="segments of equal length, not of equal cost")
+    pipeline.add_argument(
+        "--data-parallel", type=int, default=1, help="replicas of the pipeline, each over its share of the processes"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=120, help="(%(default)s)")
     training.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
@@ -97,17 +101,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args(argv)  # what is said now wins over what was said then
         args.checkpoint = newest
     counts = ("steps", "batch", "microbatches", "segments", "seq_len", "eval_every", "eval_batches", "save_every")
+    counts += ("data_parallel",)
     for name in counts:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
-    if args.batch % args.microbatches:
-        parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}")
+    if args.batch % (args.microbatches * args.data_parallel):
+        times = f" times --data-parallel {args.data_parallel}" if args.data_parallel > 1 else ""
+        parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
+    if args.compare and args.data_parallel > 1:
+        parser.error("--compare takes one replica: leave out --data-parallel")
     return args
 
 
 def remembered(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that a resumed run takes over."""
-    forgotten = {"out", "resume", "checkpoint", "compare", "threads"}
+    forgotten = {"out", "resume", "checkpoint", "compare", "threads", "data_parallel"}
     values = {name: value for name, value in vars(args).items() if name not in forgotten and value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -117,6 +125,8 @@ class Pipeline(Protocol):
 
     def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]: ...
     def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
+    def modules(self) -> list[nn.Module]: ...
+    def all_gather_object(self, value: Any) -> list[Any]: ...
 
 
 class Log:
@@ -142,14 +152,20 @@ class Trainer:
     """One rank's part of a model in training: pipeline, weights, optimizer, log."""
 
     def __init__(
-        self, pipeline: Pipeline, parameters: dict[str, nn.Parameter], args: argparse.Namespace, log: str, start: int
+        self,
+        pipeline: Pipeline,
+        parameters: dict[str, nn.Parameter],
+        place: ranks.Place,
+        args: argparse.Namespace,
+        log: str,
+        start: int,
     ) -> None:
-        self.pipeline, self.args = pipeline, args
+        self.pipeline, self.place, self.args = pipeline, place, args
         decayed = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
         others = [parameter for parameter in parameters.values() if parameter.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        self.state = checkpoint.training_state(parameters, self.optimizer)
+        self.state = seq1f1b.PipelineState(pipeline, self.optimizer)
         if args.checkpoint:
             checkpoint.load(args.checkpoint, self.state)
         self.log = Log(args.out / log, start)
@@ -160,16 +176,16 @@ class Trainer:
         return float(self.args.lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.args.steps)))
 
     def step(self, step: int, inputs: Tensor, target: Tensor) -> dict[str, Any]:
-        """One step of training; its row of the log, the same on every rank."""
+        """One step of training on the whole batch; its row of the log, the same on every rank."""
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         with autocast(self.args):
-            losses = self.pipeline.step(inputs, target=target)
+            losses = self.pipeline.step(self.place.share(inputs), target=self.place.share(target))
         norm = self.pipeline.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = ranks.total(mean(losses))  # known where the last stage is
+        loss = ranks.total(mean(losses)) / self.place.num_replicas  # known where the last stages are
         seconds = time.perf_counter() - start
         return {
             "step": step + 1,
@@ -192,7 +208,7 @@ def mean(losses: list[Tensor]) -> float:
 
 def train(args: argparse.Namespace) -> bool:
     """The whole run, on one rank. False if ``--compare`` found losses that disagree."""
-    rank, num_ranks = ranks.rank(), ranks.num_ranks()
+    rank, place = ranks.rank(), ranks.Place(args.data_parallel)
     corpus = data.Corpus(args.data, args.field, args.max_bytes)
     folder = ranks.on_first_rank(lambda: data.prepare(corpus, args.cache, vocab=args.vocab))
     tokens = data.Tokens(folder, seq_len=args.seq_len)
@@ -203,19 +219,20 @@ def train(args: argparse.Namespace) -> bool:
     ranks.on_first_rank(lambda: open_run_folder(args, folder))
 
     engine = seq1f1b.PipelineEngine(
-        build_stage(config, rank, num_ranks, head=False, seed=args.seed),
+        place.sharded(build_stage(config, place.stage, place.num_stages, head=False, seed=args.seed)),
         schedule=args.schedule,
         num_microbatches=args.microbatches,
         num_segments=args.segments,
         segment_sizes=None if args.even else "balanced",
         model_shape=config.shape,
-        loss_fn=HeadLoss(config, seed=args.seed) if rank == num_ranks - 1 else None,
+        loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
+        group=place.group,
     )
-    trainers = [Trainer(engine, dict(engine.named_parameters()), args, "log.jsonl", start)]
+    trainers = [Trainer(engine, dict(engine.named_parameters()), place, args, "log.jsonl", start)]
     if args.compare:
-        stage = build_stage(config, rank, num_ranks, seed=args.seed, torch_attention=True)
+        stage = build_stage(config, place.stage, place.num_stages, seed=args.seed, torch_attention=True)
         pipeline = compare.TorchPipeline(stage, num_microbatches=args.microbatches, loss_fn=cross_entropy)
-        trainers.append(Trainer(pipeline, dict(stage.named_parameters()), args, "log_torch.jsonl", start))
+        trainers.append(Trainer(pipeline, dict(stage.named_parameters()), place, args, "log_torch.jsonl", start))
     run = {"arguments": remembered(args), "model": asdict(config)}
 
     with closing(engine):
@@ -262,7 +279,7 @@ def run_steps(
         if done:
             report = engine.report(gather=True)  # now: an evaluation is a step as well
         if done or row["step"] % args.eval_every == 0:
-            row["held_out"] = held_out_loss(engine, tokens, args)
+            row["held_out"] = held_out_loss(engine, tokens, trainers[0].place, args)
         for trainer in trainers:
             trainer.log.add(rows[trainer])
         bar.set_postfix_str(
@@ -280,10 +297,13 @@ def run_steps(
     return report
 
 
-def held_out_loss(engine: seq1f1b.PipelineEngine, tokens: data.Tokens, args: argparse.Namespace) -> float:
+def held_out_loss(
+    engine: seq1f1b.PipelineEngine, tokens: data.Tokens, place: ranks.Place, args: argparse.Namespace
+) -> float:
     batches = tokens.held_out_batches(args.eval_batches, batch_size=args.batch)
     with autocast(args):
-        return ranks.total(fmean(mean(engine.eval(inputs, target=target)) for inputs, target in batches))
+        own = [mean(engine.eval(place.share(inputs), target=place.share(target))) for inputs, target in batches]
+    return ranks.total(fmean(own)) / place.num_replicas
 
 
 def resident_megabytes() -> float:
@@ -312,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))
     try:
         return 0 if train(args) else 1
-    except (data.DataError, checkpoint.CheckpointError, OSError) as error:
+    except (data.DataError, checkpoint.CheckpointError, ranks.PlaceError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1
     finally:

@@ -27,7 +27,7 @@ import checkpoint  # noqa: E402
 
 STEPS = 20
 SHORT = f"""--steps {STEPS} --save-every 10 --eval-every 10 --eval-batches 2 --seq-len 96 --hidden 32 --layers 3
-    --heads 4 --kv-heads 2 --ffn 64 --vocab 320 --microbatches 3 --batch 3 --segments 3 --lr 0.003
+    --heads 4 --kv-heads 2 --ffn 64 --vocab 320 --microbatches 3 --batch 6 --segments 3 --lr 0.003
     --max-bytes 200000""".split()
 
 
@@ -152,8 +152,8 @@ def test_a_signal_saves_and_a_resumed_run_is_bit_equal(whole_run: tuple[Path, st
     assert losses(tmp_path) == losses(whole_run[0])  # exactly
 
 
-def test_a_run_resumes_on_another_number_of_ranks(whole_run: tuple[Path, str], half_run: Path) -> None:
-    train(half_run, 3, "--resume")
+def test_a_run_resumes_on_another_number_of_ranks_and_replicas(whole_run: tuple[Path, str], half_run: Path) -> None:
+    train(half_run, 4, "--resume", "--data-parallel", "2")
     assert losses(half_run)[:10] == losses(whole_run[0])[:10]  # the log's first half is kept
     assert losses(half_run)[10:] == pytest.approx(losses(whole_run[0])[10:], rel=1e-5)
 
