@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,11 @@ class Ddp:
         if module.static_graph:
             raise ValueError("DDP with static_graph=True takes one backward per forward: a pipeline step has many")
         self._module = module
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the replicas' gradients is divided by."""
+        return dist.get_world_size(self._module.process_group)
 
     def begin_step(self) -> None:
         pass
@@ -49,6 +55,18 @@ class Fsdp:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the replicas' gradients is divided by: torch has a setter for it only."""
+        for module in self._module.modules():
+            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+            for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+                if group is not None:
+                    mesh = group.mesh_info
+                    replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
+                    return float(group.gradient_divide_factor or replicas)
+        return 1.0
 
     def begin_step(self) -> None:
         self._module.set_reshard_after_forward(False)

@@ -173,7 +173,8 @@ class PipelineEngine:
             target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
             kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
             loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
-                instead of by each micro-batch's and M.
+                instead of by each micro-batch's and M. Gradients are then those of the mean over all of them: under DDP
+                or FSDP2 what the reduction divides by is made up for. The losses returned are not changed by it.
             grad_scaler: scales gradients, not the losses returned; its ``unscale_``, ``step`` and ``update`` are called
                 as always, on every rank. Where gradients of one rank overflow, all ranks skip the optimizer's step.
         Returns:
@@ -703,7 +704,8 @@ class _Batch:
             )
         self._weights = [[num_shards * share for share in row] for row in segment_shares]
         if self._global_count is not None:
-            scale = self._gradient_scale * num_shards
+            divisor = engine._runtimes[engine.num_stages - 1].gradient_divisor
+            scale = self._gradient_scale * (num_shards if divisor is None else divisor)
             seeds = [[scale * count / self._global_count for count in row] for row in counts]
         else:
             scale = self._gradient_scale / (M if engine._scale_grads else 1.0)

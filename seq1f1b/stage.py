@@ -56,6 +56,12 @@ class StageRuntime:
         self.head_parallel = data_parallel(self.loss_fn)
         self.begin_step(training=False)
 
+    @property
+    def gradient_divisor(self) -> float | None:
+        """What the sum of the gradients of this stage's replicas is divided by; None if nothing here reduces them."""
+        parallel = self.parallel or self.head_parallel
+        return None if parallel is None else parallel.divisor
+
     def begin_step(
         self,
         *,

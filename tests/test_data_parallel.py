@@ -16,7 +16,7 @@ from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,6 +152,38 @@ def test_two_replicas_of_two_stages(kind, head_in_loss):
 
 def test_ddp_by_the_schedule_in_torchs_place():
     run_processes(4, replicas, "ddp", True, True)
+
+
+def global_count(rank: int, world: int) -> None:
+    """Replicas of one stage, of which the second counts a third as many targets."""
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * M, LENGTH)
+    target[2 * M :, ::3] = -100
+    target[2 * M :, 1::3] = -100
+    model.zero_grad()
+    cross_entropy(model(tokens), target).backward()  # the mean over all tokens
+    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for kind in ("ddp", "fsdp", "fsdp that sums"):
+        stage = stage_of(model, config, 0, 1)
+        wrapped = wrap(kind.split()[0], stage, mesh.get_group(), mesh)
+        if kind == "fsdp that sums":
+            for module in wrapped.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone)
+        engine.step(tokens[own], target=target[own], loss_weight=float((target != -100).sum()))
+        found = {name: full(p.grad) for name, p in engine.named_parameters()}
+        assert gradient_error(found, truth) < 1e-10, kind
+        engine.close()
+
+
+def test_a_global_count_of_targets_gives_the_mean_over_all_tokens():
+    run_processes(2, global_count)
 
 
 class Sometimes(nn.Module):
