@@ -93,11 +93,14 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
         began = time.monotonic()
         command = [*RUNNERS.get(mode, []), program, mode]  # a long test runs a slice of itself
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
+            done = subprocess.run(
+                command, cwd=ROOT, timeout=TIMEOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            code, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as error:
+            code, output = -1, (error.stdout or b"").decode(errors="replace")
         verdict = "ok" if code == 0 else "timed out" if code == -1 else f"exit code {code}"
-        print(f"{mode:9} {test.stem:28} {verdict}, {time.monotonic() - began:.1f} s", flush=True)
+        print(f"{output}{mode:9} {test.stem:28} {verdict}, {time.monotonic() - began:.1f} s", flush=True)
         if code != 0:
             failed.append(f"{mode} {test.stem}")
     return failed
@@ -114,11 +117,14 @@ def main(arguments: list[str]) -> int:
     names = [word for word in arguments if word not in MODES]
     tests = [HERE / f"{name}.c" for name in names] or sorted(HERE.glob("test_*.c"))
     os.chdir(ROOT)
-    failed = []
-    for mode in modes:
+
+    def run(mode: str) -> list[str]:
         with tempfile.TemporaryDirectory(prefix=f"seq1f1b-{mode}-") as work:
             mine = [test for test in tests if mode != "aarch64" or test.stem not in NOT_EMULATED]
-            failed += run_mode(mode, mine, Path(work))
+            return run_mode(mode, mine, Path(work))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failed = [name for names in pool.map(run, modes) for name in names]
     if failed:
         print("failed:", ", ".join(failed))
     return 1 if failed else 0
