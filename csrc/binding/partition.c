@@ -102,49 +102,34 @@ static PyObject *partition_flops(PyObject *module, PyObject *args)
     return finish_sizes(status, sizes, num_segments);
 }
 
-/* Copies a sequence of numbers. *out is the caller's (PyMem_Free). */
-static int copy_doubles(PyObject *numbers, double **out, int64_t *count)
+/* "O&" converter: a number. */
+static int to_double(PyObject *object, void *out)
 {
-    PyObject *list = PySequence_List(numbers);
-    if (list == NULL)
-        return -1;
-    Py_ssize_t n = PyList_Size(list);
-    double *values = PyMem_Malloc((size_t)(n > 0 ? n : 1) * sizeof *values);
-    if (values == NULL)
-        PyErr_NoMemory();
-    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        values[i] = PyFloat_AsDouble(PyList_GetItem(list, i));
-        if (values[i] == -1 && PyErr_Occurred()) {
-            PyMem_Free(values);
-            values = NULL;
-        }
-    }
-    Py_DECREF(list);
-    *out = values;
-    *count = n;
-    return values == NULL ? -1 : 0;
+    double value = PyFloat_AsDouble(object);
+    *(double *)out = value;
+    return value != -1 || !PyErr_Occurred();
 }
 
-/* Copies a sequence of integers. *out is the caller's (PyMem_Free). */
-static int copy_integers(PyObject *numbers, int64_t **out, int64_t *count)
+/* Copies a sequence of numbers, of `bytes` each, as the converter makes them. Returns NULL, with the exception set, or
+ * what is the caller's (PyMem_Free). */
+static void *copy_numbers(PyObject *numbers, size_t bytes, int (*convert)(PyObject *, void *), int64_t *count)
 {
     PyObject *list = PySequence_List(numbers);
     if (list == NULL)
-        return -1;
+        return NULL;
     Py_ssize_t n = PyList_Size(list);
-    int64_t *values = PyMem_Malloc((size_t)(n > 0 ? n : 1) * sizeof *values);
+    char *values = PyMem_Malloc((size_t)(n > 0 ? n : 1) * bytes);
     if (values == NULL)
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        if (!to_int64(PyList_GetItem(list, i), &values[i])) {
+        if (!convert(PyList_GetItem(list, i), values + (size_t)i * bytes)) {
             PyMem_Free(values);
             values = NULL;
         }
     }
     Py_DECREF(list);
-    *out = values;
     *count = n;
-    return values == NULL ? -1 : 0;
+    return values;
 }
 
 PyDoc_STRVAR(partition_documents_doc,
@@ -154,7 +139,7 @@ PyDoc_STRVAR(partition_documents_doc,
 static PyObject *partition_documents(PyObject *module, PyObject *args)
 {
     (void)module;
-    int64_t seq_len, multiple_of, num_documents, *documents;
+    int64_t seq_len, multiple_of, num_documents;
     int32_t num_segments;
     s1f_model_shape model;
     PyObject *lengths;
@@ -162,7 +147,8 @@ static PyObject *partition_documents(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "OdO&", to_int64, &seq_len, to_count, &num_segments,
                           MODEL_ARGUMENTS(model), &lengths, &mix, to_int64, &multiple_of))
         return NULL;
-    if (copy_integers(lengths, &documents, &num_documents) < 0)
+    int64_t *documents = copy_numbers(lengths, sizeof *documents, to_int64, &num_documents);
+    if (documents == NULL)
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
@@ -187,11 +173,12 @@ static PyObject *partition_profiled(PyObject *module, PyObject *args)
     int64_t seq_len, multiple_of, num_costs;
     int32_t num_segments;
     PyObject *costs;
-    double mix, *values;
+    double mix;
     if (!PyArg_ParseTuple(args, "O&O&OdO&", to_int64, &seq_len, to_count, &num_segments, &costs, &mix, to_int64,
                           &multiple_of))
         return NULL;
-    if (copy_doubles(costs, &values, &num_costs) < 0)
+    double *values = copy_numbers(costs, sizeof *values, to_double, &num_costs);
+    if (values == NULL)
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
@@ -213,8 +200,11 @@ static PyObject *partition_check(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *numbers;
-    int64_t seq_len, count, *sizes;
-    if (!PyArg_ParseTuple(args, "OO&", &numbers, to_int64, &seq_len) || copy_integers(numbers, &sizes, &count) < 0)
+    int64_t seq_len, count;
+    if (!PyArg_ParseTuple(args, "OO&", &numbers, to_int64, &seq_len))
+        return NULL;
+    int64_t *sizes = copy_numbers(numbers, sizeof *sizes, to_int64, &count);
+    if (sizes == NULL)
         return NULL;
     s1f_status status = s1f_partition_check(sizes, count > INT32_MAX ? INT32_MAX : (int32_t)count, seq_len);
     PyMem_Free(sizes);
