@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,18 +97,18 @@ class Spec:
         return f"{self.name} | {self.attention}"
 
 
-class Arm:
+class Arm(ABC):
     """One rank's part of a training step."""
 
     modules: list[nn.Module]
 
+    @abstractmethod
     def step(self) -> float | None:
         """Mean of the M losses on the last stage's rank, None elsewhere."""
-        raise NotImplementedError
 
+    @abstractmethod
     def spans(self) -> list[tuple[float, float]]:
         """Start and end of every unit of the last step, on the machine's monotonic clock."""
-        raise NotImplementedError
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for m in self.modules for name, p in m.named_parameters() if p.grad is not None}

@@ -75,25 +75,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             pytest.skip(f"two hosts need namespaces, and {tool} is not installed (Debian: iproute2, util-linux)")
     own_user = False
     new = ["unshare", "--net", "--uts", "--mount"]
-    refusal = _refusal([*new, "ip", "link", "add", "name", INTERFACE, "type", "veth", "peer", "name", "other"])
+    link = ["ip", "link", "add", "name", INTERFACE, "type", "veth", "peer", "name"]
+    refusal = _refusal([*new, *link, "other"])
     if refusal is not None:
         own_user = True
-        probe = [
-            *new,
-            "--user",
-            "--map-root-user",
-            "ip",
-            "link",
-            "add",
-            "name",
-            INTERFACE,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "other",
-        ]
-        refusal_of_user = _refusal(probe)
+        refusal_of_user = _refusal([*new, "--user", "--map-root-user", *link, "other"])
         if refusal_of_user is not None:
             pytest.skip(f"two hosts need namespaces, refused here: {refusal}; and {refusal_of_user}")
     user = ["--user", "--map-root-user"] if own_user else []
@@ -102,20 +88,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         inside = ["nsenter", f"--target={first_pid}", "--user", "--preserve-credentials", "--"] if own_user else []
         with _holder([*inside, *new]) as second_pid:
             hosts = first, Host("host-b", second_pid, own_user, "10.77.0.2")
-            first.run(
-                "ip",
-                "link",
-                "add",
-                "name",
-                INTERFACE,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                INTERFACE,
-                "netns",
-                f"{second_pid}",
-            )
+            first.run(*link, INTERFACE, "netns", f"{second_pid}")
             for host, other in (hosts, hosts[::-1]):
                 names = folder / f"hosts-of-{host.name}"
                 names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n")

@@ -6,14 +6,18 @@ import datetime
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# One server of forks for all tests of a process: it has imported what their processes need.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "seq1f1b.engine", "pytest"])
 
 
 def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -28,8 +32,6 @@ def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], argu
 
 def start_processes(world: int, fn: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
     """Calls ``fn(rank, *arguments)`` in fresh processes. They are forked from one that has imported torch already."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "seq1f1b.engine", "pytest"])
     return mp.start_processes(fn, arguments, nprocs=world, join=False, start_method="forkserver")
 
 
@@ -46,11 +48,10 @@ def shared_memory_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "seq1f1b.engine", "pytest"])
-
-
-def _run(join: Callable[[int], None], fn: Callable[..., Any], rank: int, pipe: Connection, arguments: Any) -> None:
+def join_and_run(
+    rank: int, pipe: Connection, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any
+) -> None:
+    """Of :class:`PipedProcesses`: ``join(rank)``, then sends what ``fn(rank, pipe, *arguments)`` returns."""
     torch.set_num_threads(1)
     try:
         join(rank)
@@ -60,34 +61,46 @@ def _run(join: Callable[[int], None], fn: Callable[..., Any], rank: int, pipe: C
         raise
 
 
-class Ranks:
-    """Processes that run ``join(rank)`` and ``fn(rank, pipe, *arguments)``, with a pipe each to this one."""
+class PipedProcesses:
+    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all."""
 
-    def __init__(self, world: int, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any) -> None:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(join, fn, rank, theirs, arguments), daemon=True)
+            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def receive(self, rank: int) -> Any:
-        assert self.pipes[rank].poll(60), f"rank {rank} says nothing"
-        kind, value = self.pipes[rank].recv()
-        assert kind != "error", f"rank {rank}: {value}"
-        return value
+    def __enter__(self) -> Any:
+        return self
 
-
-@contextmanager
-def running_ranks(world: int, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any) -> Iterator[Ranks]:
-    ranks = Ranks(world, join, fn, *arguments)
-    try:
-        yield ranks
-    finally:
-        for process in ranks.processes:
+    def __exit__(self, *_: Any) -> None:
+        for process in self.processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
+
+    def receive(self, rank: int, timeout: float = 60.0) -> Any:
+        """What the rank sends next."""
+        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def result(self, rank: int) -> Any:
+        """The value of a (kind, value) that the rank sends next, which must be no error."""
+        kind, value = self.receive(rank)
+        assert kind != "error", f"rank {rank}: {value}"
+        return value
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
+    """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
+    try:
+        call()
+    except BaseException as error:
+        attributes = tuple(getattr(error, name, None) for name in ("rank", "unit", "edge"))
+        return type(error).__name__, str(error), attributes, time.monotonic()
+    return "", "", None, time.monotonic()

@@ -12,7 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
-from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import (
+    Config,
+    Stage,
+    batch,
+    cross_entropy,
+    full_gradient,
+    gradient_error,
+    run_whole,
+    stage_of,
+    whole_model,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,10 +65,6 @@ def wrap(kind: str, module: nn.Module, group: Any, mesh: Any) -> nn.Module:
     return DistributedDataParallel(
         module, process_group=group, find_unused_parameters=kind == "ddp unused", init_sync=False
     )
-
-
-def full(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 @contextmanager
@@ -119,7 +125,7 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
     driver.eval(*arguments, target=own_target)
     for _ in range(2):
         driver.step(*arguments, target=own_target)
-        found = {name: full(p.grad) for name, p in engine.named_parameters()}
+        found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
         assert found.keys() == set(names.values())
         assert gradient_error(found, {name: truth[name] for name in found}) < 1e-10
         for parameter in engine.parameters():
@@ -177,7 +183,7 @@ def global_count(rank: int, world: int) -> None:
                     module.set_gradient_divide_factor(1.0)
         engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone)
         engine.step(tokens[own], target=target[own], loss_weight=float((target != -100).sum()))
-        found = {name: full(p.grad) for name, p in engine.named_parameters()}
+        found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
         assert gradient_error(found, truth) < 1e-10, kind
         engine.close()
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks, running_ranks, shared_memory_names
+from processes import PipedProcesses, join_and_run, outcome, shared_memory_names
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -33,8 +32,8 @@ def join(store: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=P)
 
 
-def running(fn: Callable[..., Any], folder: Path, *arguments: Any) -> AbstractContextManager[Ranks]:
-    return running_ranks(P, partial(join, str(folder / "store")), fn, *arguments)
+def running(fn: Callable[..., Any], folder: Path, *arguments: Any) -> PipedProcesses:
+    return PipedProcesses(P, join_and_run, partial(join, str(folder / "store")), fn, *arguments)
 
 
 class Trapped(nn.Module):
@@ -54,16 +53,6 @@ class Trapped(nn.Module):
         if self.at == f"B{unit}":
             y.register_hook(lambda grad: self.trap())
         return y
-
-
-def outcome(do: Callable[[], Any]) -> tuple[str, str, Any, float]:
-    """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
-    try:
-        do()
-    except BaseException as error:
-        attributes = tuple(getattr(error, name, None) for name in ("rank", "unit", "edge"))
-        return type(error).__name__, str(error), attributes, time.monotonic()
-    return "", "", None, time.monotonic()
 
 
 def step_into_a_trap(
@@ -112,9 +101,9 @@ TRANSPORTS = ["shm", "c10d"]
 def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) -> None:
     with running(step_into_a_trap, tmp_path, kind, trapped, at, "raise", {}) as ranks:
         for rank in range(P):
-            ranks.receive(rank)
-        raised = ranks.receive(trapped)
-        results = [ranks.receive(rank) for rank in range(P)]
+            ranks.result(rank)
+        raised = ranks.result(trapped)
+        results = [ranks.result(rank) for rank in range(P)]
     unit = f"[{trapped}]{at}"
     for rank, ((name, text, attributes, ended), _) in enumerate(results):
         if rank == trapped:
@@ -152,7 +141,7 @@ def make_differently(rank: int, pipe: Connection, kind: str) -> Any:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
     with running(make_differently, tmp_path, kind) as ranks:
-        results = [ranks.receive(rank) for rank in range(P)]
+        results = [ranks.result(rank) for rank in range(P)]
     assert results[1][0] == "ValueError"
     for name, text, seconds in (results[0], results[2]):
         assert name == "PipelineError" and "rank 1" in text and seconds < 10.0
@@ -164,12 +153,12 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
     """Seen at once, long before any time-out; nothing of the pipeline has a name that could be left."""
     before = shared_memory_names()
     with running(step_into_a_trap, tmp_path, kind, 1, at, "sleep", {}) as ranks:
-        pids = [ranks.receive(rank) for rank in range(P)]
-        ranks.receive(1)
+        pids = [ranks.result(rank) for rank in range(P)]
+        ranks.result(1)
         time.sleep(0.5)  # over c10d progress is published five times a second
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()
-        results = {rank: ranks.receive(rank) for rank in (0, 2)}
+        results = {rank: ranks.result(rank) for rank in (0, 2)}
     for name, text, (rank, unit, edge), ended in results.values():
         assert name == "PipelineError" and rank == 1
         assert f"rank 1 is gone, last seen in {at} " in text and unit == at
@@ -194,9 +183,9 @@ def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
     """Named with its unit and seconds by those who wait for it, directly or not."""
     with running(step_into_a_trap, tmp_path, kind, 1, "F2.1", "sleep", limits) as ranks:
         for rank in range(P):
-            ranks.receive(rank)
-        asleep = ranks.receive(1)
-        results = [ranks.receive(rank) for rank in (0, 2)]
+            ranks.result(rank)
+        asleep = ranks.result(1)
+        results = [ranks.result(rank) for rank in (0, 2)]
         ranks.processes[1].kill()
     for name, text, (rank, unit, _), ended in results:
         assert name == "PipelineError" and rank == 1 and unit == "F2.1"
@@ -207,12 +196,12 @@ def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_an_interrupt_during_a_wait(tmp_path: Path, kind: str) -> None:
     with running(step_into_a_trap, tmp_path, kind, 1, "F2.0", "sleep", {}) as ranks:
-        pids = [ranks.receive(rank) for rank in range(P)]
-        ranks.receive(1)
+        pids = [ranks.result(rank) for rank in range(P)]
+        ranks.result(1)
         time.sleep(0.3)
         os.kill(pids[2], signal.SIGINT)
         sent = time.monotonic()
-        first, last = ranks.receive(0), ranks.receive(2)
+        first, last = ranks.result(0), ranks.result(2)
         ranks.processes[1].kill()
     assert last[0] == "KeyboardInterrupt" and last[3] - sent < 2.0
     assert first[0] == "PipelineError" and first[2][0] == 2 and "KeyboardInterrupt" in first[1]
@@ -249,7 +238,7 @@ def make_and_close(rank: int, pipe: Connection, kind: str) -> Any:
 def test_nothing_is_left_after_close(tmp_path: Path, kind: str) -> None:
     before = shared_memory_names()
     with running(make_and_close, tmp_path, kind) as ranks:
-        counts = [ranks.receive(rank) for rank in range(P)]
+        counts = [ranks.result(rank) for rank in range(P)]
     for first, second, third in counts:
         assert first == second == third and first[1] == 0
     assert shared_memory_names() <= before

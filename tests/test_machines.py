@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hosts import INTERFACE, Host, two_hosts
-from processes import running_ranks
+from processes import PipedProcesses, join_and_run, outcome
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -105,39 +105,29 @@ def make(rank: int, pipe: Connection, trapped_at: int = 0, **limits: float) -> P
     )
 
 
-def failure_of(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
-    """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
-    try:
-        call()
-    except Exception as error:
-        attributes = tuple(getattr(error, name, None) for name in ("rank", "unit", "edge"))
-        return type(error).__name__, str(error), attributes, time.monotonic()
-    return "", "", None, time.monotonic()
-
-
 def step_twice(rank: int, pipe: Connection) -> Any:
     """A good step, one in which rank 2 stays in F1.0, and what another try ends with."""
     engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == 2 else 0)
     engine.step(TOKENS, target=TARGET)
     gradients = {name.removeprefix("stage."): p.grad.numpy() for name, p in engine.named_parameters()}
     pipe.send(("result", gradients))
-    first = failure_of(lambda: engine.step(TOKENS, target=TARGET))
-    again = failure_of(lambda: engine.step(TOKENS, target=TARGET))
+    first = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    again = outcome(lambda: engine.step(TOKENS, target=TARGET))
     engine.close()
     return first, again, time.monotonic()
 
 
 def test_a_host_that_is_killed(hosts: tuple[Host, Host]) -> None:
-    with running_ranks(P, partial(join, hosts, PORT + 1), step_twice) as ranks:
-        found = {name: torch.from_numpy(g) for rank in range(P) for name, g in ranks.receive(rank).items()}
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 1), step_twice) as ranks:
+        found = {name: torch.from_numpy(g) for rank in range(P) for name, g in ranks.result(rank).items()}
         _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
         assert gradient_error(found, truth) < 1e-10
-        assert ranks.receive(2) == "in the trap"
+        assert ranks.result(2) == "in the trap"
         time.sleep(0.5)  # what a rank does is published five times a second
         for rank in (2, 3):
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
         killed = time.monotonic()
-        results = [ranks.receive(rank) for rank in (0, 1)]
+        results = [ranks.result(rank) for rank in (0, 1)]
     for (name, text, (rank, unit, edge), ended), again, closed in results:
         assert name == again[0] == "PipelineError"
         assert rank == 2 and unit == "F1.0" and "stage 2" in edge
@@ -150,19 +140,19 @@ def step_once(rank: int, pipe: Connection) -> Any:
     pipe.send(("result", "ready"))
     if rank == 3:
         time.sleep(120)
-    failure = failure_of(lambda: engine.step(TOKENS, target=TARGET))
+    failure = outcome(lambda: engine.step(TOKENS, target=TARGET))
     engine.close()
     return failure
 
 
 def test_a_rank_that_is_killed_before_its_first_step(hosts: tuple[Host, Host]) -> None:
     """Long before first_step_timeout, though nobody waits for a message of that rank."""
-    with running_ranks(P, partial(join, hosts, PORT + 2), step_once) as ranks:
-        assert [ranks.receive(rank) for rank in range(P)] == ["ready"] * P
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 2), step_once) as ranks:
+        assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         time.sleep(0.5)
         os.kill(ranks.processes[3].pid, signal.SIGKILL)
         killed = time.monotonic()
-        results = [ranks.receive(rank) for rank in range(3)]
+        results = [ranks.result(rank) for rank in range(3)]
     for name, text, (rank, _, _), ended in results:
         assert name == "PipelineError" and rank == 3 and "rank 3 is gone" in text
         assert ended - killed < 3.0
@@ -177,7 +167,7 @@ def step_until_it_fails(rank: int, pipe: Connection) -> Any:
         while True:
             engine.step(TOKENS, target=TARGET)
 
-    failure = failure_of(steps)
+    failure = outcome(steps)
     engine.close()
     dist.destroy_process_group()
     return failure
@@ -189,13 +179,13 @@ def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
     A rank that waits for a step's first message, which tells the length, allows for a new one: first_step_timeout.
     """
     host = hosts[1]
-    with running_ranks(P, partial(join, hosts, PORT + 3), step_until_it_fails) as ranks:
-        assert [ranks.receive(rank) for rank in range(P)] == ["ready"] * P
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 3), step_until_it_fails) as ranks:
+        assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         with contextlib.ExitStack() as undo:
             undo.callback(host.run, "ip", "link", "set", INTERFACE, "up")
             host.run("ip", "link", "set", INTERFACE, "down")
             down = time.monotonic()
-            results = [ranks.receive(rank) for rank in range(P)]
+            results = [ranks.result(rank) for rank in range(P)]
             for process in ranks.processes:
                 process.join(20)
     assert [process.exitcode for process in ranks.processes] == [0] * P

@@ -110,11 +110,10 @@ def check(found: list[Tensor], stages: list[Stage], want: tuple[list[Tensor], di
     assert gradient_error(gradients_of(stages), want[1]) <= 1e-10
 
 
-@pytest.mark.parametrize("sizes", [[23], SIZES, [1, 1, 20, 1]], ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_losses_and_gradients_are_those_of_each_document_alone(sizes, options):
-    stages = make_stages(**OPTIONS[options])
-    tokens, target, doc_ids = make_batch()
+def check_against_documents_alone(
+    stages: list[Any], sizes: list[int], tokens: Tensor, target: Tensor, doc_ids: Tensor
+) -> None:
+    """A step over segments of these sizes, beside each document run alone through the stages."""
     want = run_alone(stages, tokens, doc_ids, M)
 
     def run(group: Any) -> list[Tensor]:
@@ -130,6 +129,14 @@ def test_losses_and_gradients_are_those_of_each_document_alone(sizes, options):
         return engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids})
 
     check(run_ranks(2, run)[-1], stages, want)
+
+
+@pytest.mark.parametrize("sizes", [[23], SIZES, [1, 1, 20, 1]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_losses_and_gradients_are_those_of_each_document_alone(sizes, options):
+    stages = make_stages(**OPTIONS[options])
+    tokens, target, doc_ids = make_batch()
+    check_against_documents_alone(stages, sizes, tokens, target, doc_ids)
 
 
 def test_ignoring_the_documents_would_be_seen():
@@ -302,21 +309,7 @@ def test_carried_state_is_reset_where_a_document_begins(kind):
     torch.manual_seed(0)
     stages: list[Any] = [Mixer(kind, i).double() for i in range(2)]
     tokens, target, doc_ids = make_batch()
-    want = run_alone(stages, tokens, doc_ids, M)
-
-    def run(group: Any) -> list[Tensor]:
-        engine = PipelineEngine(
-            stages[group.rank],
-            num_microbatches=M,
-            num_segments=4,
-            segment_sizes=SIZES,
-            arg_rules={"doc_ids": "slice"},
-            loss_fn=cross_entropy,
-            group=group,
-        )
-        return engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids})
-
-    check(run_ranks(2, run)[-1], stages, want)
+    check_against_documents_alone(stages, SIZES, tokens, target, doc_ids)
 
 
 # -- ids, positions, targets, rows ------------------------------------------------------------------------------------

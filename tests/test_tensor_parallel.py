@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_processes
-from tiny_model import cross_entropy, gradient_error
+from tiny_model import cross_entropy, full_gradient, gradient_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -58,10 +56,6 @@ def make_stages() -> list[Stage]:
     return [Stage(index).double() for index in range(2)]
 
 
-def full(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
 def split_heads(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     index = mesh.get_local_rank("pipeline")
@@ -85,7 +79,7 @@ def split_heads(rank: int, world: int) -> None:
     )  # fmt: skip
     found_losses = engine.step(tokens if index == 0 else None, target=target if index == 1 else None)
     torch.testing.assert_close(found_losses, [loss.detach() for loss in losses] if index == 1 else [])
-    found = {name: full(p.grad) for name, p in engine.named_parameters()}
+    found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
     assert gradient_error(found, truth) < 1e-10
     norm = engine.clip_grad_norm_(1e-3)
     want = torch.stack([p.grad.norm() for s in whole for p in s.parameters()]).norm()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -12,9 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-from processes import shared_memory_names  # noqa: E402
+from processes import PipedProcesses, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import PipelineError, _core, transport  # noqa: E402
@@ -34,15 +32,12 @@ EDGE = "activations of stage 0 to 1"
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-context = mp.get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "seq1f1b.transport"])
-
 
 def refuse(meeting: transport.Meeting, name: str) -> socket.socket:
     raise ConnectionRefusedError("Connection refused")
 
 
-def _child(fn: Callable[..., Any], rank: int, size: int, store: str, kind: str, pipe: Connection) -> None:
+def _child(rank: int, pipe: Connection, size: int, fn: Callable[..., Any], store: str, kind: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -60,46 +55,17 @@ def _child(fn: Callable[..., Any], rank: int, size: int, store: str, kind: str, 
         group.close()
 
 
-class Ranks:
-    """Processes that run ``fn(group, pipe)``, one per rank, with a pipe each to this one."""
+class Ranks(PipedProcesses):
+    """Processes that run ``fn(group, pipe)``, one per rank."""
 
-    def __init__(self, size: int, fn: Callable[..., Any], folder: Path, kind: str) -> None:
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_child, args=(fn, rank, size, str(folder / "store"), kind, theirs))
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def receive(self, rank: int, timeout: float = 60.0) -> Any:
-        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
-        return self.pipes[rank].recv()
-
-    def result(self, rank: int) -> Any:
-        kind, value = self.receive(rank)
-        assert kind == "result", f"rank {rank}: {value}"
-        return value
+    def __init__(self, size: int, fn: Callable[..., Any], folder: Path, kind: str = "shm") -> None:
+        super().__init__(size, _child, size, fn, str(folder / "store"), kind)
 
     def exit_codes(self) -> list[int | None]:
         return [process.exitcode for process in self.processes]
 
     def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> None:
         os.kill(self.processes[rank].pid, with_signal)
-
-
-@contextmanager
-def running(size: int, fn: Callable[..., Any], folder: Path, kind: str = "shm") -> Iterator[Ranks]:
-    ranks = Ranks(size, fn, folder, kind)
-    try:
-        yield ranks
-    finally:
-        for process in ranks.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -183,7 +149,7 @@ def exchange(group: RankGroup, pipe: Connection) -> int:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_every_dtype_and_size(tmp_path: Path, kind: str) -> None:
-    with running(2, exchange, tmp_path, kind) as ranks:
+    with Ranks(2, exchange, tmp_path, kind) as ranks:
         assert ranks.result(0) == ranks.result(1) == len(messages())
     assert ranks.exit_codes() == [0, 0]
 
@@ -232,7 +198,7 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
     before = shared_memory_names()
-    with running(2, wait_for_message, tmp_path, kind) as ranks:
+    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
         ranks.pipes[0].send((300.0, 20.0))
         assert ranks.receive(0) == "waiting"
         time.sleep(0.3)
@@ -247,7 +213,7 @@ def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "limit"), [("shm", 0.5), ("c10d", 1.5)])  # a store's news are up to 1 s old
 def test_silent_peer_is_named(tmp_path: Path, kind: str, limit: float) -> None:
-    with running(2, wait_for_message, tmp_path, kind) as ranks:
+    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
         ranks.pipes[0].send((limit, 20.0))
         assert ranks.receive(0) == "waiting"
         name, text, attributes, _ = ranks.result(0)
@@ -259,7 +225,7 @@ def test_silent_peer_is_named(tmp_path: Path, kind: str, limit: float) -> None:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_interrupt_ends_a_wait(tmp_path: Path, kind: str) -> None:
-    with running(2, wait_for_message, tmp_path, kind) as ranks:
+    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
         ranks.pipes[0].send((300.0, 0.0))
         assert ranks.receive(0) == "waiting"
         time.sleep(0.3)
@@ -319,7 +285,7 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d", "two hosts"])
 def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
-    with running(3, fail_and_go_on, tmp_path, kind) as ranks:
+    with Ranks(3, fail_and_go_on, tmp_path, kind) as ranks:
         results = [ranks.result(rank) for rank in range(3)]
     assert ranks.exit_codes() == [0, 0, 0]
     numbers, errors, sums, texts = zip(*results, strict=True)
@@ -400,7 +366,7 @@ def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, l
 
 
 def test_nothing_is_left_after_close(tmp_path: Path) -> None:
-    with running(2, open_and_close, tmp_path) as ranks:
+    with Ranks(2, open_and_close, tmp_path) as ranks:
         for rank in range(2):
             fds, held, left, value = ranks.result(rank)
             assert fds == 0, "descriptors leaked"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_processes, start_processes
-from tiny_model import cross_entropy, gradient_error
+from tiny_model import cross_entropy, full_gradient, gradient_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,10 +123,6 @@ def wrap(case: Case, stage: Stage, mesh: Any) -> nn.Module:
     return DistributedDataParallel(stage, process_group=mesh.get_group(), init_sync=False)
 
 
-def full(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
 def train(case: Case, mesh: Any) -> None:
     index, num_stages, group = mesh.get_local_rank("pipeline"), mesh["pipeline"].size(), mesh.get_group("sequence")
     is_last = index == num_stages - 1
@@ -158,7 +154,7 @@ def train(case: Case, mesh: Any) -> None:
             found = torch.stack(losses)
             dist.all_reduce(found, group=group)
             torch.testing.assert_close(found / SHARDS, torch.stack(want_losses), rtol=1e-12, atol=0)
-        gradients = {name: full(p.grad) for name, p in engine.named_parameters()}
+        gradients = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
         assert gradient_error(gradients, want[index]) < 1e-10, case
         for parameter in engine.parameters():
             parameter.grad = None

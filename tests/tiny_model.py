@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,3 +123,8 @@ def gradient_error(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> fl
         float((gradients[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), floor))
         for name, g in truth.items()
     )
+
+
+def full_gradient(gradient: Any) -> Tensor:
+    """The whole of what may be a shard of it (DTensor)."""
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
