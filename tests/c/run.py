@@ -3,9 +3,10 @@ aarch64, emulated.
 
     python tests/c/run.py [sanitize | valgrind | aarch64] ... [test_name ...]
 
-Each ``test_*.c`` of this folder becomes one program, linked with the core: all of csrc/ and kernels/ but what needs
-Python or torch. Flags and sources are those of setup.py. Without a mode all run, the last one only where a cross
-compiler and qemu are installed (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user-static).
+Each ``test_*.c`` of this folder becomes one program, linked with the core (all of csrc/ and kernels/ but what needs
+Python or torch) and with the stand-ins for the CUDA driver and NCCL (tests/stand_ins/). Flags and sources are those of
+setup.py. Without a mode all run, the last one only where a cross compiler and qemu are installed (Debian:
+gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user-static).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+STAND_INS = ("tests/stand_ins/machine.c", "tests/stand_ins/driver.c", "tests/stand_ins/nccl.c")
 NEEDS_PYTHON_OR_TORCH = ("csrc/binding/", "csrc/torch_abi.c", "csrc/ops.c")
 WRAPPED = ("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign")  # allocation.c
 MODES = {
@@ -62,7 +64,8 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
     flags += [f"-D{name}={value}" for name, value in setup.MACROS]
     files = setup.sources("aarch64" if emulated else platform.machine())
     core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
-    sources = [*core, "tests/c/allocation.c", *(str(test.relative_to(ROOT)) for test in tests)]
+    core += ["tests/c/allocation.c", *STAND_INS]
+    sources = [*core, *(str(test.relative_to(ROOT)) for test in tests)]
 
     def compile_one(source: str) -> Path:
         target = work / (source.replace("/", "_") + ".o")
@@ -72,6 +75,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
             *setup.instruction_set_flags(source),
             "-Icsrc",
             "-Ikernels",
+            "-Itests/stand_ins",
             "-c",
             source,
             "-o",
@@ -82,7 +86,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = dict(zip(sources, pool.map(compile_one, sources), strict=True))
-    shared = [objects[name] for name in (*core, "tests/c/allocation.c")]
+    shared = [objects[name] for name in core]
     link = [f"-Wl,--wrap={name}" for name in WRAPPED] + [f"-l{name}" for name in setup.LIBRARIES]
 
     failed = []

@@ -1,0 +1,780 @@
+/* machine.c - see machine.h and, for what it means, stand_in.h. */
+#include "machine.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, VALUE_POLL_NS = 100000 };
+
+typedef struct chunk {
+    struct chunk *next;
+    size_t bytes, used;
+} chunk;
+
+typedef struct line {
+    struct line *next;
+    char text[];
+} line;
+
+typedef struct {
+    line *first, *last;
+    int64_t count;
+} line_list;
+
+typedef struct waiter {
+    struct waiter *next;
+    const char *call, *thread;
+    int (*done)(const void *argument);
+    const void *argument;
+    int broken; /* by a deadlock */
+    pthread_cond_t wake;
+} waiter;
+
+machine_state machine;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t work_came = PTHREAD_COND_INITIALIZER;
+static pthread_t worker;
+static int worker_runs, worker_idle, worker_stops, worker_busy; /* busy: in a host function, without the lock */
+static _Atomic int callers; /* hosts that are at the lock: the worker lets them in */
+static uint64_t random_state;
+static int64_t last_progress_ns;
+static chunk *chunks;
+static operation *free_operations;
+static line_list misuses, synchronisations;
+static const char *first_deadlock;
+static waiter *waiters;
+
+static _Thread_local int on_worker;
+static _Thread_local char thread_name[64];
+static _Thread_local char thread_text[TEXT_BYTES];
+
+static void set_defaults(void);
+static void *work(void *unused);
+
+/* -- small things ------------------------------------------------------------------------------------------------ */
+
+static int64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+int64_t thread_id(void)
+{
+    return (int64_t)syscall(SYS_gettid);
+}
+
+const char *call_name(api_call call)
+{
+    static const char *const names[] = {
+#define X(name) #name,
+        DRIVER_CALLS(X) NCCL_CALLS(X)
+#undef X
+    };
+    return names[call];
+}
+
+/* Not malloc: tests count and fail the allocations of what they test. */
+void *keep(size_t bytes)
+{
+    bytes = (bytes + 15) / 16 * 16;
+    if (chunks == NULL || chunks->bytes - chunks->used < bytes) {
+        size_t size = bytes + sizeof(chunk) > CHUNK_BYTES ? bytes + sizeof(chunk) : CHUNK_BYTES;
+        chunk *fresh = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (fresh == MAP_FAILED) {
+            fprintf(stderr, "stand-in: out of memory\n");
+            abort();
+        }
+        *fresh = (chunk){.next = chunks, .bytes = size, .used = (sizeof(chunk) + 15) / 16 * 16};
+        chunks = fresh;
+    }
+    void *out = (char *)chunks + chunks->used;
+    chunks->used += bytes;
+    return out;
+}
+
+int64_t draw(int64_t bound)
+{
+    uint64_t z = random_state += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z ^= z >> 31;
+    return (int64_t)(z % (uint64_t)bound);
+}
+
+int chance(int64_t percent)
+{
+    return draw(100) < percent;
+}
+
+static void add_line(line_list *list, const char *text)
+{
+    size_t bytes = strlen(text) + 1;
+    line *added = keep(sizeof *added + bytes);
+    memcpy(added->text, text, bytes);
+    if (list->last != NULL)
+        list->last->next = added;
+    else
+        list->first = added;
+    list->last = added;
+    list->count++;
+}
+
+static const char *line_at(const line_list *list, int64_t index)
+{
+    line *found = list->first;
+    for (; found != NULL && index > 0; index--)
+        found = found->next;
+    return found != NULL ? found->text : NULL;
+}
+
+static const char *this_thread(void)
+{
+    if (thread_name[0] == '\0')
+        snprintf(thread_name, sizeof thread_name, "thread %lld", (long long)thread_id());
+    return thread_name;
+}
+
+void misuse(api_call call, const char *format, ...)
+{
+    char text[512];
+    int used = snprintf(text, sizeof text, "%s on %s: ", call_name(call), on_worker ? "a device" : this_thread());
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text + used, sizeof text - (size_t)used, format, arguments);
+    va_end(arguments);
+    add_line(&misuses, text);
+}
+
+int called_from_device(api_call call)
+{
+    if (!on_worker)
+        return 0;
+    LOCKED;
+    misuse(call, "called by a function that a device runs");
+    return 1;
+}
+
+/* -- what can run ------------------------------------------------------------------------------------------------ */
+
+int reached(marker point)
+{
+    return point.stream == NULL || point.stream->ended >= point.issue;
+}
+
+static int64_t oldest_issue(const struct CUstream_st *stream)
+{
+    return stream->first != NULL ? stream->first->issue : INT64_MAX;
+}
+
+/* Streams by device: the null stream and those in this list. */
+typedef struct stream_entry {
+    struct stream_entry *next;
+    struct CUstream_st stream;
+} stream_entry;
+static stream_entry *streams;
+
+CUstream new_stream(int32_t device_index, unsigned int flags)
+{
+    device *of = &machine.devices[device_index];
+    stream_entry *entry = keep(sizeof *entry);
+    entry->stream = (struct CUstream_st){
+        .alive = 1, .number = ++machine.num_streams, .device = device_index, .queue = of->next_queue, .flags = flags};
+    of->next_queue = (of->next_queue + 1) % (int32_t)machine.options.queues;
+    entry->next = streams;
+    streams = entry;
+    machine.counters.live_streams++;
+    return &entry->stream;
+}
+
+int device_reached(int32_t device_index, int64_t issue)
+{
+    if (oldest_issue(&machine.devices[device_index].null_stream) <= issue)
+        return 0;
+    for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
+        if (entry->stream.device == device_index && oldest_issue(&entry->stream) <= issue)
+            return 0;
+    return 1;
+}
+
+/* The legacy null stream and the device's blocking streams wait for each other, in order of issue. */
+static int null_stream_allows(const operation *op)
+{
+    const struct CUstream_st *null_stream = &machine.devices[op->stream->device].null_stream;
+    if (op->stream != null_stream)
+        return (op->stream->flags & CU_STREAM_NON_BLOCKING) != 0 || oldest_issue(null_stream) > op->issue;
+    for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
+        if (entry->stream.device == op->stream->device && (entry->stream.flags & CU_STREAM_NON_BLOCKING) == 0 &&
+            oldest_issue(&entry->stream) < op->issue)
+            return 0;
+    return 1;
+}
+
+static int value_holds(const operation *op)
+{
+    uint64_t found = __atomic_load_n((const uint64_t *)(const void *)op->source.address, __ATOMIC_ACQUIRE);
+    switch (op->flags & ~(unsigned int)CU_STREAM_WAIT_VALUE_FLUSH) {
+    case CU_STREAM_WAIT_VALUE_GEQ: return (int64_t)(found - op->value) >= 0;
+    case CU_STREAM_WAIT_VALUE_EQ: return found == op->value;
+    case CU_STREAM_WAIT_VALUE_AND: return (found & op->value) != 0;
+    default: return ~(found | op->value) != 0;
+    }
+}
+
+static int can_run(operation *op)
+{
+    if (!null_stream_allows(op))
+        return 0;
+    switch (op->kind) {
+    case WAIT_EVENT: return reached(op->awaited);
+    case WAIT_VALUE: return !span_lives(op, &op->source) || value_holds(op);
+    case NCCL: return nccl_can_run(op);
+    default: return 1;
+    }
+}
+
+/* Calls `visit` for the head of each queue that holds work. */
+static void each_head(void (*visit)(operation *head, void *argument), void *argument)
+{
+    for (int32_t d = 0; d < machine.options.devices; d++)
+        for (int32_t q = 0; q < MAX_QUEUES; q++)
+            if (machine.devices[d].queues[q].first != NULL)
+                visit(machine.devices[d].queues[q].first, argument);
+}
+
+typedef struct {
+    int32_t blocked, delayed, ready;
+    int32_t values; /* among the blocked, those that wait for a value, which anyone may write */
+    operation *ready_heads[MAX_DEVICES * MAX_QUEUES];
+} choice;
+
+static void sort_head(operation *head, void *argument)
+{
+    choice *found = argument;
+    if (!can_run(head)) {
+        found->blocked++;
+        found->values += head->kind == WAIT_VALUE;
+    } else if (head->delay > 0) {
+        found->delayed++;
+    } else {
+        found->ready_heads[found->ready++] = head;
+    }
+}
+
+static void age_head(operation *head, void *unused)
+{
+    (void)unused;
+    if (head->delay > 0 && can_run(head))
+        head->delay--;
+}
+
+static int nothing_can_run(void)
+{
+    choice found = {0};
+    each_head(sort_head, &found);
+    return !worker_busy && found.ready + found.delayed == 0;
+}
+
+/* Mostly short, now and then long enough for hosts to run far ahead. */
+static int32_t draw_delay(void)
+{
+    if (!chance(machine.options.delay_percent))
+        return 0;
+    return (int32_t)(1 + draw(chance(90) ? 4 : chance(80) ? 30 : 300));
+}
+
+/* -- texts ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *text;
+    size_t used;
+} writer;
+
+__attribute__((format(printf, 2, 3))) static void add_text(writer *out, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    int written = vsnprintf(out->text + out->used, TEXT_BYTES - out->used, format, arguments);
+    va_end(arguments);
+    size_t left = TEXT_BYTES - out->used - 1;
+    out->used += (size_t)written < left ? (size_t)written : left;
+}
+
+static void describe_head(operation *head, void *argument)
+{
+    static const char *const kinds[] = {"copy",       "memset",      "event record",  "event wait",
+                                        "value wait", "value write", "host function", "NCCL"};
+    char detail[512] = "";
+    if (!null_stream_allows(head))
+        snprintf(detail, sizeof detail, ": the null stream and blocking streams wait for each other");
+    else if (head->kind == WAIT_EVENT)
+        snprintf(detail, sizeof detail, " for event %d, recorded on stream %d of device %d", head->event->number,
+                 head->awaited.stream->number, head->awaited.stream->device);
+    else if (head->kind == WAIT_VALUE)
+        snprintf(detail, sizeof detail, ": %llu at %p, wanted %llu, flags %u",
+                 (unsigned long long)*(const uint64_t *)(const void *)head->source.address,
+                 (const void *)head->source.address, (unsigned long long)head->value, head->flags);
+    else if (head->kind == NCCL)
+        nccl_describe(head, detail, sizeof detail);
+    add_text(argument, "device %d queue %d: stream %d, %s%s%s\n", head->stream->device, head->stream->queue,
+             head->stream->number, kinds[head->kind], detail, can_run(head) ? " (can run)" : "");
+}
+
+static void describe_all(char *text)
+{
+    writer out = {.text = text};
+    text[0] = '\0';
+    each_head(describe_head, &out);
+    for (waiter *w = waiters; w != NULL; w = w->next)
+        add_text(&out, "%s waits in %s\n", w->thread, w->call);
+}
+
+/* -- waiting ----------------------------------------------------------------------------------------------------- */
+
+static void wake_done(void)
+{
+    for (waiter *w = waiters; w != NULL; w = w->next)
+        if (w->broken || w->done(w->argument))
+            pthread_cond_signal(&w->wake);
+}
+
+static void declare_deadlock(void)
+{
+    char text[TEXT_BYTES];
+    describe_all(text);
+    if (first_deadlock == NULL) {
+        char *kept = keep(strlen(text) + 1);
+        first_deadlock = strcpy(kept, text);
+    }
+    for (waiter *w = waiters; w != NULL; w = w->next)
+        w->broken = 1;
+    wake_done();
+}
+
+/* Every host waits, none can go on, and no queue can move. */
+static int hopeless(void)
+{
+    int64_t waiting = 0;
+    for (waiter *w = waiters; w != NULL; w = w->next, waiting++)
+        if (w->broken || w->done(w->argument))
+            return 0;
+    return machine.options.hosts > 0 && waiting >= machine.options.hosts && nothing_can_run();
+}
+
+int wait_until(const char *call, int (*done)(const void *argument), const void *argument)
+{
+    if (done(argument))
+        return 1;
+    waiter me = {.next = waiters, .call = call, .thread = this_thread(), .done = done, .argument = argument};
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&me.wake, &attributes);
+    pthread_condattr_destroy(&attributes);
+    waiters = &me;
+    if (machine.runnable_changed)
+        pthread_cond_signal(&work_came);
+    wake_done();
+    const int64_t began = now_ns();
+    while (!me.broken && !done(argument)) {
+        int64_t deadline =
+            (last_progress_ns > began ? last_progress_ns : began) + machine.options.wait_limit_ms * 1000000;
+        if (hopeless() || (!worker_busy && now_ns() >= deadline)) {
+            declare_deadlock();
+            break;
+        }
+        if (worker_busy) /* a host function may take its time */
+            deadline = now_ns() + machine.options.wait_limit_ms * 1000000;
+        struct timespec until = {.tv_sec = deadline / 1000000000, .tv_nsec = deadline % 1000000000};
+        pthread_cond_timedwait(&me.wake, &lock, &until);
+    }
+    waiter **link = &waiters;
+    while (*link != &me)
+        link = &(*link)->next;
+    *link = me.next;
+    pthread_cond_destroy(&me.wake);
+    return done(argument);
+}
+
+void list_synchronisation(const char *call, int32_t device_index)
+{
+    char text[160];
+    snprintf(text, sizeof text, "%s device %d %s", call, device_index, this_thread());
+    add_line(&synchronisations, text);
+    machine.counters.synchronisations++;
+}
+
+typedef struct {
+    int32_t device_index;
+    int64_t issue;
+} device_point;
+
+static int point_reached(const void *argument)
+{
+    const device_point *point = argument;
+    return device_reached(point->device_index, point->issue);
+}
+
+int synchronise_device(const char *call, int32_t device_index, int injected)
+{
+    list_synchronisation(call, device_index);
+    machine.counters.injected_synchronisations += injected;
+    return wait_until(call, point_reached, &(device_point){device_index, machine.issued});
+}
+
+int injection_drawn(void)
+{
+    return machine.options.injected_sync_permille > 0 && draw(1000) < machine.options.injected_sync_permille;
+}
+
+pthread_mutex_t *take_lock(void)
+{
+    atomic_fetch_add(&callers, 1);
+    pthread_mutex_lock(&lock);
+    atomic_fetch_sub(&callers, 1);
+    if (machine.generation == 0)
+        set_defaults();
+    return &lock;
+}
+
+void release_lock(pthread_mutex_t **held)
+{
+    if (waiters != NULL)
+        wake_done();
+    if (machine.runnable_changed && worker_idle)
+        pthread_cond_signal(&work_came);
+    pthread_mutex_unlock(*held);
+}
+
+/* -- execution --------------------------------------------------------------------------------------------------- */
+
+operation *new_operation(operation_kind kind, api_call call)
+{
+    operation *op = free_operations;
+    if (op != NULL)
+        free_operations = op->next_in_queue;
+    else
+        op = keep(sizeof *op);
+    *op = (operation){.kind = kind, .call = call};
+    return op;
+}
+
+void enqueue(operation *op, CUstream stream)
+{
+    device *of = &machine.devices[stream->device];
+    op->stream = stream;
+    op->issue = ++machine.issued;
+    op->delay = draw_delay();
+    if (stream->first == NULL)
+        stream->first = op;
+    else
+        stream->last->next_in_stream = op;
+    stream->last = op;
+    if (of->queues[stream->queue].first == NULL)
+        of->queues[stream->queue].first = op;
+    else
+        of->queues[stream->queue].last->next_in_queue = op;
+    of->queues[stream->queue].last = op;
+    machine.counters.issued++;
+    machine.runnable_changed = 1;
+    if (!worker_runs) {
+        worker_runs = 1;
+        worker_stops = 0;
+        if (pthread_create(&worker, NULL, work, NULL) != 0) {
+            fprintf(stderr, "stand-in: no thread for the devices\n");
+            abort();
+        }
+    }
+}
+
+static void end(operation *op)
+{
+    CUstream stream = op->stream;
+    device *of = &machine.devices[stream->device];
+    of->queues[stream->queue].first = op->next_in_queue;
+    stream->first = op->next_in_stream;
+    stream->ended = op->issue;
+    machine.counters.executed++;
+    op->next_in_queue = free_operations;
+    free_operations = op;
+}
+
+/* A copy or memset; 1 once it has ended. */
+static int fill_or_copy(operation *op)
+{
+    span *to = &op->destination, *from = &op->source;
+    int valid = span_lives(op, to) && (op->kind == MEMSET || span_lives(op, from));
+    int apart =
+        op->kind == MEMSET || to->address + to->bytes <= from->address || from->address + to->bytes <= to->address;
+    if (!op->started && valid && apart && to->bytes > 0) {
+        memset(to->address, 0xFF, to->bytes);
+        op->started = 1;
+        op->delay = draw_delay();
+        return 0;
+    }
+    if (valid && to->bytes > 0 && op->kind == MEMSET)
+        memset(to->address, (int)op->value, to->bytes);
+    else if (valid && to->bytes > 0)
+        memmove(to->address, from->address, to->bytes);
+    return 1;
+}
+
+static void execute(operation *op)
+{
+    switch (op->kind) {
+    case COPY:
+    case MEMSET:
+        if (!fill_or_copy(op))
+            return;
+        *(op->kind == COPY ? &machine.counters.copy : &machine.counters.memset) += 1;
+        break;
+    case RECORD:
+        if (op->event->recorded.issue == op->issue)
+            op->event->reached_ns = now_ns();
+        machine.counters.record++;
+        break;
+    case WAIT_EVENT: machine.counters.wait_event++; break;
+    case WAIT_VALUE: machine.counters.wait_value++; break;
+    case WRITE_VALUE:
+        if (span_lives(op, &op->destination))
+            __atomic_store_n((uint64_t *)(void *)op->destination.address, op->value, __ATOMIC_RELEASE);
+        machine.counters.write_value++;
+        break;
+    case HOST_FUNCTION:
+        worker_busy = 1;
+        pthread_mutex_unlock(&lock);
+        op->function(op->argument);
+        pthread_mutex_lock(&lock);
+        worker_busy = 0;
+        machine.counters.host_function++;
+        break;
+    case NCCL:
+        if (!nccl_run(op)) {
+            op->delay = draw_delay();
+            return;
+        }
+        machine.counters.nccl++;
+        break;
+    }
+    end(op);
+}
+
+static void *work(void *unused)
+{
+    on_worker = 1;
+    pthread_mutex_lock(&lock);
+    while (!worker_stops) {
+        choice found = {0};
+        machine.runnable_changed = 0;
+        if (!machine.options.paused)
+            each_head(sort_head, &found);
+        if (found.delayed > 0)
+            each_head(age_head, NULL);
+        if (found.ready > 0) {
+            execute(found.ready_heads[draw(found.ready)]);
+            last_progress_ns = now_ns();
+            wake_done();
+        }
+        if (found.ready + found.delayed > 0) {
+            pthread_mutex_unlock(&lock);
+            if (found.ready == 0 || atomic_load(&callers) > 0)
+                sched_yield();
+            pthread_mutex_lock(&lock);
+            continue;
+        }
+        if (hopeless())
+            declare_deadlock();
+        worker_idle = 1;
+        if (found.values > 0) {
+            struct timespec until;
+            clock_gettime(CLOCK_REALTIME, &until);
+            until.tv_nsec += VALUE_POLL_NS;
+            until.tv_sec += until.tv_nsec / 1000000000;
+            until.tv_nsec %= 1000000000;
+            pthread_cond_timedwait(&work_came, &lock, &until);
+        } else {
+            pthread_cond_wait(&work_came, &lock);
+        }
+        worker_idle = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return unused;
+}
+
+/* -- control ----------------------------------------------------------------------------------------------------- */
+
+static void set_defaults(void)
+{
+    machine.generation++;
+#define X(name, initial, least, greatest) machine.options.name = initial;
+    OPTIONS(X)
+#undef X
+    for (int32_t d = 0; d < MAX_DEVICES; d++) {
+        machine.devices[d].context.device = d;
+        machine.devices[d].null_stream = (struct CUstream_st){.alive = 1, .device = d};
+        machine.devices[d].next_queue = 1 % (int32_t)machine.options.queues;
+    }
+}
+
+static void sleep_shortly(void)
+{
+    pthread_mutex_unlock(&lock);
+    nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+    pthread_mutex_lock(&lock);
+}
+
+void stand_in_reset(uint64_t seed)
+{
+    LOCKED;
+    while (worker_busy)
+        sleep_shortly();
+    driver_reset();
+    nccl_reset();
+    while (chunks != NULL) {
+        chunk *next = chunks->next;
+        munmap(chunks, chunks->bytes);
+        chunks = next;
+    }
+    free_operations = NULL;
+    streams = NULL;
+    first_deadlock = NULL;
+    misuses = synchronisations = (line_list){0};
+    int64_t generation = machine.generation;
+    machine = (machine_state){.generation = generation};
+    random_state = seed;
+    set_defaults();
+}
+
+/* Joins the worker thread, if it ends within so many seconds. */
+static int end_worker(time_t seconds)
+{
+    pthread_mutex_lock(&lock);
+    int runs = worker_runs;
+    worker_runs = 0;
+    worker_stops = 1;
+    pthread_cond_signal(&work_came);
+    pthread_mutex_unlock(&lock);
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += seconds;
+    return !runs || pthread_timedjoin_np(worker, NULL, &until) == 0;
+}
+
+void stand_in_stop(void)
+{
+    end_worker(600);
+    stand_in_reset(0);
+}
+
+/* Not stand_in_stop: a host function may wait for what is gone by now, such as an interpreter. */
+__attribute__((destructor)) static void stop_at_exit(void)
+{
+    if (end_worker(1))
+        stand_in_reset(0);
+}
+
+int stand_in_set(const char *option, int64_t value)
+{
+    LOCKED;
+    machine.runnable_changed = 1;
+#define X(name, initial, least, greatest)                                                                              \
+    if (strcmp(option, #name) == 0) {                                                                                  \
+        if (value < (least) || value > (greatest))                                                                     \
+            return -1;                                                                                                 \
+        machine.options.name = value;                                                                                  \
+        for (int32_t d = 0; d < MAX_DEVICES; d++)                                                                      \
+            machine.devices[d].next_queue %= (int32_t)machine.options.queues;                                          \
+        return 0;                                                                                                      \
+    }
+    OPTIONS(X)
+#undef X
+    return -1;
+}
+
+int64_t stand_in_count(const char *counter)
+{
+    LOCKED;
+#define X(name)                                                                                                        \
+    if (strcmp(counter, #name) == 0)                                                                                   \
+        return machine.counters.name;
+    COUNTERS(X)
+#undef X
+    for (int call = 0; call < NUM_CALLS; call++)
+        if (strcmp(counter, call_name((api_call)call)) == 0)
+            return machine.calls[call];
+    return -1;
+}
+
+int64_t stand_in_misuses(void)
+{
+    LOCKED;
+    return misuses.count;
+}
+
+const char *stand_in_misuse(int64_t index)
+{
+    LOCKED;
+    return line_at(&misuses, index);
+}
+
+const char *stand_in_synchronisation(int64_t index)
+{
+    LOCKED;
+    return line_at(&synchronisations, index);
+}
+
+void stand_in_name_thread(const char *name)
+{
+    snprintf(thread_name, sizeof thread_name, "%s", name);
+}
+
+static int holds_work(void)
+{
+    choice found = {0};
+    each_head(sort_head, &found);
+    return found.blocked + found.delayed + found.ready > 0 || worker_busy;
+}
+
+int stand_in_stuck(const char **text)
+{
+    LOCKED;
+    describe_all(thread_text);
+    if (text != NULL)
+        *text = thread_text;
+    return holds_work() && nothing_can_run();
+}
+
+const char *stand_in_deadlock(void)
+{
+    LOCKED;
+    return first_deadlock;
+}
+
+int stand_in_drain(int64_t patience_ms)
+{
+    LOCKED;
+    int64_t stuck_since = 0;
+    while (holds_work()) {
+        if (!nothing_can_run())
+            stuck_since = 0;
+        else if (stuck_since == 0)
+            stuck_since = now_ns();
+        else if (now_ns() - stuck_since >= patience_ms * 1000000)
+            return 1;
+        if (machine.runnable_changed)
+            pthread_cond_signal(&work_came);
+        sleep_shortly();
+    }
+    return 0;
+}

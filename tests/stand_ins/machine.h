@@ -1,0 +1,295 @@
+/* machine.h - devices, hardware queues and the thread that executes them; shared by driver.c and nccl.c.
+ * Everything is guarded by one lock; whatever is declared here is called with it held, unless it says otherwise. */
+#ifndef STAND_IN_MACHINE_H
+#define STAND_IN_MACHINE_H
+
+#include "nccl_api.h"
+#include "stand_in.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
+
+/* -- calls ------------------------------------------------------------------------------------------------------- */
+
+#define DRIVER_CALLS(X)                                                                                                \
+    X(cuInit)                                                                                                          \
+    X(cuDriverGetVersion)                                                                                              \
+    X(cuGetErrorName)                                                                                                  \
+    X(cuGetErrorString)                                                                                                \
+    X(cuGetProcAddress_v2)                                                                                             \
+    X(cuDeviceGet)                                                                                                     \
+    X(cuDeviceGetCount)                                                                                                \
+    X(cuDeviceGetName)                                                                                                 \
+    X(cuDeviceGetAttribute)                                                                                            \
+    X(cuDeviceCanAccessPeer)                                                                                           \
+    X(cuDevicePrimaryCtxRetain)                                                                                        \
+    X(cuDevicePrimaryCtxRelease_v2)                                                                                    \
+    X(cuCtxGetCurrent)                                                                                                 \
+    X(cuCtxSetCurrent)                                                                                                 \
+    X(cuCtxPushCurrent_v2)                                                                                             \
+    X(cuCtxPopCurrent_v2)                                                                                              \
+    X(cuCtxGetDevice)                                                                                                  \
+    X(cuCtxGetStreamPriorityRange)                                                                                     \
+    X(cuCtxSynchronize)                                                                                                \
+    X(cuStreamCreate)                                                                                                  \
+    X(cuStreamCreateWithPriority)                                                                                      \
+    X(cuStreamDestroy_v2)                                                                                              \
+    X(cuStreamGetCtx)                                                                                                  \
+    X(cuStreamWaitEvent)                                                                                               \
+    X(cuStreamSynchronize)                                                                                             \
+    X(cuStreamQuery)                                                                                                   \
+    X(cuStreamWaitValue64_v2)                                                                                          \
+    X(cuStreamWriteValue64_v2)                                                                                         \
+    X(cuLaunchHostFunc)                                                                                                \
+    X(cuThreadExchangeStreamCaptureMode)                                                                               \
+    X(cuEventCreate)                                                                                                   \
+    X(cuEventRecord)                                                                                                   \
+    X(cuEventQuery)                                                                                                    \
+    X(cuEventSynchronize)                                                                                              \
+    X(cuEventElapsedTime)                                                                                              \
+    X(cuEventDestroy_v2)                                                                                               \
+    X(cuMemAlloc_v2)                                                                                                   \
+    X(cuMemFree_v2)                                                                                                    \
+    X(cuMemGetInfo_v2)                                                                                                 \
+    X(cuMemGetAddressRange_v2)                                                                                         \
+    X(cuMemcpyAsync)                                                                                                   \
+    X(cuMemcpyDtoDAsync_v2)                                                                                            \
+    X(cuMemcpyDtoHAsync_v2)                                                                                            \
+    X(cuMemcpyHtoDAsync_v2)                                                                                            \
+    X(cuMemsetD8Async)                                                                                                 \
+    X(cuIpcGetMemHandle)                                                                                               \
+    X(cuIpcOpenMemHandle_v2)                                                                                           \
+    X(cuIpcCloseMemHandle)
+
+#define NCCL_CALLS(X)                                                                                                  \
+    X(ncclGetVersion)                                                                                                  \
+    X(ncclGetUniqueId)                                                                                                 \
+    X(ncclGetErrorString)                                                                                              \
+    X(ncclGetLastError)                                                                                                \
+    X(ncclCommInitRank)                                                                                                \
+    X(ncclCommInitRankConfig)                                                                                          \
+    X(ncclCommFinalize)                                                                                                \
+    X(ncclCommDestroy)                                                                                                 \
+    X(ncclCommAbort)                                                                                                   \
+    X(ncclCommGetAsyncError)                                                                                           \
+    X(ncclCommCount)                                                                                                   \
+    X(ncclCommCuDevice)                                                                                                \
+    X(ncclCommUserRank)                                                                                                \
+    X(ncclCommRegister)                                                                                                \
+    X(ncclCommDeregister)                                                                                              \
+    X(ncclSend)                                                                                                        \
+    X(ncclRecv)                                                                                                        \
+    X(ncclGroupStart)                                                                                                  \
+    X(ncclGroupEnd)
+
+typedef enum {
+#define X(name) CALL_##name,
+    DRIVER_CALLS(X) NCCL_CALLS(X)
+#undef X
+        NUM_CALLS
+} api_call;
+
+const char *call_name(api_call call);
+
+/* Takes the lock and counts the call; unlocked at the end of the block. LOCKED: without counting. */
+pthread_mutex_t *take_lock(void);
+void release_lock(pthread_mutex_t **lock);
+#define LOCKED __attribute__((cleanup(release_lock), unused)) pthread_mutex_t *held_lock = take_lock()
+#define ENTER(name, refusal)                                                                                           \
+    const api_call this_call = CALL_##name;                                                                            \
+    if (called_from_device(this_call))                                                                                 \
+        return refusal;                                                                                                \
+    LOCKED;                                                                                                            \
+    machine.calls[this_call]++
+
+/* -- options and counters ---------------------------------------------------------------------------------------- */
+
+/* name, default, least, greatest; what they mean: stand_in.h */
+#define OPTIONS(X)                                                                                                     \
+    X(devices, 8, 1, MAX_DEVICES)                                                                                      \
+    X(queues, 8, 1, MAX_QUEUES)                                                                                        \
+    X(memory_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
+    X(driver_version, 13000, 0, INT32_MAX)                                                                             \
+    X(nccl_version, 22907, 0, INT32_MAX)                                                                               \
+    X(hosts, 0, 0, INT32_MAX)                                                                                          \
+    X(wait_limit_ms, 10000, 1, INT32_MAX)                                                                              \
+    X(delay_percent, 50, 0, 100)                                                                                       \
+    X(paused, 0, 0, 1)                                                                                                 \
+    X(injected_sync_permille, 0, 0, 1000)                                                                              \
+    X(synchronous_memory, 0, 0, 1)                                                                                     \
+    X(foreign_memory, 0, 0, 1)                                                                                         \
+    X(shared_memory, 0, 0, 1)                                                                                          \
+    X(capturing, 0, 0, 1)                                                                                              \
+    X(in_progress_percent, 50, 0, 100)                                                                                 \
+    X(connection_setup, 1, 0, 1)                                                                                       \
+    X(buffered_bytes, 0, 0, INT64_MAX)
+
+#define COUNTERS(X)                                                                                                    \
+    X(issued)                                                                                                          \
+    X(executed)                                                                                                        \
+    X(copy)                                                                                                            \
+    X(memset)                                                                                                          \
+    X(record)                                                                                                          \
+    X(wait_event)                                                                                                      \
+    X(wait_value)                                                                                                      \
+    X(write_value)                                                                                                     \
+    X(host_function)                                                                                                   \
+    X(nccl)                                                                                                            \
+    X(send)                                                                                                            \
+    X(receive)                                                                                                         \
+    X(launches)                                                                                                        \
+    X(synchronisations)                                                                                                \
+    X(injected_synchronisations)                                                                                       \
+    X(live_allocations)                                                                                                \
+    X(live_bytes)                                                                                                      \
+    X(live_streams)                                                                                                    \
+    X(live_events)                                                                                                     \
+    X(live_communicators)                                                                                              \
+    X(open_handles)
+
+/* -- operations -------------------------------------------------------------------------------------------------- */
+
+typedef enum { COPY, MEMSET, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, HOST_FUNCTION, NCCL } operation_kind;
+
+typedef struct operation operation;
+typedef struct nccl_message nccl_message; /* nccl.c */
+
+/* A point in a stream, reached once the operation `issue` has ended; at once if there is no stream. */
+typedef struct {
+    CUstream stream;
+    int64_t issue;
+} marker;
+
+/* Memory that an operation reads or writes; the id of its allocation (0: not ours) shows a free in between. */
+typedef struct {
+    char *address;
+    size_t bytes;
+    int64_t allocation;
+} span;
+
+struct operation {
+    operation *next_in_queue, *next_in_stream;
+    CUstream stream;
+    operation_kind kind;
+    int64_t issue; /* number, in the order in which hosts issued, over all devices */
+    int32_t delay; /* times that it is passed over although it could run */
+    int32_t started;
+    int32_t faulty; /* misuse was noted: it does nothing */
+    api_call call;  /* that issued it */
+    span destination, source;
+    uint64_t value;     /* also the byte of a memset */
+    unsigned int flags; /* of WAIT_VALUE */
+    marker awaited;     /* of WAIT_EVENT */
+    CUevent event;      /* of RECORD and, for texts, WAIT_EVENT */
+    CUhostFn function;
+    void *argument;
+    ncclComm_t comm; /* NCCL: its messages progress independently */
+    nccl_message *messages;
+};
+
+/* Handles stay readable after they are destroyed, until reset, so that their use is seen. */
+struct CUstream_st {
+    int32_t alive, number, device, queue;
+    unsigned int flags;
+    int64_t ended; /* issue number of the last operation that ended */
+    operation *first, *last;
+    int32_t groups_in_progress; /* NCCL groups that have yet to reach this stream */
+};
+
+struct CUevent_st {
+    int32_t alive, number, device;
+    unsigned int flags;
+    marker recorded; /* the last record; its issue is 0 before the first */
+    int64_t reached_ns;
+};
+
+struct CUctx_st {
+    int32_t device, references;
+};
+
+typedef struct {
+    struct CUctx_st context;
+    struct CUstream_st null_stream;
+    int32_t next_queue;
+    struct {
+        operation *first, *last;
+    } queues[MAX_QUEUES];
+} device;
+
+typedef struct {
+#define X(name, initial, least, greatest) int64_t name;
+    OPTIONS(X)
+#undef X
+} options;
+
+typedef struct {
+#define X(name) int64_t name;
+    COUNTERS(X)
+#undef X
+} counters;
+
+typedef struct {
+    options options;
+    counters counters;
+    int64_t calls[NUM_CALLS];
+    device devices[MAX_DEVICES];
+    int32_t initialised; /* cuInit was called */
+    int32_t num_streams, num_events;
+    int64_t issued;           /* issue number of the last operation */
+    int64_t generation;       /* resets so far: what threads keep from before is void */
+    int32_t runnable_changed; /* something happened that may let a head run: the worker must look */
+} machine_state;
+extern machine_state machine;
+
+/* Zeroed memory until the next reset. Never fails: the program ends if the host is out of memory. */
+void *keep(size_t bytes);
+/* Uniform in 0 .. bound - 1; 1 with the given chance. */
+int64_t draw(int64_t bound);
+int chance(int64_t percent);
+int64_t thread_id(void);
+
+__attribute__((format(printf, 2, 3))) void misuse(api_call call, const char *format, ...);
+
+operation *new_operation(operation_kind kind, api_call call);
+/* Appends to the stream and its queue. */
+void enqueue(operation *op, CUstream stream);
+int reached(marker point);
+/* All that was issued to a device up to `issue` has ended. */
+int device_reached(int32_t device_index, int64_t issue);
+/* Memory at `address`, which must be ours unless that is allowed; 0, with misuse noted, if it is not, or ends early. */
+int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out); /* driver.c */
+/* Still what it was when the operation was issued; notes the misuse if not, once per operation. driver.c */
+int span_lives(operation *op, const span *memory);
+
+/* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock. */
+int wait_until(const char *call, int (*done)(const void *argument), const void *argument);
+/* The same for a device; counts and lists the synchronisation. */
+int synchronise_device(const char *call, int32_t device_index, int injected);
+void list_synchronisation(const char *call, int32_t device_index);
+/* Draws whether this launch synchronises the device first. */
+int injection_drawn(void);
+
+/* The device of this thread's current context, below 0 if it has none. driver.c */
+int32_t current_device(void);
+/* Makes the device current where the thread has no context, as the CUDA runtime does. driver.c */
+void make_current(int32_t device_index);
+/* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver.c */
+CUstream find_stream(api_call call, CUstream stream, CUresult *error);
+/* Misuse if an NCCL group has yet to reach the stream. driver.c */
+void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);
+CUstream new_stream(int32_t device_index, unsigned int flags);
+void driver_reset(void); /* driver.c */
+/* In a function that a device runs no call of the API is allowed. Called without the lock. */
+int called_from_device(api_call call);
+
+/* -- NCCL, as the worker sees it (nccl.c) ------------------------------------------------------------------------ */
+
+int nccl_can_run(operation *op);
+/* One step of the operation; 1 once it has ended. */
+int nccl_run(operation *op);
+void nccl_describe(const operation *op, char *text, size_t bytes);
+void nccl_reset(void);
+#endif

@@ -1,0 +1,835 @@
+/* nccl.c - NCCL's functions over the machine, for ranks that are threads of one process.
+ *
+ * A message passes once its send and its receive are both executed, at the heads of their queues; nothing is buffered
+ * unless asked for. The n-th send from one rank to another belongs to the n-th receive. The messages of one group on
+ * one communicator are one operation of its stream, in which they progress independently.
+ *
+ * A nonblocking communicator is in progress after its creation, a group or ncclCommFinalize until what that needs has
+ * come about and ncclCommGetAsyncError has been asked, some more times by chance; only then do the group's operations
+ * reach their stream. */
+#include "machine.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { MAX_RANKS = MAX_DEVICES, MAX_POLLS = 3 };
+static const unsigned int CONFIG_MAGIC = 0xcafebeef;
+static const size_t CONFIG_BYTES_2_14 = 20; /* to the end of `blocking`, the least that any release has */
+
+typedef struct clique clique;
+
+struct nccl_message {
+    nccl_message *next;           /* of its operation */
+    nccl_message *next_in_clique; /* among those that wait for their match */
+    ncclComm_t comm;
+    CUstream stream;
+    span memory;
+    size_t count;
+    ncclDataType_t type;
+    int32_t peer, sends;
+    int64_t number; /* among the messages from sender to receiver */
+    int32_t executed, done, lost;
+    ncclResult_t fails; /* what its communicator reports when it is executed */
+    char *buffered;     /* a send that has ended without its receive */
+    int32_t left;       /* its operation has ended */
+};
+
+typedef enum { IDLE, CREATION, GROUP, FINALIZE } activity;
+
+struct ncclComm {
+    ncclComm_t next; /* all since reset: handles stay readable after they are destroyed */
+    int32_t alive, aborted, finalized;
+    int32_t number, rank, device, blocking;
+    int64_t owner; /* thread */
+    clique *of;
+    ncclResult_t result;  /* asynchronous error */
+    activity in_progress; /* what ncclCommGetAsyncError must still be asked about */
+    int32_t polls;        /* times that it says ncclInProgress although it need not */
+    operation *pending;   /* of the group in progress, still to reach its stream */
+    int64_t idle_until;   /* issue number that the device must reach first: an injected synchronisation; 0: none */
+    int64_t outstanding;  /* operations that reached their stream and have not ended */
+    int32_t registrations;
+};
+
+struct clique {
+    clique *next;
+    ncclUniqueId id;
+    int32_t num_ranks, arrived, left; /* left: finalized, destroyed or aborted */
+    ncclComm_t ranks[MAX_RANKS];
+    nccl_message *messages;
+    int64_t numbers[2][MAX_RANKS][MAX_RANKS];         /* messages so far: [sends][from][to] */
+    unsigned char connected[2][MAX_RANKS][MAX_RANKS]; /* a host has come to ncclGroupEnd with such a message */
+};
+
+typedef struct fault {
+    struct fault *next;
+    stand_in_fault_kind kind;
+    int32_t source, destination;
+    int64_t index;
+    ncclResult_t result;
+} fault;
+
+static clique *cliques;
+static ncclComm_t comms;
+static fault *faults;
+static int64_t device_messages[2][MAX_DEVICES][MAX_DEVICES]; /* [sends][source][destination] */
+static int32_t num_ids, num_comms;
+
+/* The group that a thread has open. */
+static _Thread_local struct {
+    int64_t generation;
+    int32_t depth;
+    ncclResult_t error;
+    nccl_message *first, *last;
+    ncclComm_t created[MAX_RANKS * 4];
+    int32_t num_created;
+} group;
+static _Thread_local char last_error[512];
+
+/* -- errors ------------------------------------------------------------------------------------------------------ */
+
+__attribute__((format(printf, 3, 4))) static ncclResult_t refuse(api_call call, ncclResult_t result, const char *format,
+                                                                 ...)
+{
+    int used = snprintf(last_error, sizeof last_error, "%s: ", call_name(call));
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error + used, sizeof last_error - (size_t)used, format, arguments);
+    va_end(arguments);
+    group.error = group.depth > 0 && group.error == ncclSuccess ? result : group.error;
+    return result;
+}
+
+/* The same, and misuse: what the caller is to be told of whatever it makes of the error. */
+#define REFUSE(result, ...)                                                                                            \
+    do {                                                                                                               \
+        misuse(this_call, __VA_ARGS__);                                                                                \
+        return refuse(this_call, result, __VA_ARGS__);                                                                 \
+    } while (0)
+
+ncclResult_t ncclGetVersion(int *version)
+{
+    ENTER(ncclGetVersion, ncclInvalidUsage);
+    if (version == NULL)
+        return refuse(this_call, ncclInvalidArgument, "version is NULL");
+    *version = (int)machine.options.nccl_version;
+    return ncclSuccess;
+}
+
+const char *ncclGetErrorString(ncclResult_t result)
+{
+    ENTER(ncclGetErrorString, "");
+    static const char *const texts[] = {
+        "no error",         "unhandled cuda error", "unhandled system error", "internal error",
+        "invalid argument", "invalid usage",        "remote process exited",  "NCCL operation in progress"};
+    return (unsigned int)result < sizeof texts / sizeof *texts ? texts[result] : "unknown result code";
+}
+
+const char *ncclGetLastError(ncclComm_t comm)
+{
+    ENTER(ncclGetLastError, "");
+    (void)comm;
+    return last_error;
+}
+
+/* -- communicators ----------------------------------------------------------------------------------------------- */
+
+static void renew_group(void)
+{
+    if (group.generation != machine.generation) {
+        memset(&group, 0, sizeof group);
+        group.generation = machine.generation;
+    }
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
+{
+    ENTER(ncclGetUniqueId, ncclInvalidUsage);
+    if (id == NULL)
+        return refuse(this_call, ncclInvalidArgument, "id is NULL");
+    clique *made = keep(sizeof *made);
+    for (size_t i = 0; i < sizeof made->id.internal; i++)
+        made->id.internal[i] = (char)draw(256);
+    memcpy(made->id.internal, &(int32_t){++num_ids}, sizeof num_ids); /* distinct for sure */
+    made->next = cliques;
+    cliques = made;
+    *id = made->id;
+    return ncclSuccess;
+}
+
+static int left_clique(const struct ncclComm *comm)
+{
+    return comm->finalized || comm->aborted || !comm->alive;
+}
+
+static int clique_complete(const struct ncclComm *comm)
+{
+    return comm->of->arrived == comm->of->num_ranks;
+}
+
+/* Both ends of every message of the group have come to their ncclGroupEnd, unless an earlier one connected them. */
+static int connected(const struct ncclComm *comm)
+{
+    for (nccl_message *m = comm->pending != NULL ? comm->pending->messages : NULL; m != NULL; m = m->next) {
+        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
+        if (machine.options.connection_setup && !(comm->of->connected[0][from][to] && comm->of->connected[1][from][to]))
+            return 0;
+    }
+    return 1;
+}
+
+static int group_can_launch(const struct ncclComm *comm)
+{
+    return connected(comm) && (comm->idle_until == 0 || device_reached(comm->device, comm->idle_until));
+}
+
+/* Its operations have ended and every rank has come as far: finalization is collective. */
+static int can_finalize(const struct ncclComm *comm)
+{
+    if (comm->outstanding > 0)
+        return 0;
+    for (int32_t r = 0; r < comm->of->num_ranks; r++)
+        if (comm->of->ranks[r] != NULL && !left_clique(comm->of->ranks[r]))
+            return 0;
+    return 1;
+}
+
+static int may_go_on(const struct ncclComm *comm)
+{
+    switch (comm->in_progress) {
+    case CREATION: return clique_complete(comm);
+    case GROUP: return group_can_launch(comm);
+    case FINALIZE: return can_finalize(comm);
+    default: return 1;
+    }
+}
+
+static int comm_may_go_on(const void *argument)
+{
+    const struct ncclComm *comm = argument;
+    return comm->aborted || may_go_on(comm);
+}
+
+static void launch(ncclComm_t comm);
+
+static void go_on(ncclComm_t comm)
+{
+    activity was = comm->in_progress;
+    comm->in_progress = IDLE;
+    if (was == GROUP)
+        launch(comm);
+}
+
+/* Ends the call that left `comm` in progress: now if it blocks, later or by chance now if not. */
+static ncclResult_t settle(api_call call, ncclComm_t comm)
+{
+    comm->polls = chance(machine.options.in_progress_percent) ? (int32_t)(1 + draw(MAX_POLLS)) : 0;
+    if (comm->blocking && !wait_until(call_name(call), comm_may_go_on, comm))
+        return refuse(call, ncclInternalError, "communicator %d: no other rank comes", comm->number);
+    if (comm->aborted)
+        return refuse(call, ncclInternalError, "communicator %d was aborted", comm->number);
+    if (!comm->blocking && (comm->polls > 0 || !may_go_on(comm)))
+        return ncclInProgress;
+    go_on(comm);
+    return ncclSuccess;
+}
+
+typedef struct { /* the fields of a configuration that matter here */
+    int blocking, cgaClusterSize, minCTAs, maxCTAs;
+} configuration;
+
+/* A caller's struct may be that of another release, longer or shorter: its size and version say which. */
+static ncclResult_t read_configuration(api_call this_call, const ncclConfig_t *config, configuration *out)
+{
+    *out = (configuration){1, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT};
+    if (config == NULL)
+        return ncclSuccess;
+    ncclConfig_t copy = NCCL_CONFIG_INITIALIZER;
+    if (config->magic != CONFIG_MAGIC || config->size < CONFIG_BYTES_2_14)
+        REFUSE(ncclInvalidArgument, "ncclConfig_t (size %zu, magic %x) was not set up by NCCL_CONFIG_INITIALIZER",
+               config->size, config->magic);
+    memcpy(&copy, config, config->size < sizeof copy ? config->size : sizeof copy);
+    int known = (int)copy.version;
+    size_t wanted = known < NCCL_VERSION(2, 17, 0)   ? CONFIG_BYTES_2_14
+                    : known < NCCL_VERSION(2, 18, 0) ? offsetof(ncclConfig_t, splitShare)
+                                                     : offsetof(ncclConfig_t, splitShare) + sizeof copy.splitShare;
+    if (known < NCCL_VERSION(2, 14, 0) || config->size < wanted)
+        REFUSE(ncclInvalidArgument, "ncclConfig_t of version %d has %zu bytes, at least %zu are wanted", known,
+               config->size, wanted);
+    if (copy.blocking != NCCL_CONFIG_UNDEF_INT)
+        out->blocking = copy.blocking;
+    if (known >= NCCL_VERSION(2, 17, 0)) {
+        out->cgaClusterSize = copy.cgaClusterSize;
+        out->minCTAs = copy.minCTAs;
+        out->maxCTAs = copy.maxCTAs;
+    }
+    int least = out->minCTAs, most = out->maxCTAs, undefined = NCCL_CONFIG_UNDEF_INT;
+    if (out->blocking != 0 && out->blocking != 1)
+        REFUSE(ncclInvalidArgument, "blocking is %d, not 0 or 1", out->blocking);
+    if ((least != undefined && least <= 0) || (most != undefined && most <= 0) ||
+        (least != undefined && most != undefined && least > most))
+        REFUSE(ncclInvalidArgument, "minCTAs %d, maxCTAs %d", least, most);
+    if (out->cgaClusterSize != undefined && (out->cgaClusterSize < 0 || out->cgaClusterSize > 8))
+        REFUSE(ncclInvalidArgument, "cgaClusterSize %d", out->cgaClusterSize);
+    return ncclSuccess;
+}
+
+static ncclResult_t create(api_call this_call, ncclComm_t *out, int num_ranks, const ncclUniqueId *id, int rank,
+                           const ncclConfig_t *config)
+{
+    renew_group();
+    if (out == NULL || num_ranks < 1 || num_ranks > MAX_RANKS || rank < 0 || rank >= num_ranks)
+        REFUSE(ncclInvalidArgument, "rank %d of %d", rank, num_ranks);
+    configuration wanted;
+    ncclResult_t result = read_configuration(this_call, config, &wanted);
+    if (result != ncclSuccess)
+        return result;
+    clique *of = cliques;
+    while (of != NULL && memcmp(&of->id, id, sizeof *id) != 0)
+        of = of->next;
+    if (of == NULL)
+        REFUSE(ncclInvalidArgument, "the id is not one of ncclGetUniqueId of this process");
+    if (of->num_ranks != 0 && (of->num_ranks != num_ranks || of->ranks[rank] != NULL))
+        REFUSE(ncclInvalidUsage, "rank %d of %d came before, or others say that there are %d ranks", rank, num_ranks,
+               of->num_ranks);
+    int32_t index = current_device();
+    if (index < 0) /* as the CUDA runtime that NCCL uses */
+        make_current(index = 0);
+    for (int32_t r = 0; r < num_ranks; r++)
+        if (of->ranks[r] != NULL && of->ranks[r]->device == index)
+            REFUSE(ncclInvalidUsage, "ranks %d and %d are both on device %d", r, rank, index);
+    if (group.num_created == (int32_t)(sizeof group.created / sizeof *group.created))
+        REFUSE(ncclInvalidUsage, "more than %d communicators in one group: not modelled", group.num_created);
+    ncclComm_t comm = keep(sizeof *comm);
+    *comm = (struct ncclComm){.next = comms,
+                              .alive = 1,
+                              .number = ++num_comms,
+                              .rank = rank,
+                              .device = index,
+                              .blocking = wanted.blocking,
+                              .owner = thread_id(),
+                              .of = of,
+                              .in_progress = CREATION};
+    comms = comm;
+    of->num_ranks = num_ranks;
+    of->ranks[rank] = comm;
+    of->arrived++;
+    machine.counters.live_communicators++;
+    *out = comm;
+    if (group.depth > 0) {
+        group.created[group.num_created++] = comm;
+        return ncclSuccess;
+    }
+    return settle(this_call, comm);
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank, ncclConfig_t *config)
+{
+    ENTER(ncclCommInitRankConfig, ncclInvalidUsage);
+    return create(this_call, comm, nranks, &id, rank, config);
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank)
+{
+    ENTER(ncclCommInitRank, ncclInvalidUsage);
+    return create(this_call, comm, nranks, &id, rank, NULL);
+}
+
+/* What every call but abort and the asking for errors demands of a communicator. */
+static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
+{
+    renew_group();
+    if (comm == NULL)
+        return refuse(this_call, ncclInvalidArgument, "the communicator is NULL");
+    if (!comm->alive)
+        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
+    if (comm->owner != thread_id())
+        misuse(this_call, "communicator %d belongs to thread %lld", comm->number, (long long)comm->owner);
+    if (comm->result != ncclSuccess)
+        return refuse(this_call, comm->result, "communicator %d has failed before", comm->number);
+    for (int32_t i = 0; i < group.num_created; i++)
+        if (group.created[i] == comm)
+            REFUSE(ncclInvalidUsage, "communicator %d is created in the group that is still open", comm->number);
+    if (comm->in_progress != IDLE)
+        REFUSE(ncclInvalidArgument, "communicator %d is still in progress: ask ncclCommGetAsyncError until it is not",
+               comm->number);
+    return ncclSuccess;
+}
+
+/* From any thread. Asking is what lets a nonblocking communicator go on. */
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
+{
+    ENTER(ncclCommGetAsyncError, ncclInvalidUsage);
+    if (comm == NULL || result == NULL)
+        return refuse(this_call, ncclInvalidArgument, "an argument is NULL");
+    if (!comm->alive)
+        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
+    *result = comm->result;
+    if (comm->result != ncclSuccess || comm->in_progress == IDLE)
+        return ncclSuccess;
+    *result = ncclInProgress;
+    if (!may_go_on(comm) || comm->polls-- > 0)
+        return ncclSuccess;
+    go_on(comm);
+    *result = ncclSuccess;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int *count)
+{
+    ENTER(ncclCommCount, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result == ncclSuccess)
+        *count = comm->of->num_ranks;
+    return result;
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device_index)
+{
+    ENTER(ncclCommCuDevice, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result == ncclSuccess)
+        *device_index = comm->device;
+    return result;
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank)
+{
+    ENTER(ncclCommUserRank, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result == ncclSuccess)
+        *rank = comm->rank;
+    return result;
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t bytes, void **handle)
+{
+    ENTER(ncclCommRegister, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result != ncclSuccess)
+        return result;
+    span found;
+    if (handle == NULL || !find_span(this_call, buffer, bytes, 0, &found))
+        return refuse(this_call, ncclInvalidArgument, "%zu bytes at %p", bytes, buffer);
+    comm->registrations++;
+    *handle = keep(1);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
+{
+    ENTER(ncclCommDeregister, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result != ncclSuccess)
+        return result;
+    if (handle == NULL || comm->registrations == 0)
+        REFUSE(ncclInvalidArgument, "communicator %d has no such registration", comm->number);
+    comm->registrations--;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm)
+{
+    ENTER(ncclCommFinalize, ncclInvalidUsage);
+    ncclResult_t result = check(this_call, comm);
+    if (result != ncclSuccess)
+        return result;
+    if (comm->finalized)
+        REFUSE(ncclInvalidUsage, "communicator %d was finalized before", comm->number);
+    comm->finalized = 1;
+    comm->in_progress = FINALIZE;
+    return settle(this_call, comm);
+}
+
+static int comm_finalized(const void *argument)
+{
+    const struct ncclComm *comm = argument;
+    return comm->aborted || can_finalize(comm);
+}
+
+/* Without ncclCommFinalize before it the host waits, as that would. */
+ncclResult_t ncclCommDestroy(ncclComm_t comm)
+{
+    ENTER(ncclCommDestroy, ncclInvalidUsage);
+    if (comm == NULL)
+        return ncclSuccess;
+    ncclResult_t result = check(this_call, comm);
+    if (result != ncclSuccess)
+        return result;
+    if (!comm->finalized) {
+        comm->finalized = 1;
+        if (!wait_until(call_name(this_call), comm_finalized, comm))
+            return refuse(this_call, ncclInternalError, "communicator %d: another rank or an operation does not end",
+                          comm->number);
+    }
+    if (!comm->alive) /* aborted meanwhile */
+        return ncclInternalError;
+    comm->alive = 0;
+    machine.counters.live_communicators--;
+    return ncclSuccess;
+}
+
+/* From any thread, in any state. What waits in a stream ends; what it should have received is undefined: NaN. */
+ncclResult_t ncclCommAbort(ncclComm_t comm)
+{
+    ENTER(ncclCommAbort, ncclInvalidUsage);
+    if (comm == NULL)
+        return ncclSuccess;
+    if (!comm->alive)
+        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
+    comm->alive = 0;
+    comm->aborted = 1;
+    comm->in_progress = IDLE;
+    if (comm->pending != NULL)
+        comm->pending->messages->stream->groups_in_progress--;
+    comm->pending = NULL;
+    machine.counters.live_communicators--;
+    machine.runnable_changed = 1;
+    return ncclSuccess;
+}
+
+/* -- groups ------------------------------------------------------------------------------------------------------ */
+
+static size_t type_bytes(ncclDataType_t type)
+{
+    static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return (unsigned int)type < sizeof bytes / sizeof *bytes ? bytes[type] : 0;
+}
+
+static ncclResult_t end_group(api_call this_call);
+
+static ncclResult_t add_message(api_call this_call, const void *buffer, size_t count, ncclDataType_t type, int peer,
+                                ncclComm_t comm, CUstream stream, int sends)
+{
+    ncclResult_t result = check(this_call, comm);
+    if (result != ncclSuccess)
+        return result;
+    if (comm->finalized)
+        REFUSE(ncclInvalidUsage, "communicator %d is finalized", comm->number);
+    if (peer < 0 || peer >= comm->of->num_ranks || type_bytes(type) == 0)
+        REFUSE(ncclInvalidArgument, "peer %d of %d ranks, type %d", peer, comm->of->num_ranks, (int)type);
+    if (current_device() != comm->device)
+        REFUSE(ncclInvalidUsage, "communicator %d is of device %d, the thread's current one is %d", comm->number,
+               comm->device, current_device());
+    CUresult stream_error;
+    stream = find_stream(this_call, stream, &stream_error);
+    if (stream == NULL || stream->device != comm->device)
+        REFUSE(ncclUnhandledCudaError, "communicator %d is of device %d, the stream is not", comm->number,
+               comm->device);
+    span memory;
+    if (!find_span(this_call, buffer, count * type_bytes(type), 0, &memory))
+        return refuse(this_call, ncclInvalidArgument, "%zu elements at %p", count, buffer);
+    for (nccl_message *m = group.first; m != NULL; m = m->next)
+        if (m->comm == comm && m->stream != stream)
+            REFUSE(ncclInvalidUsage, "one group on two streams of communicator %d: not modelled", comm->number);
+    nccl_message *added = keep(sizeof *added);
+    *added = (nccl_message){
+        .comm = comm, .stream = stream, .memory = memory, .count = count, .type = type, .peer = peer, .sends = sends};
+    if (group.last != NULL)
+        group.last->next = added;
+    else
+        group.first = added;
+    group.last = added;
+    return group.depth > 0 ? ncclSuccess : end_group(this_call);
+}
+
+ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream)
+{
+    ENTER(ncclSend, ncclInvalidUsage);
+    return add_message(this_call, buffer, count, type, peer, comm, stream, 1);
+}
+
+ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream)
+{
+    ENTER(ncclRecv, ncclInvalidUsage);
+    return add_message(this_call, buffer, count, type, peer, comm, stream, 0);
+}
+
+ncclResult_t ncclGroupStart(void)
+{
+    ENTER(ncclGroupStart, ncclInvalidUsage);
+    renew_group();
+    if (group.depth++ == 0)
+        group.error = ncclSuccess;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void)
+{
+    ENTER(ncclGroupEnd, ncclInvalidUsage);
+    renew_group();
+    if (group.depth == 0)
+        REFUSE(ncclInvalidUsage, "there is no ncclGroupStart to it");
+    if (--group.depth > 0)
+        return ncclSuccess;
+    return end_group(this_call);
+}
+
+static const fault *find_fault(int sends, int32_t source, int32_t destination, int64_t index)
+{
+    for (fault *f = faults; f != NULL; f = f->next)
+        if ((f->kind == STAND_IN_SENDER_LOST || f->kind == STAND_IN_SENDER_FAILS) == (sends != 0) &&
+            f->source == source && f->destination == destination && f->index == index)
+            return f;
+    return NULL;
+}
+
+/* The group's operation reaches its stream. */
+static void launch(ncclComm_t comm)
+{
+    operation *op = comm->pending;
+    comm->pending = NULL;
+    comm->idle_until = 0;
+    for (nccl_message *m = op->messages; m != NULL; m = m->next) {
+        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
+        int32_t peer_device = comm->of->ranks[m->peer]->device;
+        int32_t source = m->sends ? comm->device : peer_device, destination = m->sends ? peer_device : comm->device;
+        m->number = comm->of->numbers[m->sends][from][to]++;
+        const fault *f = find_fault(m->sends, source, destination, device_messages[m->sends][source][destination]++);
+        m->lost = f != NULL;
+        if (f != NULL && (f->kind == STAND_IN_SENDER_FAILS || f->kind == STAND_IN_RECEIVER_FAILS))
+            m->fails = f->result;
+        m->next_in_clique = comm->of->messages;
+        comm->of->messages = m;
+    }
+    comm->outstanding++;
+    machine.counters.launches++;
+    CUstream stream = op->messages->stream;
+    stream->groups_in_progress--;
+    enqueue(op, stream);
+}
+
+static ncclResult_t check_group(api_call this_call, nccl_message *messages)
+{
+    for (nccl_message *m = messages; m != NULL; m = m->next) {
+        if (m->comm->blocking != messages->comm->blocking)
+            REFUSE(ncclInvalidArgument, "blocking and nonblocking communicators in one group");
+        int32_t balance = 0;
+        for (nccl_message *other = messages; other != NULL; other = other->next)
+            if (other->comm == m->comm && other->peer == m->comm->rank)
+                balance += other->sends ? 1 : -1;
+        if (balance != 0)
+            REFUSE(ncclInvalidUsage, "a message of rank %d to itself without its other end in the group",
+                   m->comm->rank);
+    }
+    return ncclSuccess;
+}
+
+static ncclResult_t end_group(api_call this_call)
+{
+    nccl_message *messages = group.first;
+    ncclResult_t result = group.error;
+    int32_t num_created = group.num_created;
+    group.first = group.last = NULL;
+    group.num_created = 0;
+    group.error = ncclSuccess;
+    if (result == ncclSuccess)
+        result = check_group(this_call, messages);
+    if (result != ncclSuccess)
+        return result;
+    ncclResult_t out = ncclSuccess;
+    for (int32_t i = 0; i < num_created; i++) {
+        result = settle(this_call, group.created[i]);
+        out = result != ncclSuccess && (out == ncclSuccess || out == ncclInProgress) ? result : out;
+    }
+    ncclComm_t parts[MAX_RANKS * 4];
+    size_t num_parts = 0;
+    for (nccl_message *m = messages, *next; m != NULL; m = next) {
+        next = m->next;
+        ncclComm_t comm = m->comm;
+        if (comm->pending == NULL) {
+            if (num_parts == sizeof parts / sizeof *parts)
+                REFUSE(ncclInvalidUsage, "more than %zu communicators in one group: not modelled", num_parts);
+            parts[num_parts++] = comm;
+            comm->pending = new_operation(NCCL, this_call);
+            comm->pending->comm = comm;
+            check_no_group_in_progress(this_call, m->stream);
+        }
+        nccl_message **end = &comm->pending->messages;
+        while (*end != NULL)
+            end = &(*end)->next;
+        *end = m;
+        m->next = NULL;
+        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
+        comm->of->connected[m->sends][from][to] = 1;
+    }
+    for (size_t i = 0; i < num_parts; i++) {
+        parts[i]->in_progress = GROUP;
+        parts[i]->pending->messages->stream->groups_in_progress++;
+    }
+    for (size_t i = 0; i < num_parts; i++) {
+        if (injection_drawn()) {
+            if (parts[i]->blocking && !synchronise_device(call_name(this_call), parts[i]->device, 1))
+                return refuse(this_call, ncclInternalError, "the device did not become idle");
+            if (!parts[i]->blocking) {
+                parts[i]->idle_until = machine.issued; /* NCCL's own thread waits for it */
+                machine.counters.injected_synchronisations++;
+            }
+        }
+        result = settle(this_call, parts[i]);
+        out = result != ncclSuccess && (out == ncclSuccess || out == ncclInProgress) ? result : out;
+    }
+    return out;
+}
+
+/* -- execution --------------------------------------------------------------------------------------------------- */
+
+static nccl_message *match(const nccl_message *m)
+{
+    if (m->done || m->lost || !m->executed)
+        return NULL;
+    for (nccl_message *other = m->comm->of->messages; other != NULL; other = other->next_in_clique)
+        if (other->sends != m->sends && other->peer == m->comm->rank && m->peer == other->comm->rank &&
+            other->number == m->number && other->executed && !other->lost && (!other->done || other->buffered != NULL))
+            return other;
+    return NULL;
+}
+
+static int all_done(const operation *op)
+{
+    for (nccl_message *m = op->messages; m != NULL; m = m->next)
+        if (!m->done)
+            return 0;
+    return 1;
+}
+
+int nccl_can_run(operation *op)
+{
+    if (!op->started || op->comm->aborted || all_done(op))
+        return 1;
+    for (nccl_message *m = op->messages; m != NULL; m = m->next)
+        if (match(m) != NULL)
+            return 1;
+    return 0;
+}
+
+/* Whatever was received is undefined until the operation has ended, and for good if that was by an abort. */
+static void spoil(operation *op, nccl_message *m)
+{
+    if (!m->sends && m->memory.bytes > 0 && span_lives(op, &m->memory))
+        memset(m->memory.address, 0xFF, m->memory.bytes);
+}
+
+static void start_message(operation *op, nccl_message *m)
+{
+    m->executed = 1;
+    spoil(op, m);
+    if (m->fails != ncclSuccess && m->comm->result == ncclSuccess)
+        m->comm->result = m->fails;
+    if (m->sends && !m->lost && m->peer != m->comm->rank && m->memory.bytes > 0 &&
+        (int64_t)m->memory.bytes <= machine.options.buffered_bytes && span_lives(op, &m->memory)) {
+        m->buffered = keep(m->memory.bytes);
+        memcpy(m->buffered, m->memory.address, m->memory.bytes);
+        m->done = 1;
+        machine.counters.send++;
+    }
+}
+
+static void remove_message(nccl_message *m)
+{
+    nccl_message **link = &m->comm->of->messages;
+    while (*link != m)
+        link = &(*link)->next_in_clique;
+    *link = m->next_in_clique;
+}
+
+static void pass(operation *op, nccl_message *m, nccl_message *other)
+{
+    nccl_message *send = m->sends ? m : other, *receive = m->sends ? other : m;
+    if (send->memory.bytes != receive->memory.bytes || send->type != receive->type) {
+        misuse(
+            op->call,
+            "rank %d sends %zu elements of type %d, rank %d receives %zu of type %d (devices %d to %d, message %lld)",
+            send->comm->rank, send->count, (int)send->type, receive->comm->rank, receive->count, (int)receive->type,
+            send->comm->device, receive->comm->device, (long long)send->number);
+        send->comm->result = receive->comm->result = ncclInvalidUsage;
+    } else if (send->memory.bytes > 0 && span_lives(op, &receive->memory) &&
+               (send->buffered != NULL || span_lives(op, &send->memory))) {
+        memmove(receive->memory.address, send->buffered != NULL ? send->buffered : send->memory.address,
+                send->memory.bytes);
+    }
+    machine.counters.send += send->buffered == NULL;
+    machine.counters.receive++;
+    send->buffered = NULL;
+    send->done = receive->done = 1;
+    if (send->left)
+        remove_message(send);
+}
+
+int nccl_run(operation *op)
+{
+    if (op->comm->aborted) {
+        for (nccl_message *m = op->messages; m != NULL; m = m->next) {
+            if (!m->done)
+                spoil(op, m);
+            m->lost |= !m->done;
+            m->done = 1;
+        }
+    } else if (!op->started) {
+        op->started = 1;
+        for (nccl_message *m = op->messages; m != NULL; m = m->next)
+            start_message(op, m);
+    } else {
+        int64_t passable = 0;
+        for (nccl_message *m = op->messages; m != NULL; m = m->next)
+            passable += match(m) != NULL;
+        int64_t chosen = passable > 0 ? draw(passable) : -1;
+        for (nccl_message *m = op->messages; m != NULL; m = m->next) {
+            nccl_message *other = match(m);
+            if (other != NULL && chosen-- == 0) {
+                pass(op, m, other);
+                break;
+            }
+        }
+    }
+    if (!all_done(op))
+        return 0;
+    for (nccl_message *m = op->messages; m != NULL; m = m->next) {
+        m->left = 1;
+        if (m->buffered == NULL)
+            remove_message(m);
+    }
+    op->comm->outstanding--;
+    return 1;
+}
+
+void nccl_describe(const operation *op, char *text, size_t bytes)
+{
+    size_t used = (size_t)snprintf(text, bytes, " operation of communicator %d", op->comm->number);
+    for (nccl_message *m = op->messages; m != NULL && used < bytes; m = m->next)
+        if (!m->done)
+            used += (size_t)snprintf(text + used, bytes - used, ", %s of message %lld, %zu bytes, %s device %d%s",
+                                     m->sends ? "send" : "receive", (long long)m->number, m->memory.bytes,
+                                     m->sends ? "to" : "from", op->comm->of->ranks[m->peer]->device,
+                                     m->lost ? " (lost by a fault)" : "");
+}
+
+/* -- control ----------------------------------------------------------------------------------------------------- */
+
+void nccl_reset(void)
+{
+    cliques = NULL;
+    comms = NULL;
+    faults = NULL;
+    num_ids = num_comms = 0;
+    memset(device_messages, 0, sizeof device_messages);
+}
+
+void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index, int32_t result)
+{
+    LOCKED;
+    fault *added = keep(sizeof *added);
+    *added = (fault){faults, kind, source, destination, index, (ncclResult_t)result};
+    faults = added;
+}
+
+void stand_in_end_faults(void)
+{
+    LOCKED;
+    faults = NULL;
+    for (clique *of = cliques; of != NULL; of = of->next)
+        for (nccl_message *m = of->messages; m != NULL; m = m->next_in_clique)
+            m->lost = m->done;
+    machine.runnable_changed = 1;
+}

@@ -1,0 +1,103 @@
+/* stand_in.h - what tests say to, and ask of, the stand-ins for the CUDA driver and for NCCL.
+ *
+ * The stand-ins define the functions of cuda_api.h and nccl_api.h under their real names: link them into a test, or
+ * dlopen gpu_stand_in.so in place of libcuda.so.1 and libnccl.so.2. Nothing is computed on a device: device memory is
+ * host memory, a launch is cuLaunchHostFunc, and one worker thread executes what was enqueued. They show that calls are
+ * legal, ordered, free of deadlock and of use after free; they say nothing about speed or about real hardware.
+ *
+ * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
+ *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
+ *              that waits (event, value, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
+ *              where a kernel that has started lets those of other streams pass.
+ * Order        Among the heads of queues that can run the seed chooses, and delays some. A copy first fills its
+ *              destination with 0xFF (NaN) and copies later, so what reads too early or overwrites too early is seen.
+ * Null stream  Legacy: waits for the device's streams that are not CU_STREAM_NON_BLOCKING, and they for it.
+ * Misuse       What a real driver would leave undefined, and each trap, is written to a list: a test that ends asserts
+ *              that stand_in_misuses() is 0. Errors that the real call returns are returned as well.
+ * Waiting      A host call that waits while nothing can ever run again returns CUDA_ERROR_LAUNCH_TIMEOUT (NCCL:
+ *              ncclInternalError) instead of hanging; stand_in_deadlock() tells who waited for what.
+ *
+ * Every function here may be called from any thread, but not from a function that the stand-in runs. Not after fork. */
+#ifndef STAND_IN_H
+#define STAND_IN_H
+
+#include <stdint.h>
+
+#define STAND_IN_API __attribute__((visibility("default")))
+
+/* Forgets streams, events, memory, communicators, counters, faults and misuse, and sets every option to its default. No
+ * other thread may be in a call. */
+STAND_IN_API void stand_in_reset(uint64_t seed);
+
+/* Sets an option by its name; 0, or -1 if there is no such option or value.
+ *   devices                8      number of devices, at most 16
+ *   queues                 8      hardware queues per device, at most 32; set before streams are made
+ *   memory_bytes           1<<34  capacity of a device
+ *   driver_version         13000  of cuDriverGetVersion
+ *   nccl_version           22907  of ncclGetVersion
+ *   hosts                  0      host threads that use the devices: once so many wait inside the stand-in and nothing
+ *                                 can run, it is a deadlock at once, without wait_limit_ms. 0: not known
+ *   wait_limit_ms          10000  a wait in which no operation ends for so long is a deadlock
+ *   delay_percent          50     operations that are held back for a while although they could run
+ *   paused                 0      1: nothing is executed until set to 0 again
+ *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
+ *   synchronous_memory     0      1: cuMemAlloc and cuMemFree synchronise the device
+ *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give
+ *   shared_memory          0      1: device memory can be opened by other processes (cuIpcOpenMemHandle)
+ *   capturing              0      1: another library captures a graph in global mode: calls that this forbids, from a
+ *                                 thread that is not in relaxed mode, are misuse
+ *   in_progress_percent    50     calls on nonblocking communicators that return ncclInProgress though they need not
+ *   connection_setup       1      the first message of a pair of ranks needs both hosts inside ncclGroupEnd
+ *   buffered_bytes         0      sends up to so many bytes end without their receive */
+STAND_IN_API int stand_in_set(const char *option, int64_t value);
+
+/* A counter since the last reset, by its name; -1 if there is none of that name. The name of a function of either API
+ * counts its calls. Further:
+ *   issued, executed                                operations of all kinds
+ *   copy, memset, record, wait_event, wait_value,
+ *   write_value, host_function, nccl                executed operations of this kind
+ *   send, receive                                   NCCL messages executed
+ *   launches                                        host functions, memsets and NCCL operations issued
+ *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
+ *   live_allocations, live_bytes, live_streams,
+ *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
+STAND_IN_API int64_t stand_in_count(const char *counter);
+
+/* The misuse so far: its number, and one as text (NULL beyond the last; valid until reset). */
+STAND_IN_API int64_t stand_in_misuses(void);
+STAND_IN_API const char *stand_in_misuse(int64_t index);
+
+/* Host synchronisation number `index` (NULL beyond the last; valid until reset): "cuCtxSynchronize device 1 thread 77",
+ * with the thread's name of stand_in_name_thread in place of its number where it has one. */
+STAND_IN_API const char *stand_in_synchronisation(int64_t index);
+STAND_IN_API void stand_in_name_thread(const char *name);
+
+/* 1 if some queue holds work and no head of a queue can run; *text (if not NULL): a line per head with what it waits
+ * for, and a line per host that waits. The text is the thread's own, valid until its next call. */
+STAND_IN_API int stand_in_stuck(const char **text);
+
+/* The first deadlock since reset as such a text (NULL: none). */
+STAND_IN_API const char *stand_in_deadlock(void);
+
+/* Waits, without being counted, until all queues are empty (0) or stuck (1) for `patience_ms` on end. */
+STAND_IN_API int stand_in_drain(int64_t patience_ms);
+
+/* Faults of messages. Message `index` (0, 1, ...) from the rank on device `source` to that on device `destination`,
+ * counted over all communicators since reset, in the order in which the faulty end issues. */
+typedef enum {
+    STAND_IN_SENDER_LOST = 0,    /* the send never takes place: the receiver waits */
+    STAND_IN_RECEIVER_LOST = 1,  /* the receive never takes place: the sender waits */
+    STAND_IN_SENDER_FAILS = 2,   /* as lost, and the sender's communicator reports `result` as asynchronous error */
+    STAND_IN_RECEIVER_FAILS = 3, /* as lost, and the receiver's communicator reports it */
+} stand_in_fault_kind;
+
+/* `result` is an ncclResult_t, read by the last two. A send and a receive that are lost may still be aborted. */
+STAND_IN_API void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index,
+                                 int32_t result);
+/* Forgets all faults: what was lost takes place now. Errors that were reported stay. */
+STAND_IN_API void stand_in_end_faults(void);
+
+/* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
+STAND_IN_API void stand_in_stop(void);
+
+#endif
