@@ -1,19 +1,34 @@
 """Builds seq1f1b._C: plain C11, limited API, no link to libtorch, CUDA or NCCL. Metadata lives in pyproject.toml.
 
+Where nvcc is found, also seq1f1b/libseq1f1b_cuda.so: the CUDA kernels with the CUDA runtime inside, which _C opens when
+it is to launch one. If they do not compile, the rest is installed without them.
+
 Switches, by environment:
     SEQ1F1B_DEBUG=1       -O0 -g, assertions on
     SEQ1F1B_SANITIZE=1    AddressSanitizer and UndefinedBehaviorSanitizer (preload libasan to import it)
     SEQ1F1B_COVERAGE=1    gcov counters
     SEQ1F1B_WERROR=1      warnings are errors (CI)
+    SEQ1F1B_CUDA=0        no CUDA kernels, even where nvcc is found; 1: an error where they cannot be built
+    SEQ1F1B_CUDA_TILES=all   those shapes of them too that are there to be timed, and probes (benchmarks/gpu.py)
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
 import platform
+import re
+import shutil
+import subprocess
+import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wstrict-prototypes", "-Wmissing-prototypes",
             "-Wundef", "-Wvla", "-Wwrite-strings", "-Wformat=2"]  # fmt: skip
@@ -31,6 +46,15 @@ INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"_neon.c": []},
 }
+
+ROOT = Path(__file__).resolve().parent
+CUDA_LIBRARY = "libseq1f1b_cuda"
+# Code for these, and PTX of the oldest GPU with bf16 tensor cores, from which the driver makes the code of any other.
+CUDA_ARCHITECTURES = ["sm_80", "sm_90", "compute_80"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage"]
+# Of the host's side: without exceptions and guarded statics it needs no C++ library.
+NVCC_HOST_FLAGS = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
+NVCC_LINK_FLAGS = ["-shared", "-cudart", "static", "-Xlinker", "--as-needed,--exclude-libs,ALL,--no-undefined"]
 
 
 def switch(name: str) -> bool:
@@ -59,8 +83,127 @@ def instruction_set_flags(source: str) -> list[str]:
     return next((flags for suffix, flags in sets.items() if source.endswith(suffix)), [])
 
 
+# -- CUDA kernels ----------------------------------------------------------------------------------------------------
+
+
+def all_cuda_tiles() -> bool:
+    return os.environ.get("SEQ1F1B_CUDA_TILES") == "all"
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes]
+    return next(filter(None, [*found, shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]), None)
+
+
+def nvcc_version(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"V(\d+\.\d+\.\d+)", text)[0]
+
+
+def cuda_sources() -> list[str]:
+    probes = ["tests/cuda/primitive_probes.cu"] if all_cuda_tiles() else []
+    return [*sorted(glob("kernels/cuda/*.cu", root_dir=ROOT)), *probes]
+
+
+def with_included(source: str | Path) -> list[Path]:
+    """The file and all that it includes by a relative path, itself first."""
+    found = [ROOT / source]
+    for path in found:
+        for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', path.read_text(), re.MULTILINE):
+            included = (path.parent / name).resolve()
+            if included not in found:
+                found.append(included)
+    return found
+
+
+def cuda_source_hash(source: str | Path) -> str:
+    """Of what a kernel is made of: its code in the repository, and the flags that turn it into instructions."""
+    digest = hashlib.sha256(" ".join([*CUDA_ARCHITECTURES, *NVCC_FLAGS]).encode())
+    for path in with_included(source):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def code_flags(architectures: list[str]) -> list[str]:
+    return [f"-gencode=arch={name.replace('sm_', 'compute_')},code={name}" for name in architectures]
+
+
+def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool) -> list[str]:
+    texts = {"SOURCE": cuda_source_hash(source), "COMPILER": version, "ARCHITECTURES": " ".join(architectures)}
+    flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(architectures)), *code_flags(architectures)]
+    flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
+    if all_cuda_tiles():
+        flags += ["-DS1F_CUDA_ALL_TILES=1"]
+    if werror:
+        flags += ["-Werror", "all-warnings", "-Xptxas", "-Werror"]
+    return flags
+
+
+def build_cuda_library(
+    sources: list[str], library: Path, work: Path, architectures: list[str] = CUDA_ARCHITECTURES, werror: bool = True
+) -> dict[str, str]:
+    """Compiles them side by side and links; returns what the compiler said of each."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise CompileError("SEQ1F1B_CUDA=1, but there is no nvcc: not in CUDA_HOME, PATH or /usr/local/cuda")
+    version = nvcc_version(nvcc)
+    work.mkdir(parents=True, exist_ok=True)
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise CompileError(f"{' '.join(command)}\n{done.stdout}")
+        return done.stdout
+
+    objects = {source: work / f"{Path(source).stem}.cu.o" for source in sources}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = [
+            [nvcc, *nvcc_flags(source, version, architectures, werror), "-c", str(ROOT / source), "-o", str(target)]
+            for source, target in objects.items()
+        ]
+        said = list(pool.map(run, commands))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    run([nvcc, *NVCC_LINK_FLAGS, *code_flags(architectures), *map(str, objects.values()), "-o", str(library)])
+    return dict(zip(objects, said, strict=True))
+
+
+class CudaKernels(Extension):
+    """The shared object of the CUDA kernels: no module of Python's, but built, installed and packed where those are."""
+
+    def __init__(self) -> None:
+        included = {str(path.relative_to(ROOT)) for source in cuda_sources() for path in with_included(source)}
+        required = os.environ.get("SEQ1F1B_CUDA") == "1"
+        super().__init__(f"seq1f1b.{CUDA_LIBRARY}", cuda_sources(), depends=sorted(included), optional=not required)
+
+
+def wants_cuda() -> bool:
+    wish = os.environ.get("SEQ1F1B_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"SEQ1F1B_CUDA is {wish!r}, must be 0 or 1")
+    return bool(cuda_sources()) and (wish == "1" or (wish == "" and find_nvcc() is not None))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
 class BuildExt(build_ext):
-    """Adds the instruction-set flags of a file to its own compilation only."""
+    """Adds the instruction-set flags of a file to its own compilation only, and has nvcc compile the CUDA kernels."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        *package, name = fullname.split(".")
+        return os.path.join(*package, f"{name}.so") if name == CUDA_LIBRARY else super().get_ext_filename(fullname)
+
+    def build_extension(self, ext: Extension) -> None:
+        if not isinstance(ext, CudaKernels):
+            return super().build_extension(ext)
+        library = Path(self.get_ext_fullpath(ext.name))
+        needed = max(os.path.getmtime(path) for path in (__file__, *ext.depends))
+        if self.force or not library.exists() or library.stat().st_mtime < needed:
+            werror = switch("SEQ1F1B_WERROR")
+            said = build_cuda_library(ext.sources, library, Path(self.build_temp), werror=werror)
+            if self.verbose:
+                print("".join(said.values()), file=sys.stderr)
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
@@ -91,8 +234,9 @@ def main() -> None:
         libraries=LIBRARIES,
         py_limited_api=not free_threaded,
     )
+    extensions = [extension, *([CudaKernels()] if wants_cuda() else [])]
     wheel = {} if free_threaded else {"py_limited_api": "cp310"}
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt}, options={"bdist_wheel": wheel})
+    setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt}, options={"bdist_wheel": wheel})
 
 
 if __name__ == "__main__":  # tests/c/run.py imports this file for its flags and sources

@@ -1,0 +1,50 @@
+"""kernels/cuda/kernel_table.h for ctypes: for tests and benchmarks, which look at libraries that nobody installs."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+MMA_ROWS, MMA_COLUMNS, MMA_DEPTH = 16, 8, 16  # of one mma.m16n8k16
+
+
+class Kernel(ctypes.Structure):
+    _fields_ = (
+        ("name_bytes", ctypes.c_char_p),
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "head_dim", "query_rows", "key_rows", "warps", "stages", "products", "shared_bytes",
+            "shared_limit",
+        )),
+    )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return str(self.name_bytes.decode())
+
+    def products_of_a_warp(self) -> float:
+        """Tensor-core instructions of one warp for one pair of a query tile and a key tile."""
+        multiply_adds = self.products * self.query_rows * self.key_rows * self.head_dim
+        return float(multiply_adds / (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH * self.warps))
+
+
+class Operation(ctypes.Structure):
+    _fields_ = (
+        ("abi", ctypes.c_int32),
+        ("num_kernels", ctypes.c_int32),
+        ("source", ctypes.c_char_p),
+        ("compiler", ctypes.c_char_p),
+        ("architectures", ctypes.c_char_p),
+        ("kernels", ctypes.POINTER(Kernel)),
+        ("scratch_bytes", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)),
+        ("launch", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)),
+        ("error_text", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
+    )
+
+
+def find_operation(library: Path, name: str) -> Operation:
+    """It keeps the library open."""
+    return Operation.in_dll(ctypes.CDLL(str(library)), f"s1f_cuda_{name}")
+
+
+def kernels_of(operation: Operation) -> list[Kernel]:
+    return list(operation.kernels[: operation.num_kernels])
