@@ -1,6 +1,7 @@
 """Run by .ci/run in a bare environment that holds the wheel and nothing else: what works without torch, does it?"""
 
 import sys
+from pathlib import Path
 
 import seq1f1b
 
@@ -14,4 +15,12 @@ for name in seq1f1b._NEEDS_TORCH:
         assert f"seq1f1b.{name} needs torch" in str(error) and 'pip install "torch' in str(error), error
     else:
         raise AssertionError(f"seq1f1b.{name} came without torch")
+with_cuda = bool(int(sys.argv[1]))
+library = Path(seq1f1b.__file__).with_name("libseq1f1b_cuda.so")
+assert library.exists() == with_cuda, library
+if with_cuda:  # opens without a GPU and without torch
+    source, _, architectures, kernels = seq1f1b._core.cuda_operation(
+        seq1f1b._core.cuda_library_open(str(library)), "attention_forward"
+    )
+    assert source and kernels and architectures == "sm_80 sm_90 compute_80", (source, architectures)
 print(f"imports on Python {sys.version.split()[0]}")

@@ -178,6 +178,35 @@ def attention_isa() -> str: ...
 def attention_set_isa(name: str | None, /) -> None: ...
 def attention_rates(seconds: float, /) -> tuple[float, float]: ...
 
+# ---- cuda.c
+
+_TensorRows = tuple[int, int, int, int] | None  # address, strides of batch, head and row
+
+def cuda_library_open(path: str, /) -> object: ...
+def cuda_operation(
+    library: object, name: str, /
+) -> tuple[str, str, str, list[tuple[str, str, int, int, int, int, int, int, int]]]: ...
+
+_Attention = tuple[
+    str, int, int, int, int, int, int,  # dtype, batch, heads, kv_heads, segment_len, head_dim, q_start
+    float, int, float, int, int,  # scale, window, softcap, docs, docs_batch_stride
+    _TensorRows, _TensorRows, _TensorRows, _TensorRows, int,  # q, k, v, out, lse
+    _TensorRows, _TensorRows, _TensorRows, _TensorRows,  # dout, dq, dk, dv
+    _TensorRows, _TensorRows, bool, int,  # own_dk, own_dv, deterministic, num_parts
+]  # fmt: skip
+
+def cuda_attention_scratch(library: object, operation: str, kernel: int, arguments: _Attention, /) -> int: ...
+def cuda_attention(
+    library: object,
+    operation: str,
+    kernel: int,
+    arguments: _Attention,
+    scratch: int,
+    scratch_bytes: int,
+    stream: int,
+    /,
+) -> None: ...
+
 # ---- executor.c
 
 _UnitTuple = tuple[int, int, int, int]  # pass, stage, micro-batch, segment

@@ -669,7 +669,9 @@ def doctor(options: argparse.Namespace) -> int:
         print(f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB")
     if not torch.cuda.is_available():
         print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
-    print("attention on CUDA: torch's own ops, no kernels of ours; never yet run on a GPU (see benchmarks/gpu.py)")
+    print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
+    for line in importlib.import_module("seq1f1b.cuda_kernels").describe():
+        print(line)
     print(
         "NCCL: no transport; ranks talk over shared memory, or torch's own groups across hosts, always by host memory"
     )

@@ -83,6 +83,12 @@ attention_isa = _C.attention_isa
 attention_rates = _C.attention_rates
 torch_functions = _C.torch_functions
 
+# CUDA kernels
+cuda_library_open = _C.cuda_library_open
+cuda_operation = _C.cuda_operation
+cuda_attention_scratch = _C.cuda_attention_scratch
+cuda_attention = _C.cuda_attention
+
 # executor
 executor_create = _C.executor_create
 executor_step = _C.executor_step

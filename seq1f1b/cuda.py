@@ -1,15 +1,17 @@
-"""Attention of CUDA tensors by torch's own ops over the slabs of the KV cache: no copy of the prefix, no own kernel.
+"""Attention of CUDA tensors over the slabs of the KV cache, without a copy of the prefix.
 
-The CUDA kernels of this package's ops; those of the CPU are C. Three ways, by what the call needs:
+The CUDA kernels of this package's ops; those of the CPU are C. Four ways, by what the call needs:
 
+    own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
+               right and faster (cuda_kernels.py)
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
     efficient  float32 without a window: ``aten::_efficient_attention_*``
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
                several times slower, in bounded memory
 
 Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out`` are known, and what the ops
-allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; the ops round each range's
-part to q's dtype before.
+allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; torch's ops round each range's
+part to q's dtype before. Ours take all keys at once, for they add to the slab themselves.
 
 Nobody has run this on a GPU yet. The tests run all of it on the CPU, with stand-ins for the aten ops that torch's
 dispatcher holds to their schemas.
@@ -24,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _core, cuda_kernels
 
 __all__: list[str] = []
 
@@ -63,9 +65,7 @@ def causal_attention_backward(
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dk, dv = (_token_major_zeros(t, lse.dtype) for t in (k, v))
-    options = Options(scale, window, softcap, slopes, docs, docs)
-    dq = _backward(dout, q, k, v, out, lse, options, dk, dv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return _backward(dout, q, k, v, out, lse, Options(scale, window, softcap, slopes, docs, docs), dk, dv)
 
 
 def segment_attention(
@@ -81,10 +81,7 @@ def segment_attention_backward(
     window: int, softcap: float, kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     keys, values, dk, dv, key_docs = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
-    options = Options(scale, window, softcap, slopes, docs, key_docs)
-    dq = _backward(dout, q, keys, values, out, lse, options, dk, dv)
-    own = slice(keys.shape[2] - q.shape[2], None)  # later segments went backward before, so these rows are complete
-    return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
+    return _backward(dout, q, keys, values, out, lse, Options(scale, window, softcap, slopes, docs, key_docs), dk, dv)
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
@@ -136,13 +133,23 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 # -- which way, and over which keys ----------------------------------------------------------------------------------
 
 
-def way(q: Tensor, options: Options) -> str:
-    """ "flash", "efficient" or "plain"; see the top of this file."""
+def way(q: Tensor, options: Options, operation: str = "attention_forward") -> str:
+    """ "own", "flash", "efficient" or "plain"; see the top of this file."""
+    return "own" if _own(q, options, operation) is not None else _library_way(q, options)
+
+
+def _library_way(q: Tensor, options: Options) -> str:
     if options.softcap or options.slopes.numel() or options.docs.numel() or q.dtype == torch.float64:
         return "plain"
     if q.dtype == torch.float32:
         return "plain" if options.window or torch.version.hip else "efficient"
     return "flash" if q.shape[3] % 8 == 0 and _has_flash(q.device) else "plain"
+
+
+def _own(q: Tensor, options: Options, operation: str) -> cuda_kernels.Operation | None:
+    if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
+        return None
+    return cuda_kernels.choose(operation, q) if _has_flash(q.device) else None
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -156,17 +163,35 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
 
     keys, values: (batch, kv_heads, N, head_dim); the last query is token N - 1.
     """
+    operation = _own(q, options, "attention_forward")
+    if operation is not None:
+        return _own_forward(operation, q, keys, values, options)
     forwards = {"flash": _flash_forward, "efficient": _efficient_forward, "plain": _plain_forward}
-    out, lse = forwards[way(q, options)](q, keys, values, options)
+    out, lse = forwards[_library_way(q, options)](q, keys, values, options)
     return _token_major(out, q.dtype), lse.contiguous()
 
 
 def _backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
     dv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64; returns dq, and dk and dv of the
+    queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All token-major
+    in memory.
+    """
+    operation = _own(q, options, "attention_backward")
+    if operation is not None:
+        return _own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv)
+    dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv)
+    own = slice(keys.shape[2] - q.shape[2], None)
+    return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
+
+
+def _library_backward(
+    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
+    dv: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64; returns dq, token-major in memory."""
-    chosen = way(q, options)
+    chosen = _library_way(q, options)
     backwards = {"flash": _flash_backward, "efficient": _efficient_backward, "plain": _plain_backward}
     tokens, end = q.shape[2], keys.shape[2]
     offset = end - tokens
@@ -239,6 +264,52 @@ def _bshd(t: Tensor) -> Tensor:
     if strides_fit and t.data_ptr() % 16 == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)
+
+
+# -- own -------------------------------------------------------------------------------------------------------------
+
+
+def _aligned(*tensors: Tensor) -> list[Tensor]:
+    """(batch, heads, tokens, head_dim), rows at multiples of 16 bytes."""
+    return [_bshd(t).transpose(1, 2) for t in tensors]
+
+
+def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and of the same strides."""
+    first, second = _aligned(first, second)
+    if first.stride() == second.stride():
+        return first, second
+    return first.contiguous(), second.contiguous()
+
+
+def _own_forward(
+    operation: cuda_kernels.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options, kernel: int = -1
+) -> tuple[Tensor, Tensor]:
+    (q,), (keys, values) = _aligned(q), _aligned_pair(keys, values)
+    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    cuda_kernels.launch_attention(
+        operation, q, keys, values, out, lse, scale=options.scale, window=options.window, softcap=options.softcap,
+        docs=options.key_docs, kernel=kernel,
+    )  # fmt: skip
+    return out, lse
+
+
+def _own_backward(
+    operation: cuda_kernels.Operation, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
+    options: Options, dk: Tensor, dv: Tensor, kernel: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (dout, q, out), (keys, values) = _aligned(dout, q, out), _aligned_pair(keys, values)
+    batch, heads, tokens, head_dim = q.shape
+    dq, own_dk, own_dv = (
+        q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
+    )
+    cuda_kernels.launch_attention(
+        operation, q, keys, values, out, lse.contiguous(), scale=options.scale, window=options.window,
+        softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=dk, dv=dv, own_dk=own_dk, own_dv=own_dv,
+        kernel=kernel,
+    )  # fmt: skip
+    return dq, own_dk, own_dv
 
 
 # -- flash -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
+#define S1F_CAPSULE_CUDA_LIBRARY "seq1f1b.cuda_library"
 
 /* Raises the Python exception of a status with s1f_last_error() as its text; returns NULL. */
 PyObject *s1f_raise(s1f_status status);
@@ -43,5 +44,6 @@ extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_p2p_methods[];
 extern PyMethodDef s1f_executor_methods[];
+extern PyMethodDef s1f_cuda_methods[];
 
 #endif

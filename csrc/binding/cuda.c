@@ -1,0 +1,206 @@
+/* cuda.c - conversions for the CUDA kernels: what their library holds, and launches from tensors' addresses. */
+#include "binding.h"
+
+#include "../../kernels/cuda/attention_cuda.h"
+#include "../cuda/library.h"
+
+#include <string.h>
+
+static void library_destroy(PyObject *capsule)
+{
+    s1f_cuda_library_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_CUDA_LIBRARY));
+}
+
+PyDoc_STRVAR(cuda_library_open_doc, "cuda_library_open(path) -> capsule\n\nOpens the library of CUDA kernels.");
+
+static PyObject *cuda_library_open(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *path = NULL;
+    if (!PyArg_ParseTuple(args, "s:cuda_library_open", &path))
+        return NULL;
+    s1f_cuda_library *library = NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_cuda_library_open(path, &library);
+    Py_END_ALLOW_THREADS
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *capsule = PyCapsule_New(library, S1F_CAPSULE_CUDA_LIBRARY, library_destroy);
+    if (capsule == NULL)
+        s1f_cuda_library_free(library);
+    return capsule;
+}
+
+static const s1f_cuda_operation *find_operation(PyObject *capsule, const char *name)
+{
+    const s1f_cuda_library *library = s1f_from_capsule(capsule, S1F_CAPSULE_CUDA_LIBRARY);
+    const s1f_cuda_operation *operation = NULL;
+    s1f_status status = library == NULL ? S1F_ERR_PYTHON : s1f_cuda_library_find(library, name, &operation);
+    if (status != S1F_OK)
+        s1f_raise(status);
+    return operation;
+}
+
+PyDoc_STRVAR(cuda_operation_doc,
+             "cuda_operation(library, name) -> (source, compiler, architectures, [kernel])\n\nkernel: (name, dtype, "
+             "head_dim, query_rows, key_rows, warps, stages, shared_bytes, shared_limit).");
+
+static PyObject *cuda_operation(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *capsule = NULL;
+    const char *name = NULL;
+    if (!PyArg_ParseTuple(args, "Os:cuda_operation", &capsule, &name))
+        return NULL;
+    const s1f_cuda_operation *operation = find_operation(capsule, name);
+    PyObject *list = operation == NULL ? NULL : PyList_New(0);
+    for (int32_t i = 0; list != NULL && i < operation->num_kernels; i++) {
+        const s1f_cuda_kernel *kernel = &operation->kernels[i];
+        PyObject *item =
+            Py_BuildValue("(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype), (int)kernel->head_dim,
+                          (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps, (int)kernel->stages,
+                          (int)kernel->shared_bytes, (int)kernel->shared_limit);
+        if (item == NULL || PyList_Append(list, item) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list == NULL
+               ? NULL
+               : Py_BuildValue("(sssN)", operation->source, operation->compiler, operation->architectures, list);
+}
+
+/* -- attention ------------------------------------------------------------------------------------------------- */
+
+typedef struct { /* of a tensor (batch, heads, rows, head_dim) */
+    unsigned long long address;
+    long long batch, head, row;
+} tensor_rows;
+
+/* "O&" converter of (address, stride, stride, stride); None: NULL. */
+static int to_rows(PyObject *object, void *out)
+{
+    tensor_rows *rows = out;
+    *rows = (tensor_rows){0};
+    if (object == Py_None)
+        return 1;
+    return PyArg_ParseTuple(object, "KLLL;a tensor is (address, stride, stride, stride)", &rows->address, &rows->batch,
+                            &rows->head, &rows->row);
+}
+
+static void *address_of(tensor_rows rows)
+{
+    return (void *)(uintptr_t)rows.address;
+}
+
+static s1f_strides strides_of(tensor_rows rows)
+{
+    return (s1f_strides){rows.batch, rows.head, rows.row};
+}
+
+static int same_strides(tensor_rows a, tensor_rows b)
+{
+    return a.batch == b.batch && a.head == b.head && a.row == b.row;
+}
+
+static int to_dtype(PyObject *object, void *out)
+{
+    for (int32_t dtype = 0; dtype < S1F_NUM_DTYPES; dtype++)
+        if (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, s1f_dtype_name(dtype)) == 0) {
+            *(int32_t *)out = dtype;
+            return 1;
+        }
+    PyErr_Format(PyExc_ValueError, "no dtype %R", object);
+    return 0;
+}
+
+/* Reads what both calls below take; returns the operation, NULL with an exception set. */
+static const s1f_cuda_operation *read_attention(PyObject *args, const char *format, s1f_cuda_attention_args *out,
+                                                int *kernel, unsigned long long *stream)
+{
+    PyObject *capsule = NULL;
+    const char *name = NULL;
+    s1f_attention_args *a = &out->attention;
+    long long batch = 0, heads = 0, kv_heads = 0, segment_len = 0, head_dim = 0, q_start = 0, window = 0;
+    long long docs_batch_stride = 0, scratch_bytes = 0;
+    unsigned long long lse = 0, docs = 0, scratch = 0;
+    tensor_rows q, k, v, result, dout, dq, dk, dv, own_dk, own_dv;
+    int deterministic = 0, num_parts = 0;
+    memset(out, 0, sizeof *out);
+    if (!PyArg_ParseTuple(args, format, &capsule, &name, kernel, to_dtype, &a->dtype, &batch, &heads, &kv_heads,
+                          &segment_len, &head_dim, &q_start, &a->scale, &window, &a->softcap, &docs, &docs_batch_stride,
+                          to_rows, &q, to_rows, &k, to_rows, &v, to_rows, &result, &lse, to_rows, &dout, to_rows, &dq,
+                          to_rows, &dk, to_rows, &dv, to_rows, &own_dk, to_rows, &own_dv, &deterministic, &num_parts,
+                          &scratch, &scratch_bytes, stream))
+        return NULL;
+    a->batch = batch, a->heads = heads, a->kv_heads = kv_heads, a->segment_len = segment_len, a->head_dim = head_dim;
+    a->q_start = q_start, a->window = window;
+    a->docs = (const int32_t *)(uintptr_t)docs, a->docs_batch_stride = docs_batch_stride;
+    a->q = address_of(q), a->q_strides = strides_of(q);
+    a->k = address_of(k), a->v = address_of(v), a->kv_strides = strides_of(k);
+    a->out = address_of(result), a->out_strides = strides_of(result), a->lse = (void *)(uintptr_t)lse;
+    a->dout = address_of(dout), a->dout_strides = strides_of(dout);
+    a->dq = address_of(dq), a->dq_strides = strides_of(dq);
+    a->dk = address_of(dk), a->dv = address_of(dv), a->dkv_strides = strides_of(dk);
+    a->own_dk = address_of(own_dk), a->own_dv = address_of(own_dv), a->own_dkv_strides = strides_of(own_dk);
+    out->deterministic = deterministic, out->num_parts = num_parts;
+    out->scratch = (void *)(uintptr_t)scratch, out->scratch_bytes = scratch_bytes;
+    if (!same_strides(k, v) || !same_strides(dk, dv) || !same_strides(own_dk, own_dv)) {
+        PyErr_SetString(PyExc_ValueError, "k and v, dk and dv, own_dk and own_dv must have the same strides");
+        return NULL;
+    }
+    return find_operation(capsule, name);
+}
+
+#define S1F_ATTENTION_FORMAT "Osi(O&LLLLLLdLdKLO&O&O&O&KO&O&O&O&O&O&pi)"
+
+PyDoc_STRVAR(
+    cuda_attention_scratch_doc,
+    "cuda_attention_scratch(library, operation, kernel, arguments) -> bytes of the device that a launch needs\n\n"
+    "arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, "
+    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, deterministic, num_parts); tensors: "
+    "(address, stride of batch, head, row) or None; docs and lse: addresses.");
+
+static PyObject *cuda_attention_scratch(PyObject *module, PyObject *args)
+{
+    (void)module;
+    s1f_cuda_attention_args arguments;
+    int kernel = -1;
+    const s1f_cuda_operation *operation =
+        read_attention(args, S1F_ATTENTION_FORMAT ":cuda_attention_scratch", &arguments, &kernel, NULL);
+    if (operation == NULL)
+        return NULL;
+    int64_t bytes = 0;
+    s1f_status status = s1f_cuda_scratch(operation, &arguments, kernel, &bytes);
+    return status == S1F_OK ? PyLong_FromLongLong(bytes) : s1f_raise(status);
+}
+
+PyDoc_STRVAR(cuda_attention_doc, "cuda_attention(library, operation, kernel, arguments, scratch, scratch_bytes, "
+                                 "stream) -> None\n\nLaunches; kernel -1: the launcher chooses.");
+
+static PyObject *cuda_attention(PyObject *module, PyObject *args)
+{
+    (void)module;
+    s1f_cuda_attention_args arguments;
+    int kernel = -1;
+    unsigned long long stream = 0;
+    const s1f_cuda_operation *operation =
+        read_attention(args, S1F_ATTENTION_FORMAT "KLK:cuda_attention", &arguments, &kernel, &stream);
+    if (operation == NULL)
+        return NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_cuda_launch(operation, &arguments, kernel, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef s1f_cuda_methods[] = {
+    {"cuda_attention_scratch", cuda_attention_scratch, METH_VARARGS, cuda_attention_scratch_doc},
+    {"cuda_attention", cuda_attention, METH_VARARGS, cuda_attention_doc},
+    {"cuda_library_open", cuda_library_open, METH_VARARGS, cuda_library_open_doc},
+    {"cuda_operation", cuda_operation, METH_VARARGS, cuda_operation_doc},
+    {NULL, NULL, 0, NULL},
+};
