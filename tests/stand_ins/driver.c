@@ -25,7 +25,6 @@ typedef struct allocation {
 typedef struct {
     uint64_t magic;
     int64_t pid, id;
-    char *address;
     uint64_t bytes;
     int32_t fd;
 } ipc_handle;
@@ -370,17 +369,13 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return CUDA_SUCCESS;
 }
 
-static CUresult synchronise(api_call call, int32_t index)
-{
-    return synchronise_device(call_name(call), index, 0) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
-}
-
 CUresult cuCtxSynchronize(void)
 {
     ENTER(cuCtxSynchronize, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_CONTEXT(index);
     UNSAFE_IN_CAPTURE();
-    return synchronise(this_call, index);
+    check_no_group_on_device(this_call, index);
+    return synchronise_device(call_name(this_call), index, 0) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
@@ -423,13 +418,6 @@ CUstream find_stream(api_call call, CUstream stream, CUresult *error)
         return NULL;
     }
     return stream;
-}
-
-void check_no_group_in_progress(api_call call, const struct CUstream_st *stream)
-{
-    if (stream->groups_in_progress > 0)
-        misuse(call, "on stream %d while an NCCL group that uses it is in progress: its operations come later",
-               stream->number);
 }
 
 #define NEEDS_STREAM(name)                                                                                             \
@@ -920,7 +908,13 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     allocation *entry = find_allocation((const void *)(uintptr_t)address);
     if (entry == NULL || entry->address != (char *)(uintptr_t)address || entry->imported)
         return CUDA_ERROR_INVALID_VALUE;
-    ipc_handle made = {IPC_MAGIC, getpid(), entry->id, entry->address, entry->bytes, entry->fd};
+    ipc_handle made;
+    memset(&made, 0, sizeof made); /* padding too: a handle is sent as bytes */
+    made.magic = IPC_MAGIC;
+    made.pid = getpid();
+    made.id = entry->id;
+    made.bytes = entry->bytes;
+    made.fd = entry->fd;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &made, sizeof made);
     return CUDA_SUCCESS;

@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, VALUE_POLL_NS = 100000 };
+enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, VALUE_POLL_NS = 100000, MAX_LINES = 10000 };
 
 typedef struct chunk {
     struct chunk *next;
@@ -118,8 +118,11 @@ int chance(int64_t percent)
     return draw(100) < percent;
 }
 
+/* Beyond MAX_LINES only counts. */
 static void add_line(line_list *list, const char *text)
 {
+    if (list->count++ >= MAX_LINES)
+        return;
     size_t bytes = strlen(text) + 1;
     line *added = keep(sizeof *added + bytes);
     memcpy(added->text, text, bytes);
@@ -128,7 +131,6 @@ static void add_line(line_list *list, const char *text)
     else
         list->first = added;
     list->last = added;
-    list->count++;
 }
 
 static const char *line_at(const line_list *list, int64_t index)
@@ -163,6 +165,16 @@ int called_from_device(api_call call)
         return 0;
     LOCKED;
     misuse(call, "called by a function that a device runs");
+    return 1;
+}
+
+int call_fails(api_call call)
+{
+    const char *wanted = machine.failing_call;
+    if (wanted[0] == '\0' || strncmp(call_name(call), wanted, strlen(wanted)) != 0 || machine.failing_in-- > 0)
+        return 0;
+    machine.failing_call[0] = '\0';
+    machine.counters.failed_calls++;
     return 1;
 }
 
@@ -219,6 +231,21 @@ static int null_stream_allows(const operation *op)
             oldest_issue(&entry->stream) < op->issue)
             return 0;
     return 1;
+}
+
+void check_no_group_in_progress(api_call call, const struct CUstream_st *stream)
+{
+    if (stream->groups_in_progress > 0)
+        misuse(call, "on stream %d while an NCCL group that uses it is in progress: its operations come later",
+               stream->number);
+}
+
+void check_no_group_on_device(api_call call, int32_t device_index)
+{
+    check_no_group_in_progress(call, &machine.devices[device_index].null_stream);
+    for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
+        if (entry->stream.device == device_index)
+            check_no_group_in_progress(call, &entry->stream);
 }
 
 static int value_holds(const operation *op)
@@ -291,7 +318,7 @@ static int32_t draw_delay(void)
 {
     if (!chance(machine.options.delay_percent))
         return 0;
-    return (int32_t)(1 + draw(chance(90) ? 4 : chance(80) ? 30 : 300));
+    return (int32_t)(1 + draw(chance(80) ? 4 : chance(70) ? 40 : 400));
 }
 
 /* -- texts ------------------------------------------------------------------------------------------------------- */
@@ -573,6 +600,7 @@ static void execute(operation *op)
 static void *work(void *unused)
 {
     on_worker = 1;
+    uint32_t passes = 0; /* in which nothing was executed */
     pthread_mutex_lock(&lock);
     while (!worker_stops) {
         choice found = {0};
@@ -588,7 +616,7 @@ static void *work(void *unused)
         }
         if (found.ready + found.delayed > 0) {
             pthread_mutex_unlock(&lock);
-            if (found.ready == 0 || atomic_load(&callers) > 0)
+            if (atomic_load(&callers) > 0 || (found.ready == 0 && ++passes % 16 == 0))
                 sched_yield();
             pthread_mutex_lock(&lock);
             continue;
@@ -714,6 +742,14 @@ int64_t stand_in_count(const char *counter)
         if (strcmp(counter, call_name((api_call)call)) == 0)
             return machine.calls[call];
     return -1;
+}
+
+void stand_in_fail_call(const char *function, int64_t index, int32_t result)
+{
+    LOCKED;
+    snprintf(machine.failing_call, sizeof machine.failing_call, "%s", function);
+    machine.failing_in = index;
+    machine.failing_result = result;
 }
 
 int64_t stand_in_misuses(void)

@@ -98,12 +98,18 @@ const char *call_name(api_call call);
 pthread_mutex_t *take_lock(void);
 void release_lock(pthread_mutex_t **lock);
 #define LOCKED __attribute__((cleanup(release_lock), unused)) pthread_mutex_t *held_lock = take_lock()
+#define ENTER_TEXT(name)                                                                                               \
+    const api_call this_call = CALL_##name;                                                                            \
+    LOCKED;                                                                                                            \
+    machine.calls[this_call]++
 #define ENTER(name, refusal)                                                                                           \
     const api_call this_call = CALL_##name;                                                                            \
     if (called_from_device(this_call))                                                                                 \
         return refusal;                                                                                                \
     LOCKED;                                                                                                            \
-    machine.calls[this_call]++
+    machine.calls[this_call]++;                                                                                        \
+    if (call_fails(this_call))                                                                                         \
+    return machine.failing_result
 
 /* -- options and counters ---------------------------------------------------------------------------------------- */
 
@@ -140,6 +146,7 @@ void release_lock(pthread_mutex_t **lock);
     X(nccl)                                                                                                            \
     X(send)                                                                                                            \
     X(receive)                                                                                                         \
+    X(failed_calls)                                                                                                    \
     X(launches)                                                                                                        \
     X(synchronisations)                                                                                                \
     X(injected_synchronisations)                                                                                       \
@@ -235,6 +242,9 @@ typedef struct {
     options options;
     counters counters;
     int64_t calls[NUM_CALLS];
+    char failing_call[64]; /* how the names of calls begin of which one is to fail */
+    int64_t failing_in;    /* after so many more */
+    int32_t failing_result;
     device devices[MAX_DEVICES];
     int32_t initialised; /* cuInit was called */
     int32_t num_streams, num_events;
@@ -278,12 +288,15 @@ int32_t current_device(void);
 void make_current(int32_t device_index);
 /* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver.c */
 CUstream find_stream(api_call call, CUstream stream, CUresult *error);
-/* Misuse if an NCCL group has yet to reach the stream. driver.c */
+/* Misuse if an NCCL group has yet to reach the stream, or any stream of the device. */
 void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);
+void check_no_group_on_device(api_call call, int32_t device_index);
 CUstream new_stream(int32_t device_index, unsigned int flags);
 void driver_reset(void); /* driver.c */
 /* In a function that a device runs no call of the API is allowed. Called without the lock. */
 int called_from_device(api_call call);
+/* A test wants this call to fail, with machine.failing_result. */
+int call_fails(api_call call);
 
 /* -- NCCL, as the worker sees it (nccl.c) ------------------------------------------------------------------------ */
 

@@ -119,7 +119,7 @@ ncclResult_t ncclGetVersion(int *version)
 
 const char *ncclGetErrorString(ncclResult_t result)
 {
-    ENTER(ncclGetErrorString, "");
+    ENTER_TEXT(ncclGetErrorString);
     static const char *const texts[] = {
         "no error",         "unhandled cuda error", "unhandled system error", "internal error",
         "invalid argument", "invalid usage",        "remote process exited",  "NCCL operation in progress"};
@@ -128,7 +128,7 @@ const char *ncclGetErrorString(ncclResult_t result)
 
 const char *ncclGetLastError(ncclComm_t comm)
 {
-    ENTER(ncclGetLastError, "");
+    ENTER_TEXT(ncclGetLastError);
     (void)comm;
     return last_error;
 }
@@ -432,6 +432,8 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
 ncclResult_t ncclCommFinalize(ncclComm_t comm)
 {
     ENTER(ncclCommFinalize, ncclInvalidUsage);
+    if (comm == NULL) /* as the real one, here and in destroy and abort */
+        return ncclSuccess;
     ncclResult_t result = check(this_call, comm);
     if (result != ncclSuccess)
         return result;
@@ -822,6 +824,15 @@ void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destinatio
     fault *added = keep(sizeof *added);
     *added = (fault){faults, kind, source, destination, index, (ncclResult_t)result};
     faults = added;
+}
+
+void stand_in_break_communicators(int32_t device_index, int32_t peer, int32_t result)
+{
+    LOCKED;
+    for (ncclComm_t comm = comms; comm != NULL; comm = comm->next)
+        for (int32_t r = 0; comm->alive && comm->device == device_index && r < comm->of->num_ranks; r++)
+            if (r != comm->rank && comm->of->ranks[r] != NULL && (peer < 0 || comm->of->ranks[r]->device == peer))
+                comm->result = (ncclResult_t)result;
 }
 
 void stand_in_end_faults(void)

@@ -5,6 +5,9 @@
  * host memory, a launch is cuLaunchHostFunc, and one worker thread executes what was enqueued. They show that calls are
  * legal, ordered, free of deadlock and of use after free; they say nothing about speed or about real hardware.
  *
+ * Launches     One at a time over all devices: a function that waits for another one hangs, and one that sleeps holds up
+ *              all. For a kernel that takes long let the stream wait for a value (cuStreamWaitValue64), which the test
+ *              writes when it likes.
  * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
  *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
  *              that waits (event, value, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
@@ -57,17 +60,18 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   copy, memset, record, wait_event, wait_value,
  *   write_value, host_function, nccl                executed operations of this kind
  *   send, receive                                   NCCL messages executed
+ *   failed_calls                                    by stand_in_fail_call
  *   launches                                        host functions, memsets and NCCL operations issued
  *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
  *   live_allocations, live_bytes, live_streams,
  *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
-/* The misuse so far: its number, and one as text (NULL beyond the last; valid until reset). */
+/* The misuse so far: its number, and one as text (NULL beyond the last or the first ten thousand; valid until reset). */
 STAND_IN_API int64_t stand_in_misuses(void);
 STAND_IN_API const char *stand_in_misuse(int64_t index);
 
-/* Host synchronisation number `index` (NULL beyond the last; valid until reset): "cuCtxSynchronize device 1 thread 77",
+/* Host synchronisation number `index` (as for misuse): "cuCtxSynchronize device 1 thread 77",
  * with the thread's name of stand_in_name_thread in place of its number where it has one. */
 STAND_IN_API const char *stand_in_synchronisation(int64_t index);
 STAND_IN_API void stand_in_name_thread(const char *name);
@@ -94,8 +98,16 @@ typedef enum {
 /* `result` is an ncclResult_t, read by the last two. A send and a receive that are lost may still be aborted. */
 STAND_IN_API void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index,
                                  int32_t result);
-/* Forgets all faults: what was lost takes place now. Errors that were reported stay. */
+/* Forgets these faults: what was lost takes place now. Errors that were reported stay. */
 STAND_IN_API void stand_in_end_faults(void);
+
+/* From now on the communicators of the rank on `device` whose other ranks include one on `peer` (below 0: any) report
+ * `result` as asynchronous error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
+STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
+
+/* Of the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the driver),
+ * number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
+STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
 /* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
 STAND_IN_API void stand_in_stop(void);
