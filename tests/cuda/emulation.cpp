@@ -1,0 +1,782 @@
+/* emulation.cpp - fibers, shared memory with its shadow, asynchronous copies, extents of global memory; see emulation.h. */
+#include "../../kernels/cuda/device.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <vector>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace s1f
+{
+namespace emulation
+{
+
+int mutation = 0;
+int shared_limit = 163 * 1024;
+
+namespace
+{
+
+enum { STACK_BYTES = 64 * 1024, MOST_THREADS = 1024, LAUNCH_FAILURE = 719 /* cudaErrorLaunchFailure */ };
+
+/* -- fibers: a place in the code and its stack ----------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+/* Saves what a call must preserve on the stack that is left; ucontext's swap makes a system call each time. */
+extern "C" void s1f_emulation_switch(void **from, void *to);
+asm(R"(
+.pushsection .text
+.type s1f_emulation_switch, @function
+s1f_emulation_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size s1f_emulation_switch, . - s1f_emulation_switch
+.popsection
+)");
+
+struct place {
+    void *stack_pointer = nullptr;
+};
+
+void switch_places(place &from, place &to)
+{
+    s1f_emulation_switch(&from.stack_pointer, to.stack_pointer);
+}
+
+void begin_at(place &p, char *stack, void (*entry)())
+{
+    void **top = (void **)(stack + STACK_BYTES - 64); /* 16-byte aligned */
+    top[0] = (void *)entry;                           /* `ret` goes there, and leaves the alignment of a call */
+    top[1] = nullptr;
+    p.stack_pointer = top - 6;
+    std::fill(top - 6, top, nullptr);
+}
+#else
+struct place {
+    ucontext_t context;
+};
+
+void switch_places(place &from, place &to)
+{
+    swapcontext(&from.context, &to.context);
+}
+
+void begin_at(place &p, char *stack, void (*entry)())
+{
+    getcontext(&p.context);
+    p.context.uc_stack.ss_sp = stack;
+    p.context.uc_stack.ss_size = STACK_BYTES;
+    p.context.uc_link = nullptr;
+    makecontext(&p.context, entry, 0);
+}
+#endif
+
+/* -- the machine ----------------------------------------------------------------------------------------------------- */
+
+enum : int16_t { NOBODY = -1, SEVERAL_WARPS = -2, LANES_OF = 2048 /* + warp */ };
+
+struct access_mark { /* who touched four bytes of shared memory last, and when */
+    int16_t who = NOBODY;
+    uint32_t epoch = 0, phase = 0; /* of the block's barriers, of the warp's */
+};
+
+struct cell {
+    access_mark written, read;
+    bool is_written = false, is_pending = false;
+};
+
+struct copy {
+    uint32_t shared;
+    const void *global;
+    bool valid, at_once;
+    int64_t group;
+};
+
+struct thread {
+    place at;
+    request *wanted = nullptr;
+    std::vector<copy> copies;
+    int64_t groups = 0;
+    int accesses = 0; /* of shared memory since the warp last met */
+};
+
+struct warp_accesses { /* the i-th access of each lane since the warp last met: one instruction of it */
+    uint32_t lanes = 0, address[WARP_SIZE];
+    int bytes = 0;
+};
+
+struct warp {
+    uint32_t runnable = 0, arrived = 0, finished = 0, phase = 0;
+    std::vector<warp_accesses> accesses;
+};
+
+struct extent {
+    uintptr_t begin, end;
+    bool writable;
+    std::vector<int32_t> writer,
+        reader; /* blocks of this launch by their number from 1, per four bytes of writable ones */
+};
+
+enum : int32_t { SEVERAL_BLOCKS = -1, SUMMED = -2 };
+
+struct machine {
+    uint64_t random_state = 0;
+    char error[512] = "";
+    bool failed = false;
+
+    std::vector<extent> extents;
+    size_t last_extent = 0;
+
+    std::vector<char *> stacks;
+    std::vector<thread> threads;
+    std::vector<warp> warps;
+    place launcher;
+    int current = 0, num_threads = 0, at_barrier = 0, num_finished = 0;
+    index3 block = {0, 0, 0};
+    int32_t block_number = 0;
+    uint32_t epoch = 0;
+    void (*body)(const void *) = nullptr;
+    const void *context = nullptr;
+
+    std::vector<chunk> shared;
+    std::vector<cell> cells;
+    int shared_bytes = 0;
+    int64_t conflicts = 0, products = 0, blocks_run = 0;
+    std::vector<float> fp16_values;
+};
+
+machine m;
+
+uint32_t random_number() /* splitmix64 */
+{
+    uint64_t z = m.random_state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (uint32_t)(z >> 32);
+}
+
+/* Keeps the text and leaves the launch: does not come back. */
+void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void fail(const char *format, ...)
+{
+    char text[300];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    snprintf(m.error, sizeof m.error, "block (%d, %d, %d), thread %d: %s", m.block.x, m.block.y, m.block.z, m.current,
+             text);
+    m.failed = true;
+    switch_places(m.threads[(size_t)m.current].at, m.launcher);
+}
+
+warp &warp_of(int t)
+{
+    return m.warps[(size_t)(t / WARP_SIZE)];
+}
+
+void switch_to(int t)
+{
+    if (t == m.current)
+        return;
+    thread &from = m.threads[(size_t)m.current], &to = m.threads[(size_t)t];
+    m.current = t;
+    switch_places(from.at, to.at);
+}
+
+int some_bit(uint32_t bits)
+{
+    const uint32_t turn = random_number() % 32, turned = turn == 0 ? bits : bits >> turn | bits << (32 - turn);
+    return (int)((uint32_t)__builtin_ctz(turned) + turn) % 32;
+}
+
+/* Another thread that may run, mostly of the same warp. */
+void run_another()
+{
+    size_t w = (size_t)(m.current / WARP_SIZE);
+    if (m.warps[w].runnable == 0 || random_number() % 64 == 0) {
+        const size_t turn = random_number() % m.warps.size();
+        for (size_t i = 0; i < m.warps.size(); i++) {
+            const size_t candidate = (turn + i) % m.warps.size();
+            if (m.warps[candidate].runnable != 0) {
+                w = candidate;
+                break;
+            }
+        }
+    }
+    if (m.warps[w].runnable != 0)
+        return switch_to((int)w * WARP_SIZE + some_bit(m.warps[w].runnable));
+    for (const warp &stuck : m.warps)
+        if (stuck.arrived != 0)
+            fail("a warp waits for lanes that went elsewhere: lanes %08x are there", stuck.arrived);
+    fail("a barrier waits for threads that went elsewhere: %d of %d are there, %d have ended", m.at_barrier,
+         m.num_threads, m.num_finished);
+}
+
+/* Shared memory has 32 banks of 4 bytes. It serves 16 bytes for 8 lanes at once, or 4 for 32; different addresses in the
+ * same banks take turns. */
+void count_conflicts(const warp_accesses &of)
+{
+    const int lanes_at_once = of.bytes == CHUNK_BYTES ? 8 : 32;
+    for (int first = 0; first < WARP_SIZE; first += lanes_at_once) {
+        int turns[32] = {}, most = 1;
+        for (int lane = first; lane < first + lanes_at_once; lane++) {
+            bool is_served = (of.lanes >> lane & 1) == 0;
+            for (int before = first; before < lane && !is_served; before++)
+                is_served = (of.lanes >> before & 1) != 0 && of.address[before] == of.address[lane];
+            if (!is_served)
+                most = std::max(most, ++turns[of.address[lane] / (uint32_t)of.bytes % (uint32_t)lanes_at_once]);
+        }
+        m.conflicts += most - 1;
+    }
+}
+
+void note_access(uint32_t address, int bytes)
+{
+    thread &t = m.threads[(size_t)m.current];
+    std::vector<warp_accesses> &accesses = warp_of(m.current).accesses;
+    const size_t index = (size_t)t.accesses++;
+    if (accesses.size() <= index)
+        accesses.resize(index + 1);
+    const int lane = m.current % WARP_SIZE;
+    accesses[index].address[lane] = address;
+    accesses[index].lanes |= 1u << lane;
+    accesses[index].bytes = bytes;
+}
+
+/* The lanes have met: what they accessed one by one is complete. */
+void settle_accesses(int w)
+{
+    warp &of = m.warps[(size_t)w];
+    for (const warp_accesses &accesses : of.accesses)
+        count_conflicts(accesses);
+    of.accesses.clear();
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        m.threads[(size_t)(w * WARP_SIZE + lane)].accesses = 0;
+}
+
+/* -- shared memory --------------------------------------------------------------------------------------------------- */
+
+/* Whether the access happened with no barrier between it and now, by another thread than t. */
+bool races(const access_mark &mark, int t)
+{
+    if (mark.who == NOBODY || mark.who == t || mark.epoch != m.epoch)
+        return false;
+    if (mark.who == SEVERAL_WARPS)
+        return true;
+    const int w = mark.who >= LANES_OF ? mark.who - LANES_OF : mark.who / WARP_SIZE;
+    return w != t / WARP_SIZE || mark.phase == m.warps[(size_t)w].phase;
+}
+
+void mark_access(access_mark &mark, int t, bool several)
+{
+    const int w = t / WARP_SIZE;
+    const uint32_t phase = m.warps[(size_t)w].phase;
+    int16_t who = (int16_t)t;
+    if (several && mark.who != NOBODY && mark.who != t && mark.epoch == m.epoch) {
+        const int before = mark.who >= LANES_OF ? mark.who - LANES_OF : mark.who / WARP_SIZE;
+        who = mark.who == SEVERAL_WARPS || before != w ? (int16_t)SEVERAL_WARPS : (int16_t)(LANES_OF + w);
+    }
+    mark = {who, m.epoch, phase};
+}
+
+void check_range(uint32_t address, int bytes)
+{
+    if (address % (uint32_t)bytes != 0)
+        fail("shared address %u is not a multiple of %d", address, bytes);
+    if (address < SHARED_BASE || (int64_t)address + bytes > SHARED_BASE + m.shared_bytes)
+        fail("shared bytes [%lld, %lld) lie outside of the block's %d", (long long)address - SHARED_BASE,
+             (long long)address - SHARED_BASE + bytes, m.shared_bytes);
+}
+
+char *shared_pointer(uint32_t address)
+{
+    return (char *)m.shared.data() + (address - SHARED_BASE);
+}
+
+void check_write(int t, uint32_t address, cell &c)
+{
+    if (c.is_pending)
+        fail("shared byte %u is written while an asynchronous copy writes there", address - SHARED_BASE);
+    if (races(c.written, t))
+        fail("shared byte %u is written by threads %d and %d with no barrier between", address - SHARED_BASE,
+             c.written.who, t);
+    if (races(c.read, t))
+        fail("shared byte %u is read by thread %d and written by %d with no barrier between", address - SHARED_BASE,
+             c.read.who, t);
+}
+
+void *access_shared(int t, uint32_t address, int bytes, bool write)
+{
+    check_range(address, bytes);
+    for (int byte = 0; byte < bytes; byte += 4) {
+        cell &c = m.cells[(address - SHARED_BASE + (uint32_t)byte) / 4];
+        if (write) {
+            check_write(t, address, c);
+            mark_access(c.written, t, false);
+            c.is_written = true;
+            continue;
+        }
+        if (c.is_pending)
+            fail("shared byte %u is read before the asynchronous copy to it was waited for", address - SHARED_BASE);
+        if (!c.is_written)
+            fail("shared byte %u is read and was never written", address - SHARED_BASE);
+        if (races(c.written, t))
+            fail("shared byte %u is written by thread %d and read by %d with no barrier between", address - SHARED_BASE,
+                 c.written.who, t);
+        mark_access(c.read, t, true);
+    }
+    return shared_pointer(address);
+}
+
+void read_source(const copy &c)
+{
+    if (c.valid)
+        memcpy(shared_pointer(c.shared), c.global, CHUNK_BYTES);
+    else
+        memset(shared_pointer(c.shared), 0, CHUNK_BYTES);
+}
+
+/* -- global memory --------------------------------------------------------------------------------------------------- */
+
+void claim(std::vector<int32_t> &marks, size_t index, bool add)
+{
+    marks[index] = add                                                   ? (int32_t)SUMMED
+                   : marks[index] == 0 || marks[index] == m.block_number ? m.block_number
+                                                                         : (int32_t)SEVERAL_BLOCKS;
+}
+
+bool of_another_block(int32_t mark)
+{
+    return mark != 0 && mark != m.block_number;
+}
+
+/* -- what 32 lanes do together ----------------------------------------------------------------------------------------- */
+
+float from_bf16(uint16_t bits)
+{
+    const uint32_t word = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+float towards_zero(double x)
+{
+    const float rounded = (float)x;
+    return std::fabs((double)rounded) > std::fabs(x) ? std::nextafter(rounded, 0.0f) : rounded;
+}
+
+void multiply(request *const *lanes)
+{
+    double a[16][16], b[16][8], d[16][8];
+    const bool is_bf16 = lanes[0]->what == MULTIPLY_BF16;
+    for (int lane = 0; lane < WARP_SIZE; lane++) {
+        const request &r = *lanes[lane];
+        const int group = lane / 4, pair = lane % 4 * 2;
+        const uint32_t words[6] = {r.a[0], r.a[1], r.a[2], r.a[3], r.b0, r.b1};
+        for (int i = 0; i < 6; i++)
+            for (int high = 0; high < 2; high++) {
+                const uint16_t bits = (uint16_t)(words[i] >> (16 * high));
+                const double x = is_bf16 ? from_bf16(bits) : m.fp16_values[bits];
+                if (i < 4)
+                    a[group + i % 2 * 8][pair + i / 2 * 8 + high] = x;
+                else
+                    b[pair + (i - 4) * 8 + high][group] = x;
+            }
+        for (int i = 0; i < 4; i++)
+            d[group + i / 2 * 8][pair + i % 2] = r.d[i];
+    }
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int column = 0; column < 8; column++)
+                d[row][column] += a[row][k] * b[k][column];
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        for (int i = 0; i < 4; i++)
+            lanes[lane]->d[i] = towards_zero(d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
+    m.products++;
+}
+
+void load(request *const *lanes, int first_thread)
+{
+    const bool transposed = lanes[0]->what == LOAD_TRANSPOSED;
+    const uint16_t *rows[WARP_SIZE];
+    warp_accesses together;
+    together.lanes = 0xffffffffu;
+    together.bytes = CHUNK_BYTES;
+    for (int lane = 0; lane < WARP_SIZE; lane++) {
+        rows[lane] = (const uint16_t *)access_shared(first_thread + lane, lanes[lane]->address, CHUNK_BYTES, false);
+        together.address[lane] = lanes[lane]->address;
+    }
+    count_conflicts(together);
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        for (int matrix = 0; matrix < 4; matrix++) {
+            const int group = lane / 4, pair = lane % 4 * 2;
+            const uint16_t *const *row = rows + matrix * 8;
+            const uint16_t low = transposed ? row[pair][group] : row[group][pair];
+            const uint16_t high = transposed ? row[pair + 1][group] : row[group][pair + 1];
+            lanes[lane]->words[matrix] = low | (uint32_t)high << 16;
+        }
+}
+
+void shuffle_lanes(request *const *lanes)
+{
+    float values[WARP_SIZE];
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        values[lane] = lanes[lane]->value;
+    for (int lane = 0; lane < WARP_SIZE; lane++) {
+        const bool is_xor = lanes[lane]->what == SHUFFLE_XOR;
+        lanes[lane]->value = values[(is_xor ? lane ^ lanes[lane]->number : (int)lanes[lane]->b0) % WARP_SIZE];
+    }
+}
+
+void vote(request *const *lanes)
+{
+    uint32_t votes = 0;
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        votes |= (lanes[lane]->b0 != 0 ? 1u : 0u) << lane;
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        lanes[lane]->b1 = votes;
+}
+
+void perform(int w)
+{
+    request *lanes[WARP_SIZE];
+    for (int lane = 0; lane < WARP_SIZE; lane++) {
+        lanes[lane] = m.threads[(size_t)(w * WARP_SIZE + lane)].wanted;
+        if (lanes[lane]->what != lanes[0]->what || lanes[lane]->number != lanes[0]->number)
+            fail("lanes 0 and %d of warp %d do different things together", lane, w);
+    }
+    switch (lanes[0]->what) {
+    case MULTIPLY_BF16:
+    case MULTIPLY_FP16: return multiply(lanes);
+    case LOAD:
+    case LOAD_TRANSPOSED: return load(lanes, w * WARP_SIZE);
+    case SHUFFLE_XOR:
+    case SHUFFLE: return shuffle_lanes(lanes);
+    case BALLOT: return vote(lanes);
+    case WARP_BARRIER: m.warps[(size_t)w].phase++; return;
+    }
+}
+
+/* -- a launch ---------------------------------------------------------------------------------------------------------- */
+
+void fiber()
+{
+    m.body(m.context);
+    thread &t = m.threads[(size_t)m.current];
+    if (!t.copies.empty())
+        fail("an asynchronous copy is never waited for");
+    warp &mine = warp_of(m.current);
+    mine.runnable &= ~(1u << m.current % WARP_SIZE);
+    mine.finished |= 1u << m.current % WARP_SIZE;
+    if (mine.finished == 0xffffffffu)
+        settle_accesses(m.current / WARP_SIZE);
+    if (++m.num_finished == m.num_threads)
+        switch_places(t.at, m.launcher);
+    run_another();
+}
+
+void run_block(int threads, int shared_bytes)
+{
+    m.num_threads = threads;
+    m.at_barrier = m.num_finished = 0;
+    m.epoch = 1;
+    m.blocks_run++;
+    m.threads.assign((size_t)threads, thread());
+    m.warps.assign((size_t)(threads / WARP_SIZE), warp());
+    for (warp &w : m.warps)
+        w.runnable = 0xffffffffu;
+    m.shared_bytes = shared_bytes;
+    chunk poison;
+    memset(&poison, 0xff, sizeof poison); /* NaN, in 16 and in 32 bits */
+    m.shared.assign((size_t)(shared_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES, poison);
+    m.cells.assign(m.shared.size() * 4, cell());
+    while ((int)m.stacks.size() < threads)
+        m.stacks.push_back((char *)aligned_alloc(64, STACK_BYTES));
+    for (int t = 0; t < threads; t++) {
+#if defined(__SANITIZE_ADDRESS__)
+        __asan_unpoison_memory_region(m.stacks[(size_t)t], STACK_BYTES); /* of a fiber that was left by fail() */
+#endif
+        begin_at(m.threads[(size_t)t].at, m.stacks[(size_t)t], fiber);
+    }
+    m.current = (int)(random_number() % (uint32_t)threads);
+    switch_places(m.launcher, m.threads[(size_t)m.current].at);
+}
+
+} // namespace
+
+int current_thread()
+{
+    return m.current;
+}
+
+index3 current_block()
+{
+    return m.block;
+}
+
+void warp_operation(request &wanted)
+{
+    const int w = m.current / WARP_SIZE, lane = m.current % WARP_SIZE;
+    warp &mine = m.warps[(size_t)w];
+    m.threads[(size_t)m.current].wanted = &wanted;
+    mine.arrived |= 1u << lane;
+    mine.runnable &= ~(1u << lane);
+    if (mine.arrived == 0xffffffffu) {
+        settle_accesses(w);
+        perform(w);
+        mine.arrived = 0;
+        mine.runnable = 0xffffffffu;
+        if (random_number() % 4 != 0)
+            return; /* go on as the first, not always */
+    }
+    run_another();
+}
+
+void block_barrier()
+{
+    warp_of(m.current).runnable &= ~(1u << m.current % WARP_SIZE);
+    if (++m.at_barrier == m.num_threads) {
+        for (size_t w = 0; w < m.warps.size(); w++) {
+            settle_accesses((int)w);
+            m.warps[w].runnable = 0xffffffffu;
+        }
+        m.at_barrier = 0;
+        m.epoch++;
+    }
+    run_another();
+}
+
+void *shared_access(uint32_t address, int bytes, bool write)
+{
+    note_access(address, bytes);
+    return access_shared(m.current, address, bytes, write);
+}
+
+void global_access(const void *address, int64_t bytes, int alignment, bool write, bool add)
+{
+    const uintptr_t begin = (uintptr_t)address, end = begin + (uintptr_t)bytes;
+    if (begin % (uintptr_t)alignment != 0)
+        fail("a global address is not a multiple of %d", alignment);
+    const auto holds = [&](const extent &e) { return e.begin <= begin && end <= e.end; };
+    if (m.last_extent >= m.extents.size() || !holds(m.extents[m.last_extent]))
+        m.last_extent = (size_t)(std::find_if(m.extents.begin(), m.extents.end(), holds) - m.extents.begin());
+    if (m.last_extent == m.extents.size()) {
+        fail("%s of %lld global bytes outside of every extent", write ? "write" : "read", (long long)bytes);
+        return;
+    }
+    extent &e = m.extents[m.last_extent];
+    if (!e.writable) {
+        if (write)
+            fail("write to global memory that is only to be read");
+        return;
+    }
+    for (uintptr_t byte = begin; byte < end; byte += 4) {
+        const size_t index = (byte - e.begin) / 4;
+        const int32_t writer = e.writer[index], reader = e.reader[index];
+        if (add ? writer != SUMMED && of_another_block(writer) : of_another_block(writer))
+            fail("global memory written by another block of the launch is %s", write ? "written" : "read");
+        if (write && of_another_block(reader))
+            fail("global memory read by another block of the launch is written");
+        claim(write ? e.writer : e.reader, index, add);
+    }
+}
+
+void copy_async(uint32_t shared, const void *global, bool valid)
+{
+    note_access(shared, CHUNK_BYTES);
+    check_range(shared, CHUNK_BYTES);
+    if (valid)
+        global_access(global, CHUNK_BYTES, CHUNK_BYTES, false);
+    for (int word = 0; word < 4; word++) {
+        cell &c = m.cells[(shared - SHARED_BASE) / 4 + (uint32_t)word];
+        check_write(m.current, shared, c);
+        c.is_pending = true;
+    }
+    thread &t = m.threads[(size_t)m.current];
+    const copy issued = {shared, global, valid, random_number() % 2 == 0, t.groups};
+    if (issued.at_once)
+        read_source(issued);
+    else
+        memset(shared_pointer(shared), 0xff, CHUNK_BYTES);
+    t.copies.push_back(issued);
+}
+
+void copy_async_commit()
+{
+    m.threads[(size_t)m.current].groups++;
+}
+
+void copy_async_wait(int groups)
+{
+    thread &t = m.threads[(size_t)m.current];
+    const auto is_late = [&](const copy &c) { return c.group >= t.groups - groups; };
+    for (const copy &c : t.copies) {
+        if (is_late(c))
+            continue;
+        if (!c.at_once)
+            read_source(c);
+        for (int word = 0; word < 4; word++) {
+            cell &of = m.cells[(c.shared - SHARED_BASE) / 4 + (uint32_t)word];
+            of.is_pending = false;
+            of.is_written = true;
+            mark_access(of.written, m.current, false);
+        }
+    }
+    t.copies.erase(std::remove_if(t.copies.begin(), t.copies.end(), [&](const copy &c) { return !is_late(c); }),
+                   t.copies.end());
+}
+
+int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void *), const void *context)
+{
+    if (m.failed)
+        return LAUNCH_FAILURE;
+    m.body = body;
+    m.context = context;
+    const char *wrong = blocks.x < 1 || blocks.y < 1 || blocks.z < 1 || blocks.y > 65535 || blocks.z > 65535
+                            ? "the grid"
+                        : threads < 1 || threads > MOST_THREADS || threads % WARP_SIZE != 0 ? "the number of threads"
+                        : shared_bytes > shared_limit                                       ? "the shared memory"
+                                                                                            : nullptr;
+    if (wrong != nullptr) {
+        snprintf(m.error, sizeof m.error, "a launch has %s out of range", wrong);
+        m.failed = true;
+        return LAUNCH_FAILURE;
+    }
+    for (extent &e : m.extents) {
+        e.writer.assign(e.writable ? (e.end - e.begin + 3) / 4 : 0, 0);
+        e.reader = e.writer;
+    }
+    std::vector<int64_t> order((size_t)((int64_t)blocks.x * blocks.y * blocks.z));
+    for (size_t i = 0; i < order.size(); i++)
+        order[i] = (int64_t)i;
+    for (size_t i = order.size(); i > 1; i--)
+        std::swap(order[i - 1], order[random_number() % i]);
+    for (const int64_t index : order) {
+        m.block = {(int)(index % blocks.x), (int)(index / blocks.x % blocks.y), (int)(index / blocks.x / blocks.y)};
+        m.block_number = (int32_t)index + 1;
+        run_block(threads, shared_bytes);
+        if (m.failed)
+            return LAUNCH_FAILURE;
+    }
+    return 0;
+}
+
+float from_fp16(uint16_t bits)
+{
+    return m.fp16_values[bits];
+}
+
+uint16_t to_bf16(float x)
+{
+    uint32_t word;
+    memcpy(&word, &x, sizeof word);
+    if (x != x)
+        return 0x7fff;
+    return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+uint16_t to_fp16(float x)
+{
+    const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+    const double size = std::fabs((double)x);
+    if (x != x)
+        return 0x7fff;
+    if (size >= 65520) /* half a step above the largest */
+        return sign | 0x7c00;
+    if (size < 0x1p-14) /* steps of 2^-24; rounding up to the smallest normal number is right as it is */
+        return sign | (uint16_t)std::nearbyint(size * 0x1p24);
+    int exponent;
+    const double fraction = std::frexp(size, &exponent); /* in [0.5, 1) */
+    const int mantissa = (int)std::nearbyint(fraction * 2048);
+    return sign | (uint16_t)(((exponent + 14) << 10) + (mantissa - 1024)); /* a mantissa of 2048 carries over */
+}
+
+namespace
+{
+
+struct fp16_table {
+    fp16_table()
+    {
+        m.fp16_values.resize(65536);
+        for (int bits = 0; bits < 65536; bits++) {
+            const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+            double x = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+            if (exponent == 31)
+                x = mantissa != 0 ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
+            m.fp16_values[(size_t)bits] = (float)(bits & 0x8000 ? -x : x);
+        }
+    }
+} const fill_fp16_table;
+
+} // namespace
+
+} // namespace emulation
+} // namespace s1f
+
+/* -- for the tests, in C -------------------------------------------------------------------------------------------------- */
+
+using s1f::emulation::m;
+
+extern "C" {
+#define S1F_EXPORT __attribute__((visibility("default")))
+
+/* Forgets extents and errors; random numbers start from the seed. */
+S1F_EXPORT void s1f_emulation_reset(uint64_t seed)
+{
+    m.random_state = seed;
+    m.error[0] = '\0';
+    m.failed = false;
+    m.extents.clear();
+    m.conflicts = m.products = m.blocks_run = 0;
+}
+
+/* Global memory that kernels may read, or also write. */
+S1F_EXPORT void s1f_emulation_add_extent(const void *begin, int64_t bytes, int writable)
+{
+    m.extents.push_back({(uintptr_t)begin, (uintptr_t)begin + (uintptr_t)bytes, writable != 0, {}, {}});
+}
+
+S1F_EXPORT void s1f_emulation_set(int mutation, int shared_limit)
+{
+    s1f::emulation::mutation = mutation;
+    s1f::emulation::shared_limit = shared_limit;
+}
+
+/* What the first error since the reset was; "": none. */
+S1F_EXPORT const char *s1f_emulation_error(void)
+{
+    return m.error;
+}
+
+/* Since the reset: turns that shared memory took beyond one per access, products of 16 x 8 x 16, blocks. */
+S1F_EXPORT void s1f_emulation_counts(int64_t *conflicts, int64_t *products, int64_t *blocks)
+{
+    *conflicts = m.conflicts;
+    *products = m.products;
+    *blocks = m.blocks_run;
+}
+}
