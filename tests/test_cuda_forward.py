@@ -1,0 +1,284 @@
+"""Do the CUDA kernels compute attention? Their source, compiled for the CPU, on the emulation of tests/cuda.
+
+Truth is plain attention in fp64 of the whole sequence. What the emulation checks by itself (races, copies that are not
+waited for, bounds) makes every run here fail; tests/cuda/emulation.h lists it. Nothing here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from ctypes import byref
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_cuda import (
+    DTYPES,
+    SANITIZED,
+    SHARED_99_KB,
+    SHARED_163_KB,
+    Attention,
+    CudaAttention,
+    Emulated,
+    Refused,
+    Strides,
+    build,
+    strides_of,
+)
+from torch import Tensor
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A sequence, and how it is cut into segments."""
+
+    tokens: int = 200
+    segments: tuple[int, ...] = ()  # none: the whole sequence
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = BF16
+    window: int = 0
+    softcap: float = 0.0
+    documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
+    num_parts: int = 0
+    tile: tuple[int, int, int, int] | None = None  # query rows, key rows, warps, stages; none: the launcher's choice
+    head_major: bool = False  # q and out (batch, heads, tokens, head_dim) in memory, with space between rows
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in shown).replace("torch.", "")
+
+
+class Inputs:
+    """q, k, v and document ids of a case, in 16 bit; and what is to come out."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(1)
+        sizes = [(case.batch, h, case.tokens, case.head_dim) for h in (case.heads, case.kv_heads, case.kv_heads)]
+        self.q, self.k, self.v = (torch.randn(s, generator=generator).to(case.dtype) for s in sizes)
+        self.docs = torch.zeros(case.batch, case.tokens, dtype=torch.int32)
+        if case.documents:
+            lengths = torch.tensor(case.documents)
+            assert lengths.sum() == case.tokens
+            for b in range(case.batch):  # each entry of the batch has other boundaries
+                ids = torch.repeat_interleave(torch.arange(len(lengths)) % 4, lengths.roll(b))
+                self.docs[b] = ids.to(torch.int32)
+        self.scale = case.scale if case.scale is not None else case.head_dim**-0.5
+        group = case.heads // case.kv_heads
+        q, k, v = self.q.double(), *(t.double().repeat_interleave(group, 1) for t in (self.k, self.v))
+        logits = q @ k.mT * self.scale
+        if case.softcap:
+            logits = case.softcap * torch.tanh(logits / case.softcap)
+        position = torch.arange(case.tokens)
+        distance = position[:, None] - position[None, :]
+        hidden = (distance < 0) | (distance >= (case.window or case.tokens))
+        hidden = hidden | (self.docs[:, :, None] != self.docs[:, None, :])[:, None]
+        logits = logits.masked_fill(hidden, -math.inf)
+        self.lse = logits.logsumexp(-1)
+        self.out = torch.softmax(logits, -1) @ v
+        # Each of head_dim / 16 steps rounds a sum by at most 2^-23 of what its terms are in size; exponents are rounded
+        # to 2^-24 a few times; the sums of at most some hundred powers have errors of 2^-20 at most.
+        size = (q.abs() @ k.abs().mT).max().item() * self.scale
+        self.lse_error = size * case.head_dim / 16 * 2**-23 + size * 2**-22 + 2**-20
+        # What a kernel on 16-bit tensor cores can do at best: P and out are rounded to 16 bit, nothing else.
+        p = torch.exp(logits - logits.amax(-1, keepdim=True))
+        rounded = (p.to(case.dtype).double() @ v / p.sum(-1, keepdim=True)).to(case.dtype)
+        self.reference_errors = errors(rounded, self.out)
+
+
+inputs = functools.cache(Inputs)
+
+
+def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Largest and root mean square."""
+    difference = got.double() - truth
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole sequence, segment by segment over a slab whose later rows hold NaN."""
+    given, rows = inputs(case), case.tokens + 9
+    slab = [torch.full((case.batch, case.kv_heads, rows, case.head_dim), math.nan).to(case.dtype) for _ in range(2)]
+    docs = torch.full((case.batch, rows), -1, dtype=torch.int32)
+    outs, lses, begin = [], [], 0
+    for length in case.segments or (case.tokens,):
+        end = begin + length
+        own = slice(begin, end)
+        slab[0][:, :, own], slab[1][:, :, own], docs[:, own] = (
+            given.k[:, :, own],
+            given.v[:, :, own],
+            given.docs[:, own],
+        )
+        if case.head_major:
+            memory = torch.full((2, case.batch, case.heads, length, case.head_dim + 8), math.nan).to(case.dtype)
+            q, out = memory[0, ..., : case.head_dim], memory[1, ..., : case.head_dim]
+            q.copy_(given.q[:, :, own])
+        else:
+            q = given.q[:, :, own].transpose(1, 2).contiguous().transpose(1, 2)
+            out = torch.full_like(q, math.nan)
+        lse = torch.full((case.batch, case.heads, length), math.nan)
+        # Of the slab only the rows up to `end` may be read.
+        read = [t[b, h, :end] for t in slab for b in range(case.batch) for h in range(case.kv_heads)]
+        read += [docs[b, :end] for b in range(case.batch)] if case.documents else []
+        written = [lse]
+        if case.head_major:
+            read += list(q.flatten(0, 2))
+            written += list(out.flatten(0, 2))
+        else:
+            read.append(q.transpose(1, 2))
+            written.append(out.transpose(1, 2))
+        attention = Attention(
+            dtype=DTYPES[case.dtype], batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, segment_len=length,
+            head_dim=case.head_dim, q_start=begin, q=q.data_ptr(), k=slab[0].data_ptr(), v=slab[1].data_ptr(),
+            q_strides=strides_of(q), kv_strides=strides_of(slab[0]), out=out.data_ptr(), out_strides=strides_of(out),
+            lse=lse.data_ptr(), scale=given.scale, window=case.window, softcap=case.softcap,
+            docs=docs.data_ptr() if case.documents else None, docs_batch_stride=docs.stride(0),
+        )  # fmt: skip
+        arguments = CudaAttention(attention, num_parts=case.num_parts)
+        emulated.run("attention_forward", arguments, read, written, kernel_of(emulated, case))
+        assert emulated.conflicts == 0, f"{emulated.conflicts} bank conflicts"
+        outs.append(out.clone())
+        lses.append(lse)
+        begin = end
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def kernel_of(emulated: Emulated, case: Case) -> int:
+    if case.tile is None:
+        return -1
+    of_case = (DTYPES[case.dtype], case.head_dim, *case.tile)
+    found = [
+        index
+        for index, k in enumerate(emulated.kernels("attention_forward"))
+        if (k.dtype, k.head_dim, k.query_rows, k.key_rows, k.warps, k.stages) == of_case
+    ]
+    assert len(found) == 1, f"{len(found)} kernels are {of_case}"
+    return found[0]
+
+
+def check(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
+    """Errors of the whole sequence against the reference's, of segments against those of the whole."""
+    given = inputs(dataclasses.replace(case, segments=()))
+    whole = forward(emulated, dataclasses.replace(case, segments=()))
+    for kind, ours, limit in zip(("largest", "mean"), errors(whole[0], given.out), given.reference_errors, strict=True):
+        assert ours <= 1.5 * limit, f"{kind} error of out: {ours}, the reference's {limit}"
+    results = [whole]
+    if case.segments:
+        results.append(forward(emulated, case))
+        for kind, ours, limit in zip(
+            ("largest", "mean"), errors(results[1][0], given.out), errors(whole[0], given.out), strict=True
+        ):
+            assert ours <= 1.25 * limit, f"{kind} error of out: {ours} in segments, {limit} whole"
+    for _, lse in results:
+        assert errors(lse, given.lse)[0] <= given.lse_error, f"error of lse: {errors(lse, given.lse)[0]}"
+    return results[-1]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[Emulated]:
+    with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
+        yield build(["kernels/cuda/attention_forward.cu"], Path(work))
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------
+
+WIDE, LONG = (128, 64, 4, 3), (256, 64, 8, 4)
+CASES = [
+    Case(),
+    Case(tokens=1),
+    Case(tokens=64, head_dim=128),
+    Case(tokens=63, heads=1),
+    Case(tokens=65, heads=1, dtype=FP16),
+    Case(tokens=200, segments=(70, 1, 64, 65), head_dim=128, heads=4, kv_heads=2, batch=2),
+    Case(tokens=200, segments=(64, 64, 72), heads=3, dtype=FP16),
+    Case(tokens=150, segments=(100, 50), heads=6, kv_heads=2, head_major=True),
+    Case(tokens=330, segments=(300, 30), head_dim=128, window=100),
+    Case(tokens=330, segments=(129, 201), window=64, dtype=FP16),
+    Case(tokens=200, segments=(150, 50), window=1),
+    Case(tokens=150, segments=(100, 50), softcap=2.0),
+    Case(tokens=330, segments=(200, 130), documents=(50, 143, 1, 60, 76), batch=2),
+    Case(tokens=330, segments=(200, 130), documents=(10, 20, 90, 180, 30), num_parts=3, head_dim=128),
+    Case(tokens=330, segments=(200, 130), window=90, softcap=3.0, documents=(128, 64, 138), dtype=FP16, num_parts=2),
+    Case(tokens=330, segments=(320, 10), num_parts=4, heads=4, kv_heads=2),
+    Case(tokens=100, segments=(50, 50), num_parts=7, batch=2),
+    Case(tokens=700, segments=(690, 10), head_dim=128),
+    Case(tokens=300, segments=(200, 100), tile=(128, 128, 4, 4)),
+    Case(tokens=330, segments=(200, 130), tile=(256, 64, 8, 4), head_dim=128, dtype=FP16, window=130),
+    Case(tokens=100, scale=1.5, head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(emulated: Emulated, case: Case) -> None:
+    for seed in range(1 if SANITIZED else 2):
+        emulated.seed = seed
+        check(emulated, case)
+
+
+def test_equal_bits(emulated: Emulated) -> None:
+    """Whatever the order of blocks, threads and copies."""
+    case = Case(tokens=300, segments=(150, 150), heads=4, kv_heads=2, num_parts=2)
+    results = []
+    for emulated.seed in range(3):
+        results.append(forward(emulated, case))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": 0}, {"head_dim": 96}, {"kv_heads": 3}, {"scale": -1.0}, {"softcap": -1.0}, {"window": -1},
+        {"q_start": 1 << 30}, {"q": 8}, {"q_strides": Strides(0, 4, 0)}, {"batch": 1 << 16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused_arguments(emulated: Emulated, change: dict) -> None:
+    attention = Attention(dtype=2, batch=1, heads=2, kv_heads=1, segment_len=64, head_dim=64, scale=1.0)
+    for name, value in change.items():
+        setattr(attention, name, value)
+    arguments = CudaAttention(attention)
+    assert emulated.operation("attention_forward").scratch_bytes(byref(arguments), -1) == -1
+    with pytest.raises(Refused):
+        emulated.run("attention_forward", arguments, [], [])
+
+
+def test_too_little_scratch_is_refused(emulated: Emulated) -> None:
+    attention = Attention(dtype=2, batch=1, heads=1, kv_heads=1, segment_len=64, head_dim=64, scale=1.0)
+    arguments = CudaAttention(attention, num_parts=2)
+    wanted = emulated.operation("attention_forward").scratch_bytes(byref(arguments), -1)
+    assert wanted == 2 * 64 * 4 + 2 * 64 * 64 * 4
+    arguments.scratch, arguments.scratch_bytes = 1 << 20, wanted - 1
+    with pytest.raises(Refused):
+        emulated.launch("attention_forward", arguments, [], [], -1)
+
+
+def test_kernels_fit_their_configuration(emulated: Emulated) -> None:
+    """Two per head size and dtype at least: one for 99 KB of shared memory per block, one for 163."""
+    kernels = [k for k in emulated.kernels("attention_forward") if k.products]
+    assert all(k.shared_bytes <= k.shared_limit for k in kernels)
+    for dtype, head_dim in itertools.product(DTYPES.values(), (64, 128)):
+        limits = {k.shared_limit for k in kernels if (k.dtype, k.head_dim) == (dtype, head_dim)}
+        assert limits == {SHARED_99_KB, SHARED_163_KB}
+
+
+def test_the_launcher_splits_keys_where_blocks_are_few(emulated: Emulated) -> None:
+    operation, rows = emulated.operation("attention_forward"), {}
+    for heads, tokens, q_start in ((1, 64, 16384), (1, 64, 0), (128, 128, 16384), (8, 1024, 1 << 20)):
+        attention = Attention(
+            dtype=2, batch=1, heads=heads, kv_heads=heads, segment_len=tokens, head_dim=64, q_start=q_start, scale=1.0
+        )
+        wanted = operation.scratch_bytes(byref(CudaAttention(attention)), -1)
+        rows[heads, tokens, q_start] = wanted / (heads * tokens * 65 * 4)
+    # 256 blocks are wanted, of 4 blocks of 64 keys each or more; 1 head of 64 tokens is 1 tile, 8 of 1024 are 64
+    assert list(rows.values()) == [(16384 + 64) // 256, 0, 0, 4]
