@@ -25,6 +25,8 @@ from emulated_cuda import (
     Attention,
     CudaAttention,
     Emulated,
+    KernelError,
+    Mutation,
     Refused,
     Strides,
     build,
@@ -282,3 +284,156 @@ def test_the_launcher_splits_keys_where_blocks_are_few(emulated: Emulated) -> No
         rows[heads, tokens, q_start] = wanted / (heads * tokens * 65 * 4)
     # 256 blocks are wanted, of 4 blocks of 64 keys each or more; 1 head of 64 tokens is 1 tile, 8 of 1024 are 64
     assert list(rows.values()) == [(16384 + 64) // 256, 0, 0, 4]
+
+
+# -- mutations -------------------------------------------------------------------------------------------------------
+
+FORWARD, OPTIONS, TILE, PRODUCTS = "attention_forward.h", "attention_options.h", "tile.h", "products.h"
+WAIT, BARRIER, COPY = "copy_async_wait<AHEAD - 1>();", "block_barrier();", "copy_next(coming, a, at, keys, ring);"
+LOAD_Q = "load_factors<HEAD_DIM>(q, q_tile, at.warp * WARP_ROWS);"
+NEW_LINE = "\n" + 8 * " "
+# Longer originals before those that they contain.
+MUTATIONS = [
+    # copies and barriers
+    Mutation(
+        "wait behind the barrier", FORWARD, NEW_LINE.join([WAIT, BARRIER, COPY]), NEW_LINE.join([BARRIER, WAIT, COPY])
+    ),
+    Mutation("no wait for a tile", FORWARD, WAIT, ""),
+    Mutation("wait for a tile less", FORWARD, WAIT, "copy_async_wait<AHEAD>();"),
+    Mutation("no barrier before a tile is used", FORWARD, BARRIER + NEW_LINE + COPY, COPY),
+    Mutation("copy before the barrier", FORWARD, BARRIER + NEW_LINE + COPY, COPY + BARRIER),
+    Mutation("no wait for Q", FORWARD, "copy_async_wait<AHEAD>();", ""),
+    Mutation("no barrier before Q is used", FORWARD, BARRIER + NEW_LINE + "    " + LOAD_Q, LOAD_Q),
+    Mutation("no wait for Q where no key is seen", FORWARD, "copy_async_wait<0>();", ""),
+    Mutation("no barrier before out is read back", FORWARD, "warp_barrier();", ""),
+    Mutation("a tile less under way", FORWARD, "i < AHEAD", "i < AHEAD - 1"),
+    Mutation("a slot less", FORWARD, "slot + 1 == SLOTS", "slot + 2 == SLOTS"),
+    Mutation("a slot more", FORWARD, "slot + 1 == SLOTS", "slot == SLOTS"),
+    Mutation("no zeros for keys behind the last", TILE, "row < num_rows", "true"),
+    Mutation("zeros for the last key", TILE, "row < num_rows", "row < num_rows - 1"),
+    Mutation(
+        "a key behind the last", FORWARD, "a.options.num_tokens - first_key", "a.options.num_tokens - first_key + 1"
+    ),
+    Mutation("no zeros for rows behind the last", FORWARD, "at.first_row + row < at.num_rows", "true"),
+    Mutation("no swizzle", TILE, "column_chunk ^ (row & 7)", "column_chunk"),
+    Mutation("a swizzle over four rows", TILE, "column_chunk ^ (row & 7)", "column_chunk ^ (row & 3)"),
+    # which keys are seen
+    Mutation(
+        "the next token is seen", OPTIONS, "(uint32_t)(token - key)", "(uint32_t)(token - key + (key == token + 1))"
+    ),
+    Mutation(
+        "the own token is not seen", OPTIONS, "(uint32_t)(token - key)", "(uint32_t)(token - key - (token == key))"
+    ),
+    Mutation("a key more in the window", OPTIONS, "(uint32_t)rule.window", "(uint32_t)rule.window + 1"),
+    Mutation("a key less in the window", OPTIONS, "(uint32_t)rule.window", "(uint32_t)rule.window - 1"),
+    Mutation("no mask on the diagonal", OPTIONS, "last_key > first_token", "last_key > last_token"),
+    Mutation(
+        "no mask where the window begins",
+        OPTIONS,
+        "last_token - first_key >= rule.window",
+        "last_token - first_key - 63 > rule.window",
+    ),
+    Mutation(
+        "the first block of the window left out",
+        OPTIONS,
+        "first_key > 0 ? first_key / KEYS : 0",
+        "first_key > 0 ? (first_key + KEYS - 1) / KEYS : 0",
+    ),
+    Mutation("the last block left out", OPTIONS, "last_token / KEYS + 1", "last_token > KEYS ? last_token / KEYS : 1"),
+    Mutation("other documents are seen", FORWARD, "docs[line] != doc", "false"),
+    Mutation("a block of the own document left out", OPTIONS, "a.low <= b.high", "a.low < b.high"),
+    Mutation("no mask between documents", OPTIONS, "ids.low != ids.high || queries.low != queries.high", "false"),
+    Mutation(
+        "ranges of documents too narrow",
+        OPTIONS,
+        "token < behind && token < num_tokens",
+        "token < behind - 1 && token < num_tokens",
+    ),
+    Mutation(
+        "parts overlap", OPTIONS, "blocks * (part + 1) / num_parts", "(blocks * (part + 1) + num_parts - 1) / num_parts"
+    ),
+    Mutation(
+        "a part ends too soon", OPTIONS, "blocks * (part + 1) / num_parts", "(blocks * (part + 1) - 1) / num_parts"
+    ),
+    # lanes
+    Mutation("matrices 1 and 2 of A and of V swapped", TILE, "row + lane % 16", "row + lane % 8 + lane / 16 * 8"),
+    Mutation("columns of K from lanes of others", TILE, "column_chunk + lane / 8 % 2", "column_chunk + lane / 16"),
+    Mutation("chunks added, not exchanged", PRODUCTS, "address ^ (uint32_t)(columns * 2)", "address + columns * 2"),
+    Mutation(
+        "halves of B swapped",
+        PRODUCTS,
+        "matrix_multiply_add<Element>(d[i][column], a[i], b[0], b[1]);",
+        "matrix_multiply_add<Element>(d[i][column], a[i], b[1], b[0]);",
+    ),
+    Mutation(
+        "quarters of P swapped",
+        PRODUCTS,
+        "d[i][k * 2 + word / 2][word % 2 * 2]",
+        "d[i][k * 2 + word % 2][word / 2 * 2]",
+    ),
+    Mutation("a maximum of two lanes", FORWARD, "shuffle_xor(high, 2)", "shuffle_xor(high, 1)"),
+    Mutation("a sum of two lanes", FORWARD, "shuffle_xor(total, 2)", "total"),
+    Mutation("rows of out in the order of lanes", FORWARD, "line * 8 + lane / 4", "line * 8 + lane % 8"),
+    # sums
+    Mutation("no log2 e in the scale", OPTIONS, "args.scale * log2_e", "args.scale"),
+    Mutation("no cap", FORWARD, "options.cap * tanh_fast(options.inner * s)", "s * options.inner * options.cap"),
+    Mutation("out not rescaled", FORWARD, "scale_rows(out, shrink);", ""),
+    Mutation("sums not rescaled", FORWARD, "sum[line] * shrink[line]", "sum[line]"),
+    Mutation(
+        "rescaled only where all lanes ask for it", FORWARD, "warp_ballot(changed) != 0", "~warp_ballot(changed) == 0"
+    ),
+    Mutation(
+        "the level of a row that sees nothing", FORWARD, "high > -S1F_INFINITY ? high * factor : 0", "high * factor"
+    ),
+    Mutation("lse to base 2", FORWARD, "lse * LN_2", "lse"),
+    # heads and parts
+    Mutation(
+        "the other kv head",
+        FORWARD,
+        "at.kv_head * a.kv_strides.head",
+        "(a.heads / a.group - 1 - at.kv_head) * a.kv_strides.head",
+    ),
+    Mutation("K for V", FORWARD, "coming.values ? a.v : a.k", "a.k"),
+    Mutation(
+        "heads of a group swapped",
+        FORWARD,
+        "at.kv_head * a.group + row % a.group",
+        "at.kv_head * a.group + a.group - 1 - row % a.group",
+    ),
+    Mutation("parts of equal weight", FORWARD, "weight * of_part.element[i]", "of_part.element[i]"),
+    Mutation("the first part left out", FORWARD, "sum += weight;", "sum += part == 0 ? 0 : weight;"),
+]
+
+MUTATION_CASES = [
+    Case(tokens=150, segments=(100, 50), heads=4, kv_heads=2),
+    Case(tokens=200, segments=(140, 60), window=70),
+    Case(tokens=200, segments=(140, 60), documents=(40, 60, 27, 73), num_parts=2),
+    Case(tokens=130, num_parts=4, softcap=3.0),
+    Case(tokens=100, head_dim=128, num_parts=3),
+]
+
+
+not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sanitizers end the process for")
+
+
+@pytest.fixture(scope="module")
+def mutated() -> Iterator[Emulated]:
+    with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
+        yield build(["kernels/cuda/attention_forward.cu"], Path(work), MUTATIONS)
+
+
+@not_sanitized
+def test_no_mutation(mutated: Emulated) -> None:
+    mutated.mutation = 0
+    for mutated.seed, case in itertools.product(range(2), MUTATION_CASES):
+        check(mutated, case)
+
+
+@not_sanitized
+@pytest.mark.parametrize("index", range(len(MUTATIONS)), ids=[m.name for m in MUTATIONS])
+def test_mutation_fails(mutated: Emulated, index: int) -> None:
+    """Each fails one of the cases that the kernels pass."""
+    mutated.mutation = index + 1
+    with pytest.raises((AssertionError, KernelError)):
+        for mutated.seed, case in itertools.product(range(2), MUTATION_CASES):
+            check(mutated, case)
