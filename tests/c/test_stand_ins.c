@@ -238,7 +238,7 @@ static void test_order_is_seeded(void)
     CHECK(distinct >= 3);
 }
 
-/* An operation alone on its queue, beside sixteen on another: by choice alone it is hardly ever last, with delays it is. */
+/* An operation alone on its queue, beside sixteen on another: by choice alone it is hardly ever last. */
 static void test_delays(void)
 {
     int last[2] = {0, 0};
@@ -540,7 +540,7 @@ static void test_wait_limit(void)
     OK(cuMemFree_v2(gate));
 }
 
-/* -- memory of another process ----------------------------------------------------------------------------------- */
+/* -- memory and events of another process ---------------------------------------------------------------------- */
 
 enum { WORDS = 1024 };
 
@@ -552,23 +552,46 @@ static void double_words(void *words)
         w[i] *= 2;
 }
 
-static int importing_process(int handles, int answers)
+typedef struct {
+    CUipcMemHandle words;
+    CUipcEventHandle ready;
+} exported;
+
+static CUevent new_shared_event(CUipcEventHandle *handle)
 {
-    CUipcMemHandle handle;
-    CHECK(read(handles, &handle, sizeof handle) == sizeof handle);
+    CUevent event = NULL;
+    OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS));
+    OK(cuIpcGetEventHandle(handle, event));
+    return event;
+}
+
+static int importing_process(int from_exporter, int to_exporter)
+{
+    exported got;
+    CHECK(read(from_exporter, &got, sizeof got) == sizeof got);
     begin(2, 1);
+    OK(stand_in_set("shared_memory", 1));
     CUdeviceptr words;
-    OK(cuIpcOpenMemHandle_v2(&words, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+    CUevent ready, doubled;
+    CUipcEventHandle handle;
+    OK(cuIpcOpenMemHandle_v2(&words, got.words, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+    OK(cuIpcOpenEventHandle(&ready, got.ready));
+    CHECK(cuEventQuery(ready) == CUDA_ERROR_NOT_READY);
     CUstream stream = new_stream();
+    OK(cuStreamWaitEvent(stream, ready, 0));
     OK(cuStreamWaitValue64_v2(stream, words, 1, CU_STREAM_WAIT_VALUE_GEQ));
     OK(cuLaunchHostFunc(stream, double_words, host(words)));
     OK(cuStreamWriteValue64_v2(stream, words, 2, CU_STREAM_WRITE_VALUE_DEFAULT));
-    CHECK(write(answers, "", 1) == 1);
+    doubled = new_shared_event(&handle);
+    OK(cuEventRecord(doubled, stream));
+    CHECK(write(to_exporter, &handle, sizeof handle) == sizeof handle);
     CHECK(drained());
     OK(cuIpcCloseMemHandle(words));
     CHECK(cuIpcCloseMemHandle(words) == CUDA_ERROR_INVALID_VALUE);
     expect_misuse("was not opened");
     expect_no_misuse();
+    char byte;
+    CHECK(read(from_exporter, &byte, 1) == 1); /* its event lives until the other process has waited for it */
     stand_in_stop();
     return check_failures();
 }
@@ -576,41 +599,90 @@ static int importing_process(int handles, int answers)
 /* Before this process has any thread. */
 static void test_two_processes(void)
 {
-    int handles[2], answers[2], status;
-    char byte;
-    CHECK(pipe(handles) == 0 && pipe(answers) == 0);
+    int to_importer[2], to_exporter[2], status;
+    CHECK(pipe(to_importer) == 0 && pipe(to_exporter) == 0);
     fflush(stderr);
     pid_t child = fork();
     if (child == 0)
-        _exit(importing_process(handles[0], answers[1]));
-    begin(1, 1);
+        _exit(importing_process(to_importer[0], to_exporter[1]));
+    begin(1, 8);
     OK(stand_in_set("shared_memory", 1));
-    CUstream stream = new_stream();
+    CUstream stream = new_stream(), after = new_stream();
     CUdeviceptr words = new_memory(WORDS * 8), open;
     for (uint64_t i = 0; i < WORDS; i++)
         ((uint64_t *)host(words))[i] = i;
-    CUipcMemHandle handle;
-    CHECK(cuIpcGetMemHandle(&handle, words + 8) == CUDA_ERROR_INVALID_VALUE); /* not its first byte */
-    OK(cuIpcGetMemHandle(&handle, words));
-    CHECK(write(handles[1], &handle, sizeof handle) == sizeof handle);
-    CHECK(read(answers[0], &byte, 1) == 1);
-    OK(cuStreamWriteValue64_v2(stream, words, 1, CU_STREAM_WRITE_VALUE_DEFAULT));
-    OK(cuStreamWaitValue64_v2(stream, words, 2, CU_STREAM_WAIT_VALUE_GEQ));
-    OK(cuStreamSynchronize(stream));
+    exported sent;
+    CHECK(cuIpcGetMemHandle(&sent.words, words + 8) == CUDA_ERROR_INVALID_VALUE); /* not its first byte */
+    OK(cuIpcGetMemHandle(&sent.words, words));
+    CHECK(cuIpcGetEventHandle(&sent.ready, new_event()) == CUDA_ERROR_INVALID_VALUE); /* not CU_EVENT_INTERPROCESS */
+    CUevent ready = new_shared_event(&sent.ready), doubled;
+    CUdeviceptr gate = new_gate(stream);
+    OK(cuEventRecord(ready, stream));
+    CHECK(write(to_importer[1], &sent, sizeof sent) == sizeof sent);
+
+    CUipcEventHandle handle;
+    CHECK(read(to_exporter[0], &handle, sizeof handle) == sizeof handle);
+    OK(cuIpcOpenEventHandle(&doubled, handle));
+    OK(cuStreamWaitEvent(after, doubled, 0));
+    OK(cuStreamWriteValue64_v2(after, words, 3, CU_STREAM_WRITE_VALUE_DEFAULT));
+    OK(cuStreamWriteValue64_v2(new_stream(), words, 1, CU_STREAM_WRITE_VALUE_DEFAULT));
+    CHECK(stuck_with("record 1 of interprocess event") && *(uint64_t *)host(words) == 1);
+    CHECK(cuEventQuery(ready) == CUDA_ERROR_NOT_READY && cuEventQuery(doubled) == CUDA_ERROR_NOT_READY);
+    open_gate(gate);
+    OK(cuEventSynchronize(doubled));
+    OK(cuStreamSynchronize(after));
+    CHECK(*(uint64_t *)host(words) == 3);
     for (uint64_t i = 1; i < WORDS; i++)
         CHECK(((uint64_t *)host(words))[i] == 2 * i);
+    CHECK(write(to_importer[1], "", 1) == 1);
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 
-    OK(cuIpcOpenMemHandle_v2(&open, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)); /* as another rank would */
+    OK(cuIpcOpenMemHandle_v2(&open, sent.words, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)); /* as another rank would */
     CHECK(open != words && ((uint64_t *)host(open))[9] == 18 && stand_in_count("open_handles") == 1);
     CHECK(cuMemFree_v2(open) == CUDA_ERROR_INVALID_VALUE);
     expect_misuse("not what cuMemAlloc gave");
     OK(cuMemFree_v2(words));
     expect_misuse("still open");
     OK(cuIpcCloseMemHandle(open));
+    OK(cuMemFree_v2(gate));
     for (int i = 0; i < 2; i++) {
-        close(handles[i]);
-        close(answers[i]);
+        close(to_importer[i]);
+        close(to_exporter[i]);
+    }
+}
+
+/* An event under two names keeps the rules: a wait is for the record that was the last when it was enqueued. */
+static void test_names_of_an_event(void)
+{
+    for (int shared = 0; shared <= 1; shared++) {
+        begin(6, 8);
+        clear_trace();
+        OK(stand_in_set("shared_memory", shared));
+        CUipcEventHandle handle;
+        CUevent event = new_shared_event(&handle), name;
+        CUstream gated = new_stream(), free_stream = new_stream();
+        CUdeviceptr gate = new_gate(gated);
+        OK(cuIpcOpenEventHandle(&name, handle));
+        OK(cuStreamWaitEvent(free_stream, name, 0)); /* never recorded */
+        run_letter(free_stream, "a");
+        OK(cuStreamSynchronize(free_stream));
+        OK(cuEventRecord(event, gated));
+        CHECK(cuEventQuery(name) == CUDA_ERROR_NOT_READY);
+        use_device(1);
+        CUstream waits = new_stream();
+        OK(cuStreamWaitEvent(waits, name, 0));
+        run_letter(waits, "b");
+        use_device(0);
+        OK(cuEventRecord(name, free_stream));
+        OK(cuEventSynchronize(event));
+        CHECK(stuck_with("record 1 of interprocess event") && strcmp(trace, "a") == 0);
+        open_gate(gate);
+        CHECK(drained() && strcmp(trace, "ab") == 0);
+        CHECK(cuIpcGetEventHandle(&handle, name) == CUDA_ERROR_INVALID_VALUE); /* from its first name only */
+        OK(cuEventDestroy_v2(event));
+        OK(cuEventDestroy_v2(name));
+        CHECK(stand_in_count("live_events") == 0);
+        OK(cuMemFree_v2(gate));
     }
 }
 
@@ -1223,6 +1295,7 @@ int main(int argc, char **argv)
     test_order_is_seeded();
     test_delays();
     test_events();
+    test_names_of_an_event();
     test_values();
     test_memory();
     test_early_reads();

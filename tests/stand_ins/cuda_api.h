@@ -19,6 +19,9 @@ typedef void (*CUhostFn)(void *userData);
 typedef struct {
     char reserved[64];
 } CUipcMemHandle;
+typedef struct {
+    char reserved[64];
+} CUipcEventHandle;
 
 typedef enum {
     CUDA_SUCCESS = 0,
@@ -133,6 +136,8 @@ CUresult cuMemsetD8Async(CUdeviceptr destination, unsigned char value, size_t by
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address);
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags);
 CUresult cuIpcCloseMemHandle(CUdeviceptr address);
+CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event);
+CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle);
 #pragma GCC visibility pop
 #endif
 #endif

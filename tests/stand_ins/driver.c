@@ -1,4 +1,4 @@
-/* driver.c - the CUDA driver's functions over the machine; their meaning is NVIDIA's, what differs stands in stand_in.h. */
+/* driver.c - the CUDA driver's functions over the machine. They mean what NVIDIA says; stand_in.h has what differs. */
 #include "machine.h"
 
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { ALIGNMENT = 256, CONTEXT_DEPTH = 16 };
+enum { ALIGNMENT = 256, CONTEXT_DEPTH = 16, MAX_SHARED_EVENTS = 4096 };
 
 typedef struct allocation {
     struct allocation *next;
@@ -31,6 +31,24 @@ typedef struct {
 _Static_assert(sizeof(ipc_handle) <= sizeof(CUipcMemHandle), "a handle is 64 bytes");
 static const uint64_t IPC_MAGIC = 0x73746e642d696e21u;
 
+typedef struct {
+    uint64_t magic;
+    int64_t pid;
+    event_board *board; /* in its own process */
+    int32_t fd, index;  /* and in others; fd -1: not shared */
+} ipc_event_handle;
+_Static_assert(sizeof(ipc_event_handle) <= sizeof(CUipcEventHandle), "a handle is 64 bytes");
+
+/* The boards of a process's events, as this process sees them. */
+typedef struct shared_boards {
+    struct shared_boards *next;
+    int64_t pid;
+    int32_t fd; /* -1: another process's */
+    int32_t used;
+    event_board *boards;
+} shared_boards;
+
+static shared_boards *all_boards;
 static allocation *allocations;
 static int64_t num_allocations; /* over the life of the process: ids never repeat */
 
@@ -426,6 +444,13 @@ CUstream find_stream(api_call call, CUstream stream, CUresult *error)
     if (name == NULL)                                                                                                  \
     return name##_error
 
+static marker last_record(const struct CUevent_st *event)
+{
+    if (event->board == NULL)
+        return event->recorded;
+    return (marker){.board = event->board, .issue = __atomic_load_n(&event->board->recorded, __ATOMIC_ACQUIRE)};
+}
+
 #define NEEDS_EVENT(name)                                                                                              \
     NEEDS_INIT();                                                                                                      \
     if (name == NULL)                                                                                                  \
@@ -485,7 +510,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
     check_no_group_in_progress(this_call, stream);
     operation *op = new_operation(WAIT_EVENT, this_call);
     op->event = event;
-    op->awaited = event->recorded; /* later records do not matter; without one there is nothing to wait for */
+    op->awaited = last_record(event); /* later records do not matter; without one there is nothing to wait for */
     enqueue(op, stream);
     return CUDA_SUCCESS;
 }
@@ -586,15 +611,84 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
 
 /* -- events ------------------------------------------------------------------------------------------------------ */
 
+static char *map_of_process(int64_t pid, int32_t fd, size_t bytes)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%lld/fd/%d", (long long)pid, fd);
+    int opened = open(path, O_RDWR | O_CLOEXEC);
+    if (opened < 0)
+        return NULL;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
+    close(opened);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+static void *make_shared(size_t bytes, int32_t *fd)
+{
+    *fd = memfd_create("stand-in", MFD_CLOEXEC);
+    if (*fd < 0)
+        return NULL;
+    void *memory = MAP_FAILED;
+    if (ftruncate(*fd, (off_t)bytes) == 0)
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (memory != MAP_FAILED)
+        return memory;
+    close(*fd);
+    return NULL;
+}
+
+static shared_boards *find_boards(int64_t pid)
+{
+    shared_boards *found = all_boards;
+    while (found != NULL && found->pid != pid)
+        found = found->next;
+    return found;
+}
+
+static shared_boards *add_boards(int64_t pid, int32_t fd, void *memory)
+{
+    shared_boards *added = keep(sizeof *added);
+    *added = (shared_boards){.next = all_boards, .pid = pid, .fd = fd, .boards = memory};
+    all_boards = added;
+    return added;
+}
+
+/* NULL if there are too many: boards are not used again, since other processes may know them. */
+static event_board *new_board(void)
+{
+    if (!machine.options.shared_memory)
+        return keep(sizeof(event_board));
+    shared_boards *own = find_boards(getpid());
+    if (own == NULL) {
+        int32_t fd;
+        void *memory = make_shared(MAX_SHARED_EVENTS * sizeof(event_board), &fd);
+        if (memory == NULL)
+            return NULL;
+        own = add_boards(getpid(), fd, memory);
+    }
+    return own->used < MAX_SHARED_EVENTS ? &own->boards[own->used++] : NULL;
+}
+
+static CUevent new_event(int32_t index, unsigned int flags, event_board *board)
+{
+    CUevent event = keep(sizeof *event);
+    *event = (struct CUevent_st){
+        .alive = 1, .number = ++machine.num_events, .device = index, .flags = flags, .board = board};
+    machine.counters.live_events++;
+    return event;
+}
+
 CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
     ENTER(cuEventCreate, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(event != NULL && flags < 8);
-    NEEDS_ARGUMENT((flags & CU_EVENT_INTERPROCESS) == 0 || (flags & CU_EVENT_DISABLE_TIMING) != 0);
+    int interprocess = (flags & CU_EVENT_INTERPROCESS) != 0;
+    NEEDS_ARGUMENT(!interprocess || (flags & CU_EVENT_DISABLE_TIMING) != 0);
     NEEDS_CONTEXT(index);
-    *event = keep(sizeof **event);
-    **event = (struct CUevent_st){.alive = 1, .number = ++machine.num_events, .device = index, .flags = flags};
-    machine.counters.live_events++;
+    event_board *board = interprocess ? new_board() : NULL;
+    if (interprocess && board == NULL)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *event = new_event(index, flags, board);
     return CUDA_SUCCESS;
 }
 
@@ -608,6 +702,8 @@ CUresult cuEventRecord(CUevent event, CUstream stream)
     check_no_group_in_progress(this_call, stream);
     operation *op = new_operation(RECORD, this_call);
     op->event = event;
+    if (event->board != NULL)
+        op->record = __atomic_add_fetch(&event->board->recorded, 1, __ATOMIC_ACQ_REL);
     enqueue(op, stream);
     event->recorded = (marker){.stream = stream, .issue = op->issue};
     return CUDA_SUCCESS;
@@ -618,7 +714,7 @@ CUresult cuEventQuery(CUevent event)
     ENTER(cuEventQuery, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_EVENT(event);
     UNSAFE_IN_CAPTURE();
-    return reached(event->recorded) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return reached(last_record(event)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult cuEventSynchronize(CUevent event)
@@ -627,7 +723,7 @@ CUresult cuEventSynchronize(CUevent event)
     NEEDS_EVENT(event);
     UNSAFE_IN_CAPTURE();
     list_synchronisation(call_name(this_call), event->device);
-    marker point = event->recorded;
+    marker point = last_record(event);
     return wait_until(call_name(this_call), marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
@@ -741,23 +837,21 @@ void driver_reset(void)
     for (allocation *a = allocations; a != NULL; a = a->next)
         give_back(a);
     allocations = NULL;
+    for (shared_boards *b = all_boards; b != NULL; b = b->next) {
+        munmap(b->boards, MAX_SHARED_EVENTS * sizeof(event_board));
+        if (b->fd >= 0)
+            close(b->fd);
+    }
+    all_boards = NULL;
 }
 
 static void *take_memory(size_t bytes, int32_t *fd)
 {
+    if (machine.options.shared_memory)
+        return make_shared(bytes, fd);
     void *memory = NULL;
     *fd = -1;
-    if (!machine.options.shared_memory)
-        return posix_memalign(&memory, ALIGNMENT, bytes) == 0 ? memory : NULL;
-    *fd = memfd_create("stand-in", MFD_CLOEXEC);
-    if (*fd < 0)
-        return NULL;
-    if (ftruncate(*fd, (off_t)bytes) == 0)
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
-    if (memory != NULL && memory != MAP_FAILED)
-        return memory;
-    close(*fd);
-    return NULL;
+    return posix_memalign(&memory, ALIGNMENT, bytes) == 0 ? memory : NULL;
 }
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
@@ -897,7 +991,7 @@ CUresult cuMemsetD8Async(CUdeviceptr destination, unsigned char value, size_t by
     return CUDA_SUCCESS;
 }
 
-/* -- memory of other processes ----------------------------------------------------------------------------------- */
+/* -- memory and events of other processes -------------------------------------------------------------------------- */
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
 {
@@ -920,18 +1014,6 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     return CUDA_SUCCESS;
 }
 
-static char *map_shared(const ipc_handle *from)
-{
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%lld/fd/%d", (long long)from->pid, from->fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
-    if (fd < 0)
-        return NULL;
-    void *memory = mmap(NULL, from->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    close(fd);
-    return memory != MAP_FAILED ? memory : NULL;
-}
-
 /* The real driver opens a handle in another process only. Here ranks may be threads, so the same process is allowed:
  * with shared_memory at another address, as another process would see it, else at the same one. */
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
@@ -950,7 +1032,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsi
            !(from.fd < 0 && from.pid == getpid() && entry->id == from.id))
         entry = entry->next;
     if (entry == NULL) {
-        char *memory = from.fd >= 0 ? map_shared(&from) : NULL;
+        char *memory = from.fd >= 0 ? map_of_process(from.pid, from.fd, from.bytes) : NULL;
         if (memory == NULL)
             return CUDA_ERROR_MAP_FAILED;
         add_allocation((allocation){.address = memory,
@@ -983,5 +1065,50 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
         remove_allocation(entry);
         give_back(entry);
     }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
+{
+    ENTER(cuIpcGetEventHandle, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_ARGUMENT(handle != NULL);
+    NEEDS_EVENT(event);
+    NEEDS_ARGUMENT(event->board != NULL && !event->imported);
+    const shared_boards *own = find_boards(getpid());
+    int is_shared = own != NULL && event->board >= own->boards && event->board < own->boards + own->used;
+    ipc_event_handle made;
+    memset(&made, 0, sizeof made);
+    made.magic = IPC_MAGIC;
+    made.pid = getpid();
+    made.board = event->board;
+    made.fd = is_shared ? own->fd : -1;
+    made.index = is_shared ? (int32_t)(event->board - own->boards) : 0;
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, &made, sizeof made);
+    return CUDA_SUCCESS;
+}
+
+/* As for memory, the same process is allowed as well; another one needs shared_memory in the exporting process. */
+CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
+{
+    ENTER(cuIpcOpenEventHandle, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_ARGUMENT(event != NULL);
+    NEEDS_CONTEXT(index);
+    ipc_event_handle from;
+    memcpy(&from, &handle, sizeof from);
+    if (from.magic != IPC_MAGIC)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (from.pid != getpid()) {
+        const shared_boards *found = find_boards(from.pid);
+        if (found == NULL && from.fd >= 0) {
+            void *memory = map_of_process(from.pid, from.fd, MAX_SHARED_EVENTS * sizeof(event_board));
+            found = memory != NULL ? add_boards(from.pid, -1, memory) : NULL;
+        }
+        if (found == NULL)
+            return CUDA_ERROR_MAP_FAILED;
+        from.board = &found->boards[from.index];
+    }
+    *event = new_event(index, CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS, from.board);
+    (*event)->imported = 1;
     return CUDA_SUCCESS;
 }

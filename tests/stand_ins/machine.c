@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, VALUE_POLL_NS = 100000, MAX_LINES = 10000 };
+enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, POLL_NS = 100000, MAX_LINES = 10000 };
 
 typedef struct chunk {
     struct chunk *next;
@@ -182,6 +182,8 @@ int call_fails(api_call call)
 
 int reached(marker point)
 {
+    if (point.board != NULL)
+        return __atomic_load_n(&point.board->ended[point.issue % BOARD_RECORDS], __ATOMIC_ACQUIRE) >= point.issue;
     return point.stream == NULL || point.stream->ended >= point.issue;
 }
 
@@ -282,7 +284,7 @@ static void each_head(void (*visit)(operation *head, void *argument), void *argu
 
 typedef struct {
     int32_t blocked, delayed, ready;
-    int32_t values; /* among the blocked, those that wait for a value, which anyone may write */
+    int32_t polled; /* among the blocked, those that wait for memory which anyone may write */
     operation *ready_heads[MAX_DEVICES * MAX_QUEUES];
 } choice;
 
@@ -291,7 +293,7 @@ static void sort_head(operation *head, void *argument)
     choice *found = argument;
     if (!can_run(head)) {
         found->blocked++;
-        found->values += head->kind == WAIT_VALUE;
+        found->polled += head->kind == WAIT_VALUE || (head->kind == WAIT_EVENT && head->awaited.board != NULL);
     } else if (head->delay > 0) {
         found->delayed++;
     } else {
@@ -345,6 +347,9 @@ static void describe_head(operation *head, void *argument)
     char detail[512] = "";
     if (!null_stream_allows(head))
         snprintf(detail, sizeof detail, ": the null stream and blocking streams wait for each other");
+    else if (head->kind == WAIT_EVENT && head->awaited.board != NULL)
+        snprintf(detail, sizeof detail, " for record %lld of interprocess event %d", (long long)head->awaited.issue,
+                 head->event->number);
     else if (head->kind == WAIT_EVENT)
         snprintf(detail, sizeof detail, " for event %d, recorded on stream %d of device %d", head->event->number,
                  head->awaited.stream->number, head->awaited.stream->device);
@@ -557,6 +562,14 @@ static int fill_or_copy(operation *op)
     return 1;
 }
 
+static void end_record(event_board *board, int64_t record)
+{
+    int64_t *ended = &board->ended[record % BOARD_RECORDS], before = __atomic_load_n(ended, __ATOMIC_ACQUIRE);
+    while (before < record &&
+           !__atomic_compare_exchange_n(ended, &before, record, 0, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE))
+        ;
+}
+
 static void execute(operation *op)
 {
     switch (op->kind) {
@@ -567,7 +580,9 @@ static void execute(operation *op)
         *(op->kind == COPY ? &machine.counters.copy : &machine.counters.memset) += 1;
         break;
     case RECORD:
-        if (op->event->recorded.issue == op->issue)
+        if (op->event->board != NULL)
+            end_record(op->event->board, op->record);
+        else if (op->event->recorded.issue == op->issue)
             op->event->reached_ns = now_ns();
         machine.counters.record++;
         break;
@@ -624,10 +639,10 @@ static void *work(void *unused)
         if (hopeless())
             declare_deadlock();
         worker_idle = 1;
-        if (found.values > 0) {
+        if (found.polled > 0) {
             struct timespec until;
             clock_gettime(CLOCK_REALTIME, &until);
-            until.tv_nsec += VALUE_POLL_NS;
+            until.tv_nsec += POLL_NS;
             until.tv_sec += until.tv_nsec / 1000000000;
             until.tv_nsec %= 1000000000;
             pthread_cond_timedwait(&work_came, &lock, &until);

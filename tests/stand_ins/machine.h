@@ -62,7 +62,9 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuMemsetD8Async)                                                                                                 \
     X(cuIpcGetMemHandle)                                                                                               \
     X(cuIpcOpenMemHandle_v2)                                                                                           \
-    X(cuIpcCloseMemHandle)
+    X(cuIpcCloseMemHandle)                                                                                             \
+    X(cuIpcGetEventHandle)                                                                                             \
+    X(cuIpcOpenEventHandle)
 
 #define NCCL_CALLS(X)                                                                                                  \
     X(ncclGetVersion)                                                                                                  \
@@ -164,9 +166,18 @@ typedef enum { COPY, MEMSET, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, HOST_F
 typedef struct operation operation;
 typedef struct nccl_message nccl_message; /* nccl.c */
 
-/* A point in a stream, reached once the operation `issue` has ended; at once if there is no stream. */
+/* The records of an interprocess event, in memory that processes may share: record n (1, 2, ...) is reached once
+ * ended[n % BOARD_RECORDS] is n or greater. Only BOARD_RECORDS records that overtake each other are told apart. */
+enum { BOARD_RECORDS = 63 };
+typedef struct {
+    int64_t recorded; /* records so far */
+    int64_t ended[BOARD_RECORDS];
+} event_board;
+
+/* A point in a stream, reached once the operation `issue` has ended, or record `issue` of a board; else at once. */
 typedef struct {
     CUstream stream;
+    event_board *board;
     int64_t issue;
 } marker;
 
@@ -191,6 +202,7 @@ struct operation {
     unsigned int flags; /* of WAIT_VALUE */
     marker awaited;     /* of WAIT_EVENT */
     CUevent event;      /* of RECORD and, for texts, WAIT_EVENT */
+    int64_t record;     /* of RECORD, on the event's board */
     CUhostFn function;
     void *argument;
     ncclComm_t comm; /* NCCL: its messages progress independently */
@@ -209,7 +221,9 @@ struct CUstream_st {
 struct CUevent_st {
     int32_t alive, number, device;
     unsigned int flags;
-    marker recorded; /* the last record; its issue is 0 before the first */
+    marker recorded;    /* the last record; its issue is 0 before the first */
+    event_board *board; /* of an interprocess event, in place of `recorded`: handles give it other names */
+    int32_t imported;   /* opened from a handle */
     int64_t reached_ns;
 };
 

@@ -5,8 +5,8 @@
  * host memory, a launch is cuLaunchHostFunc, and one worker thread executes what was enqueued. They show that calls are
  * legal, ordered, free of deadlock and of use after free; they say nothing about speed or about real hardware.
  *
- * Launches     One at a time over all devices: a function that waits for another one hangs, and one that sleeps holds up
- *              all. For a kernel that takes long let the stream wait for a value (cuStreamWaitValue64), which the test
+ * Launches     One at a time over all devices: a function that waits for another hangs, one that sleeps holds up all.
+ *              For a kernel that takes long let the stream wait for a value (cuStreamWaitValue64), which the test
  *              writes when it likes.
  * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
  *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
@@ -46,7 +46,8 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
  *   synchronous_memory     0      1: cuMemAlloc and cuMemFree synchronise the device
  *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give
- *   shared_memory          0      1: device memory can be opened by other processes (cuIpcOpenMemHandle)
+ *   shared_memory          0      1: memory and interprocess events that are made from now on can be opened by other
+ *                                 processes, which then reset together with this one; 0: by this process only
  *   capturing              0      1: another library captures a graph in global mode: calls that this forbids, from a
  *                                 thread that is not in relaxed mode, are misuse
  *   in_progress_percent    50     calls on nonblocking communicators that return ncclInProgress though they need not
@@ -67,7 +68,7 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
-/* The misuse so far: its number, and one as text (NULL beyond the last or the first ten thousand; valid until reset). */
+/* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
 STAND_IN_API int64_t stand_in_misuses(void);
 STAND_IN_API const char *stand_in_misuse(int64_t index);
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +30,8 @@ class StandIn:
     """The controls of a loaded gpu_stand_in.so; its state is one for the whole process."""
 
     def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
+        self.path = str(library)
+        self.library = ctypes.CDLL(self.path)
         for function in (self.library.stand_in_misuse, self.library.stand_in_synchronisation):
             function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_int64]
         self.library.stand_in_deadlock.restype = ctypes.c_char_p
@@ -76,11 +79,15 @@ class StandIn:
         text = self.library.stand_in_deadlock()
         return text.decode() if text is not None else None
 
+    def complaints(self) -> list[str]:
+        """Misuse, and the first deadlock: nothing, where all is well."""
+        return [*self.misuses, *([self.deadlock] if self.deadlock is not None else [])]
+
     def drain(self, patience_ms: int = 100) -> bool:
         """Waits until the queues are empty; False if they are stuck."""
         return self.library.stand_in_drain(ctypes.c_int64(patience_ms)) == 0
 
-    def fault(self, kind: int, source: int, destination: int, index: int, result: int = 0) -> None:
+    def fault(self, kind: int, source: int, destination: int, index: int, result: int = 6) -> None:
         self.library.stand_in_fault(kind, source, destination, ctypes.c_int64(index), result)
 
     def end_faults(self) -> None:
@@ -94,3 +101,20 @@ class StandIn:
 
     def name_thread(self, name: str) -> None:
         self.library.stand_in_name_thread(name.encode())
+
+    def enter(self, ordinal: int) -> None:
+        """Makes a device current on the calling thread."""
+        context = ctypes.c_void_p()
+        assert self.library.cuInit(0) == 0
+        assert self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0
+        assert self.library.cuCtxSetCurrent(context) == 0
+
+    def synchronise(self) -> None:
+        """Waits for the current device's null stream."""
+        assert self.library.cuStreamSynchronize(None) == 0
+
+
+@functools.cache
+def stand_in() -> StandIn:
+    """The stand-ins of this process, built at the first call."""
+    return StandIn(build(Path(tempfile.mkdtemp(prefix="seq1f1b-stand-in-"))))

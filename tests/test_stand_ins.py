@@ -12,15 +12,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import gpu_stand_in
 import pytest
+import stand_in_library
 
 HEADERS = ("cuda_api.h", "nccl_api.h", "stand_in.h")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return gpu_stand_in.build(tmp_path_factory.mktemp("stand_in"))
+    return stand_in_library.build(tmp_path_factory.mktemp("stand_in"))
 
 
 def cuda_include() -> Path:
@@ -53,7 +53,7 @@ def compile_against(source: Path, *flags: str | Path) -> str:
 
 
 def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
-    shutil.copytree(gpu_stand_in.FOLDER, folder, dirs_exist_ok=True)
+    shutil.copytree(stand_in_library.FOLDER, folder, dirs_exist_ok=True)
     text = (folder / name).read_text()
     assert text.count(old) == 1
     (folder / name).write_text(text.replace(old, new))
@@ -62,7 +62,7 @@ def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
 
 def test_driver_matches_the_header(tmp_path: Path) -> None:
     flags = ("-DSTAND_IN_REAL_CUDA_H", f"-I{cuda_include()}")
-    assert compile_against(gpu_stand_in.FOLDER / "driver.c", *flags) == ""
+    assert compile_against(stand_in_library.FOLDER / "driver.c", *flags) == ""
     drifted = changed_copy(
         tmp_path, "driver.c", "CUresult cuEventRecord(CUevent event,", "CUresult cuEventRecord(CUcontext event,"
     )
@@ -71,7 +71,7 @@ def test_driver_matches_the_header(tmp_path: Path) -> None:
 
 def test_nccl_matches_the_header(tmp_path: Path) -> None:
     flags = ("-DSTAND_IN_REAL_CUDA_H", "-DSTAND_IN_REAL_NCCL_H", f"-I{cuda_include()}", f"-I{nccl_include()}")
-    assert compile_against(gpu_stand_in.FOLDER / "nccl.c", *flags) == ""
+    assert compile_against(stand_in_library.FOLDER / "nccl.c", *flags) == ""
     drifted = changed_copy(
         tmp_path,
         "nccl.c",
@@ -83,7 +83,7 @@ def test_nccl_matches_the_header(tmp_path: Path) -> None:
 
 def test_exports_what_its_headers_declare(library: Path) -> None:
     listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-    texts = [(gpu_stand_in.FOLDER / name).read_text() for name in HEADERS]
+    texts = [(stand_in_library.FOLDER / name).read_text() for name in HEADERS]
     declared = {name for text in texts for name in re.findall(r"\b((?:cu[A-Z]|nccl[A-Z]|stand_in_)\w+)\(", text)}
     assert {line.split()[-1] for line in listed.splitlines()} == declared
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
@@ -91,14 +91,12 @@ def test_exports_what_its_headers_declare(library: Path) -> None:
 
 
 def test_controls_from_python(library: Path) -> None:
-    stand_in = gpu_stand_in.StandIn(library)
+    stand_in = stand_in_library.StandIn(library)
     stand_in.reset(3, queues=1, hosts=1)
     stand_in.name_thread("the test")
     driver = stand_in.library
-    context, stream, value = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    assert driver.cuInit(0) == 0
-    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    assert driver.cuCtxSetCurrent(context) == 0
+    stream, value = ctypes.c_void_p(), ctypes.c_uint64()
+    stand_in.enter(0)
     assert driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
     assert driver.cuMemAlloc_v2(ctypes.byref(value), ctypes.c_size_t(8)) == 0
     assert driver.cuMemsetD8Async(value, 7, ctypes.c_size_t(9), stream) == 1
