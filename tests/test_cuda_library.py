@@ -238,6 +238,10 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
 # -- the table of verified kernels ------------------------------------------------------------------------------------
 
 
+def test_every_operation_is_known() -> None:
+    assert sorted(f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS) == sass.load_setup().cuda_sources()
+
+
 def test_the_table_holds_for_the_sources_at_hand() -> None:
     """A kernel that was changed since it was measured is no default: its record must go, or be measured again."""
     setup = sass.load_setup()

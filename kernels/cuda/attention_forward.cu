@@ -128,7 +128,8 @@ int64_t scratch_bytes(const void *arguments, int32_t asked)
 {
     const s1f_cuda_attention_args &args = *(const s1f_cuda_attention_args *)arguments;
     const int index = is_supported(args.attention) ? choose_kernel(args.attention, asked) : -1;
-    return index < 0 ? -1 : scratch_of(args.attention, kernels[index], num_parts_of(args, kernels[index])).bytes;
+    return index < 0 ? -error_of_no_kernel()
+                     : scratch_of(args.attention, kernels[index], num_parts_of(args, kernels[index])).bytes;
 }
 
 /* -- launch ------------------------------------------------------------------------------------------------------------ */
@@ -149,7 +150,7 @@ int32_t launch_forward(const void *arguments, int32_t asked, void *stream)
     const s1f_attention_args &a = args.attention;
     const int index = is_supported(a) ? choose_kernel(a, asked) : -1;
     if (index < 0)
-        return INVALID_VALUE;
+        return error_of_no_kernel();
     const s1f_cuda_kernel &kernel = kernels[index];
     const int32_t num_parts = num_parts_of(args, kernel);
     const scratch_layout layout = scratch_of(a, kernel, num_parts);

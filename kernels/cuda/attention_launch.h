@@ -32,6 +32,13 @@ inline bool is_supported(const s1f_attention_args &a)
            fits_chunks(a.v, a.kv_strides) && fits_chunks(a.out, a.out_strides);
 }
 
+/* The cudaError of arguments for which there is no kernel; without a device what CUDA says of that. */
+inline int error_of_no_kernel()
+{
+    const int limit = shared_memory_limit();
+    return limit < 0 ? -limit : INVALID_VALUE;
+}
+
 } // namespace s1f
 
 #endif

@@ -376,14 +376,14 @@ int launch(void (*kernel)(Arguments), index3 blocks, int threads, int shared_byt
     return (int)cudaGetLastError();
 }
 
-/* Bytes of shared memory that a block of the current device may have; 0 where that cannot be told. */
+/* Bytes of shared memory that a block of the current device may have; minus the cudaError where that cannot be told. */
 inline int shared_memory_limit()
 {
     int device = 0, bytes = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
-        return 0;
-    return bytes;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return error == cudaSuccess ? bytes : -(int)error;
 }
 
 inline const char *error_text(int32_t error)

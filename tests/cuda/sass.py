@@ -37,6 +37,7 @@ import kernel_table
 from kernel_table import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SYSTEM_SHARED_BYTES = 1024
 PRODUCTS = ("HMMA.16816.F32", "HMMA.16816.F32.BF16")  # mma.m16n8k16 of fp16 and bf16, sums in fp32
 
 
@@ -112,6 +113,12 @@ def read_usage(text: str) -> dict[tuple[str, str], dict[str, int]]:
         elif "REG:" in line:
             found[architecture, name] = {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
     return found
+
+
+def shared_bytes(function: Function, kernel: Kernel) -> int:
+    """That a block asks for. From sm_90 on cuobjdump counts what the system keeps of each block, which is not of it."""
+    reserved = SYSTEM_SHARED_BYTES if int(re.findall(r"\d+", function.architecture)[0]) >= 90 else 0
+    return function.usage.get("SHARED", 0) - reserved + kernel.shared_bytes
 
 
 def disassemble(library: Path) -> list[Function]:
@@ -248,7 +255,7 @@ def violations_of_function(function: Function, kernel: Kernel) -> Iterator[str]:
     if local:
         yield f"local memory: {len(local)} times, first {local[0].opcode} at {local[0].address:#x}"
 
-    shared = function.usage.get("SHARED", 0) + kernel.shared_bytes
+    shared = shared_bytes(function, kernel)
     if shared > kernel.shared_limit:
         yield f"shared memory: {shared} bytes of {kernel.shared_limit}"
 
@@ -288,7 +295,7 @@ def violations(functions: list[Function], kernels: dict[str, Kernel], said: str)
 
 
 def check(sources: list[str], work: Path, **options: Any) -> tuple[list[str], str]:
-    """Compiles the files into one library in ``work``; returns the broken rules, and a line for each kernel's code.
+    """Compiles the files into one library in ``work``; returns the broken rules, and a line for each kernel.
 
     options: of setup.py's build_cuda_library.
     """
@@ -302,13 +309,12 @@ def check(sources: list[str], work: Path, **options: Any) -> tuple[list[str], st
     operations = [kernel_table.find_operation(library, Path(source).stem) for source in sources]
     kernels = {kernel.name: kernel for operation in operations for kernel in kernel_table.kernels_of(operation)}
     functions = disassemble(library)
-    lines = [
-        f"{function.architecture} {function.name}: {function.usage['REG']} registers, "
-        f"{function.usage.get('SHARED', 0) + kernels[function.name].shared_bytes} bytes of shared memory, "
-        f"{len(function.instructions)} instructions"
-        for function in functions
-        if function.name in kernels
-    ]
+    lines = []
+    for kernel in kernels.values():
+        codes = [function for function in functions if function.name == kernel.name]
+        registers = ", ".join(f"{code.architecture} {code.usage['REG']}" for code in codes)
+        shared = max((shared_bytes(code, kernel) for code in codes), default=0)
+        lines.append(f"{kernel.name}: registers {registers}; {shared} bytes of shared memory")
     return violations(functions, kernels, "".join(said.values())), "\n".join(lines)
 
 
