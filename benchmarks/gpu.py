@@ -5,7 +5,9 @@
     python benchmarks/gpu.py --out results.jsonl                 again with the same file: only what has not passed
 
 After ``pip install -e .``, or from a tree with an in-place build: ``python setup.py build_ext --inplace`` needs a C
-compiler and no torch, and may be done on another machine, for any Python from 3.10 and torch from 2.10. No network.
+compiler and no torch, and may be done on another machine, for any Python from 3.10 and torch from 2.10. With nvcc and
+``SEQ1F1B_CUDA_TILES=all`` before that command, the package's own CUDA kernels come along in every shape that is to be
+timed, and the probes of their primitives. No network.
 
 Stages come in order of value. Each runs in a process of its own with a time limit, so that one that fails, hangs or
 breaks the CUDA context stops no other. Every case is a line of JSON in the results, written through to the disk at
@@ -18,22 +20,29 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STAGES = {  # seconds that a stage may take
     "environment": 40,
+    "primitives": 30,
     "attention": 100,
+    "own kernels": 100,
+    "sanitizer": 80,
     "engine": 60,
     "processes": 60,
     "ceilings": 20,
-    "speed": 100,
+    "speed": 120,
+    "sweep": 60,
+    "ncu": 60,
     "training": 60,
     "probes": 60,
 }
@@ -125,9 +134,51 @@ def summary(records: list[dict[str, Any]], stages: Sequence[str]) -> str:
             values = {k: v for k, v in case.items() if k not in ("stage", "case", "state", "why")}
             if case["state"] == "failed":
                 details.append(f"FAILED {name}: {case['case']}: {case.get('why', '')[:300]}")
-            elif values and name not in ("attention", "engine"):
+            elif values and case["state"] == "passed" and name not in ("attention", "own kernels", "engine"):
                 details.append(f"{name}: {case['case']}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
     return "\n".join([*details, "", *lines])
+
+
+PEERS = {  # of an operation: the case's times of torch's ops, of which the fastest counts, and of ours
+    "attention_forward": (("dense forward", "varlen forward"), "own forward"),
+    "attention_backward": (("dense backward + fp32 add",), "own backward"),
+}
+
+
+def verified_kernels(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records for seq1f1b/data/kernels/verified.json, by which a kernel of ours becomes the default.
+
+    Right: all cases of the stages that look at our kernels passed (a tool that is not there is no failure). Faster:
+    over all cells of its dtype and head size, each of which was checked in the same call, by geometric mean, and in
+    none less than 0.85 times as fast.
+    """
+    found = latest_cases(records)
+    versions = found.get("environment", {}).get("versions", {})
+    states = {name: {case["state"] for case in found.get(name, {}).values()} for name in ("primitives", "own kernels")}
+    watched = {case["state"] for case in found.get("sanitizer", {}).values()}
+    if any(of_stage != {"passed"} for of_stage in states.values()) or "failed" in watched:
+        return []
+    entries = []
+    for operation, of_library in versions.get("own CUDA kernels", {}).items():
+        theirs, ours = PEERS[operation]
+        ratios: dict[tuple[str, int], list[float | None]] = {}
+        for name, case in found.get("speed", {}).items():
+            shape = re.match(r"\d+/\d+ heads of (\d+), ", name)
+            if shape:
+                times = [float(case[which].split()[0]) for which in (*theirs, ours) if which in case]
+                complete = case["state"] == "passed" and len(times) == len(theirs) + 1
+                key = (case.get("dtype", "bfloat16"), int(shape[1]))
+                ratios.setdefault(key, []).append(min(times[:-1]) / times[-1] if complete else None)
+        for (dtype, head_dim), of_cells in ratios.items():
+            measured = [ratio for ratio in of_cells if ratio is not None]
+            if len(measured) == len(of_cells) and min(measured) >= 0.85 and geometric_mean(measured) > 1:
+                entries.append({
+                    "architecture": f"sm_{versions['sm']}", "operation": operation, "dtype": dtype,
+                    "head_dim": head_dim, "source": of_library["source"], "compiler": of_library["compiler"],
+                    "times as fast as torch": round(geometric_mean(measured), 3), "cells": len(measured),
+                    "device": versions["device"], "torch": versions["torch"],
+                })  # fmt: skip
+    return entries
 
 
 def main() -> int:
@@ -147,6 +198,8 @@ def main() -> int:
     command = [sys.executable, "-u", str(HERE / "gpu_stages.py"), "--device", options.device]
     run_stages(chosen, command, options.out, options.limit)
     print(summary(read(options.out), list(chosen)))
+    for entry in verified_kernels(read(options.out)):
+        print("for seq1f1b/data/kernels/verified.json:", json.dumps(entry))
     cases = [case for stage in latest_cases(read(options.out)).values() for case in stage.values()]
     return int(any(case["state"] == "failed" for case in cases))
 

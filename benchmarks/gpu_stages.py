@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import platform
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -20,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cuda"))
 
 import aten_stand_ins
 import attention_runs
 import gpu
+import kernel_table
 import model as benchmark_model
+import probes as probes_of_primitives
 import processes as local_processes
 import tiny_model
 import torch
@@ -32,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b import _core, cuda
+from seq1f1b import _core, cuda, cuda_kernels
 from seq1f1b.devices import step_on
 from seq1f1b.testing import run_ranks
 
@@ -47,6 +53,7 @@ class Unmeasured(Exception):
 class Machine:
     def __init__(self, device: str) -> None:
         self.is_cuda = device == "cuda"
+        self.emulated = False  # a test runs our CUDA kernels on the CPU
         self.device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
 
     def need_cuda(self) -> None:
@@ -112,7 +119,10 @@ def environment(machine: Machine) -> Iterator[Case]:
         found: dict[str, Any] = {
             "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "libc": " ".join(platform.libc_ver()), "kernel": platform.release(), "cores": os.cpu_count(),
-            "seq1f1b": seq1f1b.__version__, "isa": _core.attention_isa(),
+            "seq1f1b": seq1f1b.__version__, "isa": _core.attention_isa(), "own CUDA kernels": {
+                name: {"source": operation.source, "compiler": operation.compiler, "code": operation.architectures}
+                for name, operation in cuda_kernels.operations().items()
+            },
         }  # fmt: skip
         found |= {name: shutil.which(name) or "none" for name in ("gcc", "nvcc", "ncu", "compute-sanitizer")}
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
@@ -156,56 +166,64 @@ def environment(machine: Machine) -> Iterator[Case]:
 # -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
 
 
-def attention(machine: Machine) -> Iterator[Case]:
-    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-    tokens = 512 if machine.is_cuda else 24
-    odd = [113, 7, 1, 391] if machine.is_cuda else [9, 3, 1, 11]
-    halves, many = [tokens // 2] * 2, [tokens // 8] * 8
+def attention_errors(
+    machine: Machine, dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any],
+    kernels: str, key_range: int = cuda.KEY_RANGE,
+) -> dict[str, Any]:  # fmt: skip
+    """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
+    os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+    heads, cuda.KEY_RANGE = 8, key_range
+    options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    qkv, (dout, *_) = (
+        [
+            t.to(machine.device)
+            for t in attention_runs.random_qkv(
+                heads, kv_heads, tokens=sum(sizes), head_dim=head_dim, seed=seed, dtype=dtype
+            )
+        ]
+        for seed in (0, 1)
+    )
+    whole = functools.partial(seq1f1b.causal_attention, layer=0, **options)
+    truth = attention_runs.gradients(
+        lambda *t: attention_runs.formula(*t, **options), *(t.double() for t in (*qkv, dout))
+    )
+    peer = attention_runs.gradients(lambda *t: attention_runs.formula(*t, **options), *qkv, dout)
+    machine.poison()
+    with step_on(machine.device):
+        runs = [attention_runs.segmented(sizes, options, [qkv], [dout])[0] for _ in range(2)]
+    found = {
+        "segmented": attention_runs.errors(runs[0], truth),
+        "whole": attention_runs.errors(attention_runs.gradients(whole, *qkv, dout), truth),
+        "formula": attention_runs.errors(peer, truth),
+    }
+    floor = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 16)
+    for name in ("segmented", "whole"):
+        for error, theirs in zip(found[name], found["formula"], strict=True):
+            assert error <= 2 * theirs + floor, {k: [f"{e:.1e}" for e in v] for k, v in found.items()}
+    equal = dict(zip(("out", "dq", "dk", "dv"), (torch.equal(*pair) for pair in zip(*runs, strict=True)), strict=True))
+    texts = {name: " ".join(f"{e:.1e}" for e in values) for name, values in found.items()}
+    return {**texts, "reruns equal": equal}
+
+
+def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
     docs = torch.arange(tokens).mul(5).div(tokens, rounding_mode="floor").expand(2, -1)
     slopes = 2.0 ** -torch.arange(1, 9)
     every: dict[str, dict[str, Any]] = {
         "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "alibi": {"alibi_slopes": slopes},
         "documents": {"doc_ids": docs}, "scale": {"scale": 0.3},
     }  # fmt: skip
-    every["all"] = {name: value for options in every.values() for name, value in options.items()}
+    return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
 
-    def one(
-        dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any], key_range: int
-    ) -> dict[str, Any]:
-        heads, cuda.KEY_RANGE = 8, key_range
-        options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
-        qkv, (dout, *_) = (
-            [
-                t.to(machine.device)
-                for t in attention_runs.random_qkv(
-                    heads, kv_heads, tokens=tokens, head_dim=head_dim, seed=seed, dtype=dtype
-                )
-            ]
-            for seed in (0, 1)
-        )
-        whole = functools.partial(seq1f1b.causal_attention, layer=0, **options)
-        truth = attention_runs.gradients(
-            lambda *t: attention_runs.formula(*t, **options), *(t.double() for t in (*qkv, dout))
-        )
-        peer = attention_runs.gradients(lambda *t: attention_runs.formula(*t, **options), *qkv, dout)
-        machine.poison()
-        with step_on(machine.device):
-            runs = [attention_runs.segmented(sizes, options, [qkv], [dout])[0] for _ in range(2)]
-        found = {
-            "segmented": attention_runs.errors(runs[0], truth),
-            "whole": attention_runs.errors(attention_runs.gradients(whole, *qkv, dout), truth),
-            "formula": attention_runs.errors(peer, truth),
-        }
-        floor = {fp64: 1e-12, fp32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 16)
-        for name in ("segmented", "whole"):
-            for error, theirs in zip(found[name], found["formula"], strict=True):
-                assert error <= 2 * theirs + floor, {k: [f"{e:.1e}" for e in v] for k, v in found.items()}
-        equal = [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
-        texts = {name: " ".join(f"{e:.1e}" for e in values) for name, values in found.items()}
-        return {**texts, "reruns equal": dict(zip(("out", "dq", "dk", "dv"), equal, strict=True))}
 
+def attention(machine: Machine) -> Iterator[Case]:
+    """By torch's ops."""
+    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    tokens = 512 if machine.is_cuda else 24
+    odd = [113, 7, 1, 391] if machine.is_cuda else [9, 3, 1, 11]
+    halves, many = [tokens // 2] * 2, [tokens // 8] * 8
+    every = attention_options(tokens)
     shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
-    all_keys, few_keys = cuda.KEY_RANGE, 100 if machine.is_cuda else 4
+    few_keys = 100 if machine.is_cuda else 4
     shapes += [(dtype, 64, 2, odd, "") for dtype in (bf16, fp16, fp32, fp64)]
     shapes += [(bf16, 128, kv_heads, sizes, "") for kv_heads in (8, 2, 1) for sizes in (halves, odd, many)]
     shapes += [(dtype, 64, 2, odd, name) for name in every for dtype in (bf16, fp32)]
@@ -214,10 +232,151 @@ def attention(machine: Machine) -> Iterator[Case]:
     shapes += [(fp16, 128, 2, [tokens - 1, 1], ""), (bf16, 64, 2, [1, tokens - 1], "window")]
     for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else shapes[::5]:
         text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
-        yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}), all_keys)
+        arguments = (machine, dtype, head_dim, kv_heads, sizes, every.get(name, {}), "library")
+        yield text, functools.partial(attention_errors, *arguments)
         if sizes == odd and head_dim == 64:
-            again = functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}), few_keys)
-            yield f"{text}, backward by {few_keys} keys", again
+            yield f"{text}, backward by {few_keys} keys", functools.partial(attention_errors, *arguments, few_keys)
+
+
+# -- the package's own kernels ---------------------------------------------------------------------------------------
+
+
+def own_operations(machine: Machine) -> dict[str, cuda_kernels.Operation]:
+    if not machine.emulated:
+        machine.need_cuda()
+    found = cuda_kernels.operations()
+    if not found:
+        raise Unmeasured(f"there is no {cuda_kernels.LIBRARY.name}: it was not built")
+    return found
+
+
+def primitives(machine: Machine) -> Iterator[Case]:
+    """Each primitive of the kernels alone, on numbers that tell which came where."""
+
+    def one(check: Callable[[probes_of_primitives.Prober], None]) -> dict[str, Any]:
+        own_operations(machine)
+        try:
+            operation = kernel_table.find_operation(cuda_kernels.LIBRARY, "primitive_probes")
+        except ValueError:
+            raise Unmeasured("the library has no probes: build it with SEQ1F1B_CUDA_TILES=all") from None
+        check(probes_of_primitives.on_the_gpu(operation))
+        return {}
+
+    for check in probes_of_primitives.CHECKS:
+        yield check.__name__, functools.partial(one, check)
+
+
+def own_kernels(machine: Machine) -> Iterator[Case]:
+    """Against fp64, with NaN in all that they are given to write; out, dk and dv have the same bits again."""
+
+    def one(*arguments: Any) -> dict[str, Any]:
+        own_operations(machine)
+        found = attention_errors(machine, *arguments, "own")
+        assert all(found["reruns equal"][name] for name in ("out", "dk", "dv")), found
+        return found
+
+    tokens = 1024 if machine.is_cuda else 150
+    odd, many = [113, 7, 1, tokens - 121], [tokens // 4] * 3 + [tokens - tokens // 4 * 3]
+    every = attention_options(tokens)
+    del every["alibi"], every["all"]["alibi_slopes"]
+    shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        shapes += [(dtype, head_dim, kv_heads, odd, "") for kv_heads in (8, 2, 1)]
+        shapes += [(dtype, head_dim, 2, odd, name) for name in every]
+        shapes += [(dtype, head_dim, 2, sizes, "") for sizes in ([tokens], many, [tokens - 1, 1], [1, tokens - 1])]
+    for dtype, head_dim, kv_heads, sizes, name in shapes:
+        text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
+        yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
+
+
+def tiny(machine: Machine) -> Iterator[Case]:
+    """Each kind of launch once on few tokens: for the tools that watch every access."""
+
+    def one(head_dim: int, kv_heads: int, options: dict[str, Any]) -> dict[str, Any]:
+        own_operations(machine)
+        return attention_errors(machine, torch.bfloat16, head_dim, kv_heads, [150, 1, 49], options, "own")
+
+    docs = attention_options(200)["documents"]
+    for head_dim, kv_heads, options in (
+        (64, 2, {}),
+        (128, 8, {"window": 70}),
+        (128, 1, {"softcap": 20.0}),
+        (64, 2, docs),
+    ):
+        yield f"d{head_dim} kv{kv_heads} {' '.join(options)}", functools.partial(one, head_dim, kv_heads, options)
+
+
+def watched(machine: Machine, tool: str, options: list[str], stage: str, seconds: float) -> str:
+    """A stage of this file under a tool of the CUDA toolkit; its output."""
+    own_operations(machine)
+    if shutil.which(tool) is None:
+        raise Unmeasured(f"there is no {tool}")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "watched.jsonl"
+        command = [tool, *options, sys.executable, __file__, "--device", "cuda", "--stage", stage, "--out", str(out)]
+        done = subprocess.run([*command, "--seconds", str(seconds)], capture_output=True, text=True, timeout=seconds)
+        states = [record["state"] for record in gpu.read(out) if record.get("case")]
+    assert done.returncode == 0 and states and set(states) == {"passed"}, (
+        states,
+        done.stdout[-1200:],
+        done.stderr[-200:],
+    )
+    return done.stdout
+
+
+def sanitizer(machine: Machine) -> Iterator[Case]:
+    def one(tool: str) -> dict[str, Any]:
+        options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=s1f_"]
+        said = watched(machine, "compute-sanitizer", options, "tiny", 40)
+        return {"said": said.strip().splitlines()[-1]}
+
+    for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+        yield tool, functools.partial(one, tool)
+
+
+METRICS = {  # of ncu
+    "us": "gpu__time_duration.sum",
+    "tensor cores %": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "SM %": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "DRAM %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps %": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "bank conflicts of loads": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    "bank conflicts of stores": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "waits for long scoreboard": "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    "waits for a barrier": "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+    "waits for the math pipe": "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio",
+}
+
+
+def one_shape(machine: Machine) -> Iterator[Case]:
+    """What ncu looks at: our kernels once, on a shape of the table."""
+
+    def run() -> dict[str, Any]:
+        inputs = Segment(machine, *SHAPES[0] if machine.is_cuda else SMALL)
+        operations = own_operations(machine)
+        out, lse = cuda._own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
+        if "attention_backward" in operations:
+            inputs.own_backward(operations["attention_backward"], out, lse)
+        machine.sync()
+        return {}
+
+    yield "32/8 heads of 128, 4096 tokens of 16384", run
+
+
+def ncu(machine: Machine) -> Iterator[Case]:
+    def run() -> dict[str, Any]:
+        options = ["--kernel-name", "regex:s1f_", "--csv", "--page", "raw", "--metrics", ",".join(METRICS.values())]
+        said = watched(machine, "ncu", options, "one shape", 55)
+        lines = [line for line in said.splitlines() if line.startswith('"')]
+        found = {}
+        for row in csv.DictReader(lines):
+            values = {name: row.get(metric, "") for name, metric in METRICS.items()}
+            if any(values.values()) and row.get("Kernel Name"):  # the row of units has no kernel
+                found[row["Kernel Name"]] = values
+        assert found, said[-1000:]
+        return found
+
+    yield "32/8 heads of 128, 4096 tokens of 16384", run
 
 
 # -- engine: against the same model run whole ------------------------------------------------------------------------
@@ -389,45 +548,63 @@ def ceilings(machine: Machine) -> Iterator[Case]:
 # -- speed of attention: one segment over its prefix -----------------------------------------------------------------
 
 
+class Segment:
+    """One segment over its prefix: what attention takes and gives."""
+
+    def __init__(self, machine: Machine, heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> None:
+        on_cpu = torch.bfloat16 if machine.emulated else torch.float64  # of the plain way, the one that the CPU has
+        dtype = torch.bfloat16 if machine.is_cuda else on_cpu
+        self.offset = end - tokens
+        self.q, self.dout = (random(machine, 1, tokens, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+        self.keys, self.values = (random(machine, 1, kv_heads, end, head_dim, dtype=dtype) for _ in range(2))
+        self.qkv = (self.q, self.keys, self.values)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.dk, self.dv = (torch.zeros_like(self.keys, dtype=wide) for _ in range(2))
+        empty = self.q.new_empty(0)
+        self.options = cuda.Options(head_dim**-0.5, 0, 0.0, empty, empty, empty)
+        self.flops = 4 * heads * head_dim * (tokens * self.offset + tokens * (tokens + 1) / 2)
+
+    def own_backward(
+        self, operation: cuda_kernels.Operation, out: Tensor, lse: Tensor, kernel: int = -1
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return cuda._own_backward(
+            operation, self.dout, *self.qkv, out, lse, self.options, self.dk, self.dv, kernel=kernel
+        )
+
+    def timed(self, machine: Machine, name: str, run: Callable[[], Any]) -> str:
+        seconds = machine.seconds(run, budget=0.25)
+        rate = (2.5 if "backward" in name else 1.0) * self.flops / seconds / 1e12
+        return f"{seconds * 1e3:.3f} ms {rate:.0f} TFLOP/s"
+
+
 def speed(machine: Machine) -> Iterator[Case]:
     def cell(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
-        """ms and TFLOP/s of ours and of torch's flash ops over the same numbers.
+        """ms and TFLOP/s of the library path, of our kernels, and of torch's flash ops alone over the same numbers.
 
         recipe: of the Seq1F1B reference: keys concatenated, variable-length flash, dK and dV added in bf16.
         """
-        offset = end - tokens
-        dtype = torch.bfloat16 if machine.is_cuda else torch.float64  # of the plain way, the one that the CPU has
-        q, dout = (random(machine, 1, tokens, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-        keys, values = (random(machine, 1, kv_heads, end, head_dim, dtype=dtype) for _ in range(2))
-        dk, dv = (torch.zeros_like(keys, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2))
-        options = cuda.Options(head_dim**-0.5, 0, 0.0, q.new_empty(0), q.new_empty(0), q.new_empty(0))
-        out, lse = cuda._forward(q, keys, values, options)
-        flops = 4 * heads * head_dim * (tokens * offset + tokens * (tokens + 1) / 2)
+        os.environ["SEQ1F1B_CUDA_KERNELS"] = "library"
+        inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
+        q, options = inputs.q, inputs.options
+        out, lse = cuda._forward(*inputs.qkv, options)
         runs: dict[str, Callable[[], Any]] = {
-            "forward": lambda: cuda._forward(q, keys, values, options),
-            "backward": lambda: cuda._backward(dout, q, keys, values, out, lse, options, dk, dv),
+            "forward": lambda: cuda._forward(*inputs.qkv, options),
+            "backward": lambda: cuda._backward(inputs.dout, *inputs.qkv, out, lse, options, inputs.dk, inputs.dv),
         }
         if machine.is_cuda:
-            runs |= peers(machine, q, keys, values, dout, out, lse, offset)
+            runs |= peers(machine, *inputs.qkv, inputs.dout, out, lse, inputs.offset)
             dense = aten._flash_attention_forward.default(
-                *(t.transpose(1, 2) for t in (q, keys, values)), None, None, tokens, end, 0.0, True, False
-            )[0]
-            difference = float((dense.transpose(1, 2).double() - out.double()).abs().max())
-            assert difference <= 2**-7, f"ours and the dense op differ by {difference}"
-        found: dict[str, Any] = {"way": cuda.way(q, options)}
-        for name, run in runs.items():
-            seconds = machine.seconds(run, budget=0.25)
-            rate = (2.5 if "backward" in name else 1.0) * flops / seconds / 1e12
-            found[name] = f"{seconds * 1e3:.2f} ms {rate:.0f} TFLOP/s"
+                *(t.transpose(1, 2) for t in inputs.qkv), None, None, tokens, end, 0.0, True, False
+            )[0].transpose(1, 2)
+            check_close("our forward and the dense op", out, dense)
+        if machine.is_cuda or machine.emulated:
+            runs |= own_runs(inputs, out, lse)
+        found: dict[str, Any] = {"way": cuda.way(q, options), "dtype": str(q.dtype).removeprefix("torch.")}
+        found |= {name: inputs.timed(machine, name, run) for name, run in runs.items()}
         found["backward MB"] = round(machine.peak_bytes(runs["backward"]) / 1e6)
         return found
 
-    if machine.is_cuda:
-        cells = [(32, 8, 128, s, n) for s in (4096, 2048, 8192) for n in (s, 16384, 65536)]
-        cells += [(8, 8, 128, 1024, 32768), (32, 32, 128, 4096, 32768), (32, 8, 64, 4096, 16384)]
-    else:
-        cells = [(4, 2, 64, 64, 256)]
-    for heads, kv_heads, head_dim, tokens, end in cells:
+    for heads, kv_heads, head_dim, tokens, end in cells(machine):
         name = f"{heads}/{kv_heads} heads of {head_dim}, {tokens} tokens of {end}"
         yield name, functools.partial(cell, heads, kv_heads, head_dim, tokens, end)
 
@@ -458,6 +635,82 @@ def speed(machine: Machine) -> Iterator[Case]:
         return {"us, forward and backward": round((time.perf_counter() - start) / 50 * 1e6)}
 
     yield "cost of a call", call
+
+
+def cells(machine: Machine) -> list[tuple[int, int, int, int, int]]:
+    """(heads, kv_heads, head_dim, tokens, end): 12 shapes, forward and backward of each: the 24 cells of the table."""
+    if not machine.is_cuda:
+        return [SMALL]
+    grid = [(32, 8, 128, tokens, end) for tokens in (4096, 2048, 8192) for end in (tokens, 16384, 65536)]
+    return [*grid, (8, 8, 128, 1024, 32768), (32, 32, 128, 4096, 32768), (32, 8, 64, 4096, 16384)]
+
+
+def check_close(what: str, ours: Tensor, theirs: Tensor, allowed: float = 2**-7) -> None:
+    """Within an ulp of bf16, of the largest number: each side rounds its inner products and its result."""
+    if theirs.numel() == 0:
+        return
+    difference = float((ours.double() - theirs.double()).abs().max())
+    allowed *= max(1.0, float(theirs.abs().max()))
+    assert difference <= allowed, f"{what} differ by {difference}, more than {allowed}"
+
+
+SMALL = (4, 2, 64, 64, 256)
+SHAPES = [(32, 8, 128, 4096, 16384), (8, 8, 128, 1024, 32768), (32, 8, 64, 4096, 16384), (32, 32, 128, 8192, 8192)]
+
+
+def own_runs(inputs: Segment, out: Tensor, lse: Tensor) -> dict[str, Callable[[], Any]]:
+    """Our kernels, where they were built, once their results were found to be those of the library path."""
+    operations = cuda_kernels.operations()
+    runs: dict[str, Callable[[], Any]] = {}
+    if forward := operations.get("attention_forward"):
+        own_out, own_lse = cuda._own_forward(forward, *inputs.qkv, inputs.options)
+        check_close("out of own kernels and of the dense op", own_out, out)
+        check_close("lse of own kernels and of the dense op", own_lse, lse, 2**-16)  # sums in float32
+        runs["own forward"] = lambda: cuda._own_forward(forward, *inputs.qkv, inputs.options)
+    if backward := operations.get("attention_backward"):
+        found, prefix = [], slice(0, inputs.offset)  # its own rows are returned
+        for own in (True, False):
+            inputs.dk.zero_()
+            inputs.dv.zero_()
+            if own:
+                grads = inputs.own_backward(backward, out, lse)
+            else:
+                grads = cuda._backward(inputs.dout, *inputs.qkv, out, lse, inputs.options, inputs.dk, inputs.dv)
+            found.append((*grads, inputs.dk[:, :, prefix].clone(), inputs.dv[:, :, prefix].clone()))
+        for name, ours, theirs in zip(("dq", "own dk", "own dv", "dk", "dv"), *found, strict=True):
+            check_close(f"{name} of own kernels and of the library path", ours, theirs)
+        runs["own backward"] = lambda: inputs.own_backward(backward, out, lse)
+    return runs
+
+
+def sweep(machine: Machine) -> Iterator[Case]:
+    """Every shape of our kernels that is compiled, on four shapes of attention."""
+
+    def one(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
+        operations, found = own_operations(machine), {}
+        inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
+        out, lse = cuda._own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
+        for operation in operations.values():
+            for index, kernel in enumerate(operation.kernels):
+                if (kernel.dtype, kernel.head_dim, bool(kernel.warps)) != ("bfloat16", head_dim, True):
+                    continue
+                run = (
+                    functools.partial(cuda._own_forward, operation, *inputs.qkv, inputs.options, kernel=index)
+                    if operation.name == "attention_forward"
+                    else functools.partial(inputs.own_backward, operation, out, lse, kernel=index)
+                )
+                try:
+                    run()
+                except (RuntimeError, ValueError) as error:  # a helper, or more shared memory than this GPU has
+                    found[kernel.name] = str(error)
+                    continue
+                found[kernel.name] = inputs.timed(machine, operation.name, run)
+        return found
+
+    for shape in SHAPES if machine.is_cuda else [SMALL]:
+        heads, kv_heads, head_dim, tokens, end = shape
+        name = f"{heads}/{kv_heads} heads of {head_dim}, {tokens} tokens of {end}"
+        yield name, functools.partial(one, *shape)
 
 
 def peers(
@@ -709,8 +962,6 @@ def probes(machine: Machine) -> Iterator[Case]:
     def nccl_two_processes() -> dict[str, Any]:
         """Two ranks on one GPU that take each other for another host's."""
         machine.need_cuda()
-        import tempfile
-
         with tempfile.TemporaryDirectory() as folder:
             context = torch.multiprocessing.get_context("spawn")
             children = [context.Process(target=nccl_pair, args=(rank, f"{folder}/store")) for rank in range(2)]
@@ -744,13 +995,20 @@ def probes(machine: Machine) -> Iterator[Case]:
 
 STAGES: dict[str, Callable[[Machine], Iterator[Case]]] = {
     "environment": environment,
+    "primitives": primitives,
     "attention": attention,
+    "own kernels": own_kernels,
+    "sanitizer": sanitizer,
     "engine": engine,
     "processes": processes,
     "ceilings": ceilings,
     "speed": speed,
+    "sweep": sweep,
+    "ncu": ncu,
     "training": training,
     "probes": probes,
+    "tiny": tiny,  # of sanitizer
+    "one shape": one_shape,  # of ncu
 }
 
 

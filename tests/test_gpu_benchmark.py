@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from seq1f1b import cuda_kernels
+
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu.py"
 spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
 assert spec is not None and spec.loader is not None
@@ -110,3 +112,57 @@ def test_the_script_on_the_cpu(tmp_path: Path) -> None:
 def test_an_unknown_stage_is_named() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--only", "speeed"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "no stage speeed; there are environment" in done.stderr
+
+
+def kernel_records(**changes: Any) -> list[dict[str, Any]]:
+    """Of a run in which all went well and ours were faster."""
+    library = {"attention_forward": {"source": "5a", "compiler": "13.0.88"}}
+    environment = {"sm": "90", "device": "a GPU", "torch": "2.13", "own CUDA kernels": library}
+    times = {"dense forward": "4.0 ms", "varlen forward": "2.0 ms", "own forward": "1.0 ms", "dtype": "bfloat16"}
+    cells = {
+        "8/8 heads of 128, 4096 tokens of 4096": times,
+        "8/8 heads of 128, 4096 tokens of 16384": times | {"own forward": "2.2 ms"},
+        "8/8 heads of 64, 4096 tokens of 16384": times | {"own forward": "2.1 ms"},
+    }
+    cases = {
+        "environment": {"versions": environment}, "primitives": {"sums": {}}, "own kernels": {"d64": {}},
+        "sanitizer": {"memcheck": {"state": "unmeasured"}}, "speed": cells,
+    }  # fmt: skip
+    for stage, name, change in changes.values():
+        cases[stage].setdefault(name, {}).update(change)
+    return [
+        {"stage": stage, "case": name, "state": "passed", **values}
+        for stage, of_stage in cases.items()
+        for name, values in of_stage.items()
+    ]
+
+
+def test_a_kernel_is_verified_where_it_is_right_and_faster() -> None:
+    (entry,) = gpu.verified_kernels(kernel_records())  # 64: slower than the faster of torch's two
+    assert entry == {
+        "architecture": "sm_90", "operation": "attention_forward", "dtype": "bfloat16", "head_dim": 128, "source": "5a",
+        "compiler": "13.0.88", "times as fast as torch": 1.348, "cells": 2, "device": "a GPU", "torch": "2.13",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("own kernels", "d128", {"state": "failed"}),
+        ("primitives", "sums", {"state": "unmeasured"}),
+        ("sanitizer", "racecheck", {"state": "failed"}),
+        ("speed", "8/8 heads of 128, 4096 tokens of 16384", {"state": "failed"}),
+        ("speed", "8/8 heads of 128, 4096 tokens of 4096", {"state": "unmeasured"}),
+        ("speed", "8/8 heads of 128, 4096 tokens of 16384", {"own forward": "2.4 ms"}),  # below 0.85
+    ],
+    ids=str,
+)
+def test_a_kernel_with_a_flaw_is_not_verified(change: tuple[str, str, dict[str, Any]]) -> None:
+    assert gpu.verified_kernels(kernel_records(change=change)) == []
+
+
+def test_verified_kernels_are_read_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "verified.json"
+    path.write_text(json.dumps(gpu.verified_kernels(kernel_records())))
+    (record,) = cuda_kernels.verified(path)
+    assert record == ("sm_90", "attention_forward", "bfloat16", 128, "5a", "13.0.88")
