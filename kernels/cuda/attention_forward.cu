@@ -76,14 +76,13 @@ constexpr int NUM_ENTRIES = sizeof entries / sizeof entries[0];
 
 /* -- what can be launched, and how ------------------------------------------------------------------------------------ */
 
-/* Index of the kernel: the one asked for if it is for these arguments; -1: none. Without a device all fit: the launch
- * says what is wrong. */
+/* Index of the kernel: the one asked for if it is for these arguments; -1: none, as without a device. */
 int choose_kernel(const s1f_attention_args &a, int32_t asked)
 {
     const int limit = shared_memory_limit();
     for (int i = 0; i < NUM_ENTRIES; i++)
         if (kernels[i].dtype == a.dtype && kernels[i].head_dim == a.head_dim && (asked == -1 || asked == i) &&
-            (kernels[i].shared_bytes <= limit || limit == 0))
+            kernels[i].shared_bytes <= limit)
             return i;
     return -1;
 }
