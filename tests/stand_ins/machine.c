@@ -41,7 +41,7 @@ typedef struct waiter {
 
 machine_state machine;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP; /* held for less than a microsecond */
 static pthread_cond_t work_came = PTHREAD_COND_INITIALIZER;
 static pthread_t worker;
 static int worker_runs, worker_idle, worker_stops, worker_busy; /* busy: in a host function, without the lock */
@@ -276,10 +276,9 @@ static int can_run(operation *op)
 /* Calls `visit` for the head of each queue that holds work. */
 static void each_head(void (*visit)(operation *head, void *argument), void *argument)
 {
-    for (int32_t d = 0; d < machine.options.devices; d++)
-        for (int32_t q = 0; q < MAX_QUEUES; q++)
-            if (machine.devices[d].queues[q].first != NULL)
-                visit(machine.devices[d].queues[q].first, argument);
+    for (int32_t d = 0; d < MAX_DEVICES; d++)
+        for (uint32_t busy = machine.devices[d].busy; busy != 0; busy &= busy - 1)
+            visit(machine.devices[d].queues[__builtin_ctz(busy)].first, argument);
 }
 
 typedef struct {
@@ -518,6 +517,7 @@ void enqueue(operation *op, CUstream stream)
     else
         of->queues[stream->queue].last->next_in_queue = op;
     of->queues[stream->queue].last = op;
+    of->busy |= 1u << stream->queue;
     machine.counters.issued++;
     machine.runnable_changed = 1;
     if (!worker_runs) {
@@ -535,6 +535,8 @@ static void end(operation *op)
     CUstream stream = op->stream;
     device *of = &machine.devices[stream->device];
     of->queues[stream->queue].first = op->next_in_queue;
+    if (op->next_in_queue == NULL)
+        of->busy &= ~(1u << stream->queue);
     stream->first = op->next_in_stream;
     stream->ended = op->issue;
     machine.counters.executed++;

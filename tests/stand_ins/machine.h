@@ -235,6 +235,7 @@ typedef struct {
     struct CUctx_st context;
     struct CUstream_st null_stream;
     int32_t next_queue;
+    uint32_t busy; /* bit q: queue q holds work */
     struct {
         operation *first, *last;
     } queues[MAX_QUEUES];
