@@ -197,7 +197,10 @@ def rounding(prober: Prober) -> None:
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(4096, generator=generator) * 100
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, -0.0, 0.0])
-    numbers = torch.cat([numbers, ties])
+    ends_of_fp16 = torch.tensor(
+        [2**-24, 2**-25, 3 * 2**-25, 2**-14 - 2**-26, 65519.0, 65520.0]
+    )  # an even number in all
+    numbers = torch.cat([numbers, ties, ends_of_fp16])
     for name, dtype in HALVES.items():
         packed = prober(f"PACK_{name}", spread_over_warps(numbers)).flatten()[: len(numbers) : 2]
         got = packed.contiguous().view(torch.int16)

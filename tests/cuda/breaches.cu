@@ -1,19 +1,19 @@
-/* probe.cu - the functions of device.h one by one, and kernels that break its rules, for tests of the emulation. */
+/* breaches.cu - kernels that break a rule of device.h each, for tests of the emulation. */
 #include "../../kernels/cuda/kernel_table.h"
 #include "../../kernels/cuda/tile.h"
 
 using namespace s1f;
 
-struct probe_arguments {
+struct breach_arguments {
     const uint32_t *in; /* two blocks' worth: PER_BLOCK words each */
     uint32_t *out;
-    int32_t what; /* of `breach` */
+    int32_t what; /* the rule */
 };
 
 enum { PER_BLOCK = 64 * 16, THREADS = 64, SHARED_BYTES = 4096 };
 
-struct probe {
-    using arguments = probe_arguments;
+struct small_kernel {
+    using arguments = breach_arguments;
     static constexpr int THREADS = ::THREADS, BLOCKS_PER_SM = 1;
 
     static S1F_DEVICE int first_word(int words) /* of a thread, in `in` and `out` */
@@ -27,80 +27,8 @@ struct probe {
     }
 };
 
-/* In: a[4], b0, b1, d[4] of each lane. Out: d[4]. */
-template <typename Element> struct multiply : probe {
-    static S1F_DEVICE void run(const arguments &p)
-    {
-        uint32_t a[4];
-        float d[4];
-        const uint32_t *in = p.in + first_word(10);
-        for (int i = 0; i < 4; i++) {
-            a[i] = global_load(in + i);
-            d[i] = global_load((const float *)in + 6 + i);
-        }
-        matrix_multiply_add<Element>(d, a, global_load(in + 4), global_load(in + 5));
-        for (int i = 0; i < 4; i++)
-            global_store((float *)p.out + first_word(4) + i, d[i]);
-    }
-};
-
-/* In: a chunk of each thread: row l % 8 of matrix l / 8. Out: its four words as load_matrices gives them, then transposed.
- * Chunks go by an asynchronous copy, or by a load and a store. */
-template <bool ASYNC> struct load : probe {
-    static S1F_DEVICE void run(const arguments &p)
-    {
-        const int t = thread_index();
-        const chunk *source = (const chunk *)(p.in + first_word(4));
-        if (ASYNC) {
-            copy_async_16(slot(t), source, true);
-            copy_async_commit();
-            copy_async_wait<0>();
-        } else {
-            shared_store_16(slot(t), global_load(source));
-        }
-        block_barrier();
-        uint32_t r[4], transposed[4];
-        load_matrices(r, slot(t));
-        load_matrices_transposed(transposed, slot(t));
-        for (int i = 0; i < 4; i++) {
-            global_store(p.out + first_word(8) + i, r[i]);
-            global_store(p.out + first_word(8) + 4 + i, transposed[i]);
-        }
-    }
-};
-
-/* In: a float of each thread. Out: that of the lane beside, of lane 5, which lanes are positive, its half, its square. */
-struct lanes : probe {
-    static S1F_DEVICE void run(const arguments &p)
-    {
-        const float x = global_load((const float *)p.in + first_word(1));
-        uint32_t *out = p.out + first_word(8);
-        global_store((float *)out, shuffle_xor(x, 1));
-        global_store((float *)out + 1, shuffle(x, 5));
-        global_store(out + 2, warp_ballot(x > 0));
-        global_store(out + 3, pack<bf16>(x, -x));
-        global_store(out + 4, pack<fp16>(x, -x));
-        float first, second;
-        unpack<bf16>(pack<bf16>(x, -x), first, second);
-        global_store((float *)out + 5, first + second);
-        unpack<fp16>(pack<fp16>(x, -x), first, second);
-        global_store((float *)out + 6, first);
-        global_store((float *)out + 7, exp2_fast(x) * reciprocal_fast(exp2_fast(x)) + log2_fast(exp2_fast(x)));
-    }
-};
-
-/* Every thread adds its float to a word of its own block and to one of all blocks. */
-struct add : probe {
-    static S1F_DEVICE void run(const arguments &p)
-    {
-        const float x = global_load((const float *)p.in + first_word(1));
-        global_add((float *)p.out + block_index().x * PER_BLOCK, x);
-        global_add((float *)p.out + 1, x);
-    }
-};
-
 /* Kernels that break a rule each, by p.what. 0 breaks none. */
-struct breach : probe {
+struct breach : small_kernel {
     static S1F_DEVICE void run(const arguments &p)
     {
         const int t = thread_index(), other = (t + 32) % THREADS, beside = t ^ 1;
@@ -214,7 +142,7 @@ struct breach : probe {
 };
 
 /* load_matrices of the first chunk of 16 rows of 256 bytes, swizzled or not, which were copied row by row. */
-template <bool SWIZZLED> struct banks : probe {
+template <bool SWIZZLED> struct banks : small_kernel {
     static S1F_DEVICE void run(const arguments &p)
     {
         const int t = thread_index();
@@ -236,15 +164,9 @@ template <bool SWIZZLED> struct banks : probe {
     }
 };
 
-S1F_KERNEL(s1f_probe_multiply_bf16, multiply<bf16>)
-S1F_KERNEL(s1f_probe_multiply_fp16, multiply<fp16>)
-S1F_KERNEL(s1f_probe_load, load<false>)
-S1F_KERNEL(s1f_probe_load_async, load<true>)
-S1F_KERNEL(s1f_probe_lanes, lanes)
-S1F_KERNEL(s1f_probe_add, add)
-S1F_KERNEL(s1f_probe_banks, banks<false>)
-S1F_KERNEL(s1f_probe_banks_swizzled, banks<true>)
-S1F_KERNEL(s1f_probe_breach, breach)
+S1F_KERNEL(s1f_breach, breach)
+S1F_KERNEL(s1f_banks, banks<false>)
+S1F_KERNEL(s1f_banks_swizzled, banks<true>)
 
 namespace
 {
@@ -253,19 +175,12 @@ namespace
     {                                                                                                                  \
 #name, -1, 0, 0, 0, 2, 0, 0, SHARED_BYTES, S1F_CUDA_SHARED_99_KB                                               \
     }
-const s1f_cuda_kernel kernels[] = {
-    ROW(s1f_probe_multiply_bf16), ROW(s1f_probe_multiply_fp16),  ROW(s1f_probe_load),
-    ROW(s1f_probe_load_async),    ROW(s1f_probe_lanes),          ROW(s1f_probe_add),
-    ROW(s1f_probe_banks),         ROW(s1f_probe_banks_swizzled), ROW(s1f_probe_breach),
-};
-void (*const entries[])(probe_arguments) = {
-    s1f_probe_multiply_bf16, s1f_probe_multiply_fp16, s1f_probe_load,           s1f_probe_load_async, s1f_probe_lanes,
-    s1f_probe_add,           s1f_probe_banks,         s1f_probe_banks_swizzled, s1f_probe_breach,
-};
+const s1f_cuda_kernel kernels[] = {ROW(s1f_breach), ROW(s1f_banks), ROW(s1f_banks_swizzled)};
+void (*const entries[])(breach_arguments) = {s1f_breach, s1f_banks, s1f_banks_swizzled};
 
-int32_t launch_probe(const void *arguments, int32_t kernel, void *stream)
+int32_t launch_breach(const void *arguments, int32_t kernel, void *stream)
 {
-    return launch(entries[kernel], {2, 1, 1}, THREADS, SHARED_BYTES, *(const probe_arguments *)arguments, stream);
+    return launch(entries[kernel], {2, 1, 1}, THREADS, SHARED_BYTES, *(const breach_arguments *)arguments, stream);
 }
 
 int64_t scratch_bytes(const void *, int32_t)
@@ -275,4 +190,4 @@ int64_t scratch_bytes(const void *, int32_t)
 
 } // namespace
 
-S1F_CUDA_OPERATION(probe, kernels, scratch_bytes, launch_probe, s1f::error_text);
+S1F_CUDA_OPERATION(breaches, kernels, scratch_bytes, launch_breach, s1f::error_text);
