@@ -199,7 +199,8 @@ class BuildExt(build_ext):
             return super().build_extension(ext)
         library = Path(self.get_ext_fullpath(ext.name))
         needed = max(os.path.getmtime(path) for path in (__file__, *ext.depends))
-        if self.force or not library.exists() or library.stat().st_mtime < needed:
+        if self.force or all_cuda_tiles() or not library.exists() or library.stat().st_mtime < needed:
+            library.unlink(missing_ok=True)  # of other sources: no library is better
             werror = switch("SEQ1F1B_WERROR")
             said = build_cuda_library(ext.sources, library, Path(self.build_temp), werror=werror)
             if self.verbose:
@@ -227,7 +228,7 @@ def main() -> None:
     extension = Extension(
         "seq1f1b._C",
         sources(),
-        depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/*.h"),
+        depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/**/*.h", recursive=True),
         define_macros=MACROS + ([] if free_threaded else [("Py_LIMITED_API", "0x030A0000")]),
         extra_compile_args=compile_flags,
         extra_link_args=link_flags,

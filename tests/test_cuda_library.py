@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_cuda import CudaAttention
 from torch import Tensor
 
 from seq1f1b import _C, cuda, cuda_kernels
@@ -134,31 +135,6 @@ def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
-class Strides(ctypes.Structure):
-    _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
-
-    def values(self) -> tuple[int, int, int]:
-        return self.batch, self.head, self.row
-
-
-class Arguments(ctypes.Structure):
-    """s1f_cuda_attention_args, written down a second time."""
-
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "segment_len", "head_dim", "q_start")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
-        ("q_strides", Strides), ("kv_strides", Strides), ("out", ctypes.c_void_p), ("out_strides", Strides),
-        ("lse", ctypes.c_void_p), ("scale", ctypes.c_double), ("window", ctypes.c_int64), ("softcap", ctypes.c_double),
-        ("slopes", ctypes.c_void_p), ("slopes_batch_stride", ctypes.c_int64), ("docs", ctypes.c_void_p),
-        ("docs_batch_stride", ctypes.c_int64), ("dout", ctypes.c_void_p), ("dout_strides", Strides),
-        ("dq", ctypes.c_void_p), ("dq_strides", Strides), ("dk", ctypes.c_void_p), ("dv", ctypes.c_void_p),
-        ("dkv_strides", Strides), ("store_kv_grads", ctypes.c_int32), ("own_dk", ctypes.c_void_p),
-        ("own_dv", ctypes.c_void_p), ("own_dkv_strides", Strides), ("num_parts", ctypes.c_int32),
-        ("deterministic", ctypes.c_int32), ("scratch", ctypes.c_void_p), ("scratch_bytes", ctypes.c_int64),
-    )  # fmt: skip
-
-
 def launch(**changes: object) -> dict[str, Tensor]:
     """Through the extension, of tensors with strides of their own; returns them."""
     q, out, dout, dq = (
@@ -180,23 +156,18 @@ def launch(**changes: object) -> dict[str, Tensor]:
 
 def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
     tensors = launch()
-    got = Arguments.in_dll(stand_in, "last_arguments")
+    args = CudaAttention.in_dll(stand_in, "last_arguments")
+    got = args.attention
     assert (got.dtype, got.batch, got.heads, got.kv_heads, got.segment_len, got.head_dim) == (2, 2, 4, 2, 5, 64)
     assert (got.q_start, got.scale, got.window, got.softcap) == (15, 0.25, 7, 30.0)
     for name, tensor in tensors.items():
         assert getattr(got, name) == tensor.data_ptr(), name
-    for name, of in (
-        ("q", "q"),
-        ("kv", "k"),
-        ("out", "out"),
-        ("dout", "dout"),
-        ("dq", "dq"),
-        ("dkv", "dk"),
-        ("own_dkv", "own_dk"),
-    ):
-        assert getattr(got, f"{name}_strides").values() == tensors[of].stride()[:3], name
-    assert (got.docs_batch_stride, got.slopes, got.store_kv_grads) == (30, None, 0)
-    assert (got.num_parts, got.deterministic, got.scratch_bytes) == (3, 0, 48)
+    for of in ("q", "k", "out", "dout", "dq", "dk", "own_dk"):
+        name = {"k": "kv", "dk": "dkv", "own_dk": "own_dkv"}.get(of, of)  # of both
+        strides = getattr(got, f"{name}_strides")
+        assert (strides.batch, strides.head, strides.row) == tensors[of].stride()[:3], name
+    assert (got.docs_batch_stride, bool(got.slopes), got.store_kv_grads) == (30, False, 0)
+    assert (args.num_parts, args.deterministic, args.scratch_bytes) == (3, 0, 48)
     assert ctypes.c_int32.in_dll(stand_in, "last_kernel").value == 0
     assert ctypes.c_void_p.in_dll(stand_in, "last_stream").value is None
 
@@ -205,8 +176,9 @@ def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
         launch(docs=torch.empty(0, dtype=torch.int32), dout=None, dq=None, dk=None, dv=None, own_dk=None, own_dv=None)
     finally:
         torch.use_deterministic_algorithms(False)
-    got = Arguments.in_dll(stand_in, "last_arguments")
-    assert (got.deterministic, got.docs, got.dout, got.dq, got.dk, got.dv) == (1, None, None, None, None, None)
+    args = CudaAttention.in_dll(stand_in, "last_arguments")
+    got = args.attention
+    assert (args.deterministic, got.docs, got.dout, got.dq, got.dk, got.dv) == (1, None, None, None, None, None)
 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
@@ -255,6 +227,32 @@ def test_a_table_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"architecture": "sm_90"}]))
     with pytest.raises(ValueError, match=r"verified.json: each record needs architecture, operation, .*'operation'"):
         cuda_kernels.verified(path)
+
+
+# -- how it is built -------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_fails_is_no_obstacle_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = sass.load_setup()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo V99.1.2; else echo "no such host compiler"; exit 1; fi'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("SEQ1F1B_CUDA", raising=False)
+    assert setup.find_nvcc() == str(nvcc) and setup.wants_cuda()
+    assert setup.CudaKernels().optional  # then setuptools warns, and goes on without
+    with pytest.raises(setup.CompileError, match="no such host compiler"):
+        setup.build_cuda_library(setup.cuda_sources(), tmp_path / "library.so", tmp_path)
+    monkeypatch.setenv("SEQ1F1B_CUDA", "1")
+    assert not setup.CudaKernels().optional
+    monkeypatch.setenv("SEQ1F1B_CUDA", "0")
+    assert not setup.wants_cuda()
+    monkeypatch.setenv("SEQ1F1B_CUDA", "yes")
+    with pytest.raises(SystemExit, match="SEQ1F1B_CUDA is 'yes', must be 0 or 1"):
+        setup.wants_cuda()
 
 
 # -- the library that was built ---------------------------------------------------------------------------------------
