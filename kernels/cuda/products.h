@@ -140,7 +140,7 @@ S1F_DEVICE void round_to_factors(uint32_t (&a)[COLUMNS / 2][ROWS][4], const floa
 template <int TILE_COLUMNS, int STEPS, int ROWS>
 S1F_DEVICE void store_factors(uint32_t tile, int row, int column, const uint32_t (&a)[STEPS][ROWS][4])
 {
-    const int lane = thread_index() % WARP_SIZE;
+    const int lane = lane_index();
     const uint32_t at =
         opaque(tile + tile_offset<TILE_COLUMNS>(row + lane / 4, column / CHUNK_ELEMENTS) + lane % 4 * 4);
     S1F_UNROLL

@@ -12,6 +12,17 @@ namespace s1f
 
 enum { CHUNK_ELEMENTS = 8 };
 
+/* Opaque, so that loops keep nothing that follows from them in registers, which are short. */
+S1F_DEVICE int lane_index()
+{
+    return (int)(opaque((uint32_t)thread_index()) % WARP_SIZE);
+}
+
+S1F_DEVICE int warp_index()
+{
+    return (int)(opaque((uint32_t)thread_index()) / WARP_SIZE);
+}
+
 template <int COLUMNS> S1F_DEVICE uint32_t tile_offset(int row, int column_chunk)
 {
     return (uint32_t)(row * COLUMNS * 2 + ((column_chunk ^ (row & 7)) * CHUNK_BYTES));
@@ -23,7 +34,7 @@ template <int COLUMNS> S1F_DEVICE uint32_t tile_offset(int row, int column_chunk
  * tile; transposed, two B operands (r[0], r[1] and r[2], r[3]) of a tile that has a row per row of B. */
 template <int COLUMNS> S1F_DEVICE uint32_t matrix_rows(int row, int column_chunk)
 {
-    const int lane = thread_index() % WARP_SIZE;
+    const int lane = lane_index();
     return tile_offset<COLUMNS>(row + lane % 16, column_chunk + lane / 16);
 }
 
@@ -31,7 +42,7 @@ template <int COLUMNS> S1F_DEVICE uint32_t matrix_rows(int row, int column_chunk
  * operands of a tile that has a row per column of B. */
 template <int COLUMNS> S1F_DEVICE uint32_t matrix_columns(int row, int column_chunk)
 {
-    const int lane = thread_index() % WARP_SIZE;
+    const int lane = lane_index();
     return tile_offset<COLUMNS>(row + lane % 8 + lane / 16 * 8, column_chunk + lane / 8 % 2);
 }
 
@@ -42,7 +53,8 @@ S1F_DEVICE void copy_tile(uint32_t shared, const Element *global, int64_t row_st
 {
     constexpr int CHUNKS = COLUMNS / CHUNK_ELEMENTS, ROWS_AT_ONCE = THREADS / CHUNKS;
     static_assert(THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0, "each thread copies as many chunks");
-    const int first_row = thread_index() / CHUNKS, column_chunk = thread_index() % CHUNKS;
+    const uint32_t thread = opaque((uint32_t)thread_index());
+    const int first_row = (int)(thread / CHUNKS), column_chunk = (int)(thread % CHUNKS);
     const Element *source = global + first_row * row_stride + column_chunk * CHUNK_ELEMENTS;
     S1F_UNROLL
     for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++) {
