@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 LIBRARY = Path(__file__).with_name("libseq1f1b_cuda.so")
 VERIFIED = Path(__file__).parent / "data" / "kernels" / "verified.json"
-OPERATIONS = ("attention_forward",)
+OPERATIONS = ("attention_forward", "attention_backward")
 
 
 class Kernel(NamedTuple):
