@@ -956,6 +956,8 @@ static void test_traps(void)
     use_device(0);
     CHECK(ncclSend(host(p.sent[0]), 1, ncclInt64, 1, p.comm[0], p.stream[1]) == ncclUnhandledCudaError);
     expect_misuse("the stream is not");
+    CHECK(ncclSend(host(p.sent[1]), 1, ncclInt64, 1, p.comm[0], p.stream[0]) == ncclInvalidArgument);
+    expect_misuse("is of device 0, the memory of device 1");
     CHECK(ncclSend(host(p.sent[0]), 2, ncclInt64, 1, p.comm[0], p.stream[0]) == ncclInvalidArgument);
     expect_misuse("16 bytes at offset 0 of an allocation of 8 bytes");
     CHECK(ncclSend(host(p.sent[0]), 1, ncclInt64, 2, p.comm[0], p.stream[0]) == ncclInvalidArgument);
@@ -998,6 +1000,88 @@ static void test_traps(void)
     OK(cuStreamSynchronize(p.stream[0]));
     CHECK(received_on(&p, 0) == 40);
     OK(ncclCommDestroy(blocking));
+    end_pair(&p);
+}
+
+/* Three ranks of one communicator, all of this thread: what one group holds goes its own ways. */
+static void test_groups(void)
+{
+    begin(29, 1);
+    OK(stand_in_set("in_progress_percent", 0));
+    OK(stand_in_set("connection_setup", 0));
+    ncclUniqueId id;
+    ncclConfig_t config = nonblocking();
+    ncclComm_t comm[3];
+    CUstream stream[3];
+    CUdeviceptr words[3];
+    OK(ncclGetUniqueId(&id));
+    OK(ncclGroupStart());
+    for (int rank = 0; rank < 3; rank++) {
+        use_device(rank);
+        OK(ncclCommInitRankConfig(&comm[rank], 3, id, rank, &config));
+        stream[rank] = new_stream();
+        words[rank] = new_memory(32);
+        for (int i = 0; i < 4; i++)
+            ((uint64_t *)host(words[rank]))[i] = (uint64_t)(10 * rank + i);
+    }
+    OK(ncclGroupEnd());
+    uint64_t *held[3] = {host(words[0]), host(words[1]), host(words[2])};
+
+    use_device(0); /* one word to rank 2, and two to rank 1, in order */
+    OK(ncclGroupStart());
+    OK(ncclSend(held[0] + 2, 1, ncclInt64, 2, comm[0], stream[0]));
+    OK(ncclGroupStart()); /* only the outermost end counts */
+    OK(ncclSend(held[0], 1, ncclInt64, 1, comm[0], stream[0]));
+    OK(ncclGroupEnd());
+    OK(ncclSend(held[0] + 1, 1, ncclInt64, 1, comm[0], stream[0]));
+    CHECK(stand_in_count("issued") == 0);
+    OK(ncclGroupEnd());
+    CHECK(stand_in_count("issued") == 1);
+    use_device(2); /* rank 2 gets its word though rank 1 has not come */
+    OK(ncclRecv(held[2], 1, ncclInt64, 0, comm[2], stream[2]));
+    OK(cuStreamSynchronize(stream[2]));
+    CHECK(held[2][0] == 2 && stuck_with("send of message 0, 8 bytes, to device 1"));
+    use_device(1);
+    OK(ncclRecv(held[1], 1, ncclInt64, 0, comm[1], stream[1]));
+    OK(ncclRecv(held[1] + 1, 1, ncclInt64, 0, comm[1], stream[1]));
+    CHECK(drained() && held[1][0] == 0 && held[1][1] == 1);
+    CHECK(stand_in_count("send") == 3 && stand_in_count("receive") == 3 && stand_in_count("nccl") == 4);
+
+    OK(ncclGroupStart()); /* over the communicators of two ranks: an operation on the stream of each */
+    OK(ncclSend(held[1] + 3, 1, ncclInt64, 2, comm[1], stream[1]));
+    use_device(2);
+    OK(ncclRecv(held[2] + 1, 1, ncclInt64, 1, comm[2], stream[2]));
+    OK(ncclGroupEnd());
+    CHECK(drained() && held[2][1] == 13);
+    for (int rank = 0; rank < 3; rank++) {
+        OK(ncclCommAbort(comm[rank]));
+        OK(cuMemFree_v2(words[rank]));
+    }
+}
+
+/* NCCL may synchronise the device before it launches: the group stays in progress until the device is idle. */
+static void test_injected_synchronisation_of_nccl(void)
+{
+    pair p = new_pair(30, 8, 0);
+    OK(stand_in_set("in_progress_percent", 0));
+    OK(stand_in_set("connection_setup", 0));
+    OK(stand_in_set("injected_sync_permille", 1000));
+    use_device(0);
+    CUstream other = new_stream();
+    CUdeviceptr gate = new_memory(8);
+    *(uint64_t *)host(gate) = 0;
+    OK(cuStreamWaitValue64_v2(other, gate, 1, CU_STREAM_WAIT_VALUE_EQ));
+    ncclResult_t asked;
+    CHECK(send_from(&p, 0) == ncclInProgress);
+    for (int i = 0; i < 10; i++) {
+        OK(ncclCommGetAsyncError(p.comm[0], &asked));
+        CHECK(asked == ncclInProgress);
+    }
+    OK(receive_on(&p, 1)); /* its device is idle */
+    CHECK(stuck_with("value wait") && stand_in_count("injected_synchronisations") == 2);
+    open_gate(gate);
+    CHECK(poll(p.comm[0]) == ncclSuccess && drained() && received_on(&p, 1) == 40);
+    OK(cuMemFree_v2(gate));
     end_pair(&p);
 }
 
@@ -1309,6 +1393,8 @@ int main(int argc, char **argv)
     test_abort_before_it_begins();
     test_configuration();
     test_traps();
+    test_groups();
+    test_injected_synchronisation_of_nccl();
     test_connection();
     test_failing_calls();
     test_unequal_sizes();

@@ -772,6 +772,7 @@ int find_span(api_call call, const void *address, size_t bytes, int host_allowed
     allocation *owner = find_allocation(address);
     if (owner != NULL && bytes <= (size_t)(owner->address + owner->bytes - first)) {
         out->allocation = owner->id;
+        out->device = owner->device;
         return 1;
     }
     if (owner != NULL) {

@@ -186,6 +186,7 @@ typedef struct {
     char *address;
     size_t bytes;
     int64_t allocation;
+    int32_t device; /* of the allocation */
 } span;
 
 struct operation {

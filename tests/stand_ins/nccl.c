@@ -522,6 +522,9 @@ static ncclResult_t add_message(api_call this_call, const void *buffer, size_t c
     span memory;
     if (!find_span(this_call, buffer, count * type_bytes(type), 0, &memory))
         return refuse(this_call, ncclInvalidArgument, "%zu elements at %p", count, buffer);
+    if (memory.allocation != 0 && memory.device != comm->device)
+        REFUSE(ncclInvalidArgument, "communicator %d is of device %d, the memory of device %d", comm->number,
+               comm->device, memory.device);
     for (nccl_message *m = group.first; m != NULL; m = m->next)
         if (m->comm == comm && m->stream != stream)
             REFUSE(ncclInvalidUsage, "one group on two streams of communicator %d: not modelled", comm->number);
