@@ -238,6 +238,25 @@ def test_equal_bits(emulated: Emulated) -> None:
 
 
 @pytest.mark.parametrize(
+    "case, pairs",
+    [
+        (Case(tokens=512, heads=1), 2 + 4 + 6 + 8),
+        (Case(tokens=512, heads=1, segments=(384, 128)), 8),
+        (Case(tokens=512, heads=1, segments=(384, 128), num_parts=3), 8),
+        (Case(tokens=512, heads=1, window=64), 2 + 3 + 3 + 3),
+        (Case(tokens=512, heads=1, documents=(128, 128, 128, 128)), 4 * 2),
+        (Case(tokens=512, heads=1, documents=(100, 28, 256, 128)), 2 + 2 + 4 + 2),
+        (Case(tokens=16, heads=8, kv_heads=1), 1),
+    ],
+    ids=str,
+)
+def test_work_is_what_is_seen(emulated: Emulated, case: Case, pairs: int) -> None:
+    """In the last segment: pairs of 128 rows, of all query heads of a kv head, and 64 keys that they may see."""
+    forward(emulated, dataclasses.replace(case, tile=(128, 64, 4, 3)))
+    assert emulated.products == pairs * 2 * 128 * 64 * case.head_dim / (16 * 8 * 16)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"dtype": 0}, {"head_dim": 96}, {"kv_heads": 3}, {"scale": -1.0}, {"softcap": -1.0}, {"window": -1},

@@ -46,22 +46,25 @@ namespace
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
+
+template <typename Kernel>
+constexpr s1f_cuda_kernel row_of(const char *name, int32_t dtype, int32_t head_dim, int32_t rows, int32_t keys,
+                                 int32_t warps, int32_t slots, int32_t limit)
+{
+    return {name, dtype, head_dim, rows, keys, warps, slots, 2, Kernel::SHARED_BYTES, limit};
+}
+
+constexpr s1f_cuda_kernel row_of_helper(const char *name, int32_t dtype, int32_t head_dim)
+{
+    return {name, dtype, head_dim, 0, 0, 4, 0, 0, 0, S1F_CUDA_SHARED_99_KB};
+}
+
 #define ROW(element, dtype, head_dim, rows, keys, warps, slots, limit)                                                 \
-    {TEXT(NAME(element, head_dim, rows, keys, warps, slots)),                                                          \
-     dtype,                                                                                                            \
-     head_dim,                                                                                                         \
-     rows,                                                                                                             \
-     keys,                                                                                                             \
-     warps,                                                                                                            \
-     slots,                                                                                                            \
-     2,                                                                                                                \
-     attention_forward<element, head_dim, rows, keys, warps, slots>::SHARED_BYTES,                                     \
-     S1F_CUDA_SHARED_##limit##_KB},
-#define HELPER(name, dtype, head_dim)                                                                                  \
-    {                                                                                                                  \
-#name, dtype, head_dim, 0, 0, 4, 0, 0, 0, S1F_CUDA_SHARED_99_KB                                                \
-    }
-const s1f_cuda_kernel kernels[] = {
+    row_of<attention_forward<element, head_dim, rows, keys, warps, slots>>(                                            \
+        TEXT(NAME(element, head_dim, rows, keys, warps, slots)), dtype, head_dim, rows, keys, warps, slots,            \
+        S1F_CUDA_SHARED_##limit##_KB),
+#define HELPER(name, dtype, head_dim) row_of_helper(#name, dtype, head_dim)
+constexpr s1f_cuda_kernel kernels[] = {
     ALL(ROW) HELPER(s1f_attention_merge_bf16_d64, S1F_BFLOAT16, 64),
     HELPER(s1f_attention_merge_bf16_d128, S1F_BFLOAT16, 128),
     HELPER(s1f_attention_merge_fp16_d64, S1F_FLOAT16, 64),
