@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MAX_INPUTS = 8, MAX_OUTPUTS = 5, MAX_TEMPORARIES = 12 };
+enum { MAX_INPUTS = 8, MAX_OUTPUTS = 6, MAX_TEMPORARIES = 12 };
 
 typedef struct {
     AtenTensorHandle handle;
@@ -683,10 +683,8 @@ static s1f_status cache_read(op_call *call)
         status = view_pair(call, 2, grads.dk, grads.dv, sum_dtype(shape.dtype), &shape, unit);
     if (status == S1F_OK)
         status = view_docs(call, 4, &rows, &shape, unit);
-    for (int i = 2; i < 4 && status == S1F_OK && grads.first; i++) /* the first contribution finds zeros to add to */
-        if (s1f_torch.aoti_torch_zero_(call->outputs[i].handle) != 0)
-            status = torch_failed("aoti_torch_zero_");
-    return status;
+    int64_t held = grads.first ? 0 : unit->offset + unit->length, one = 1;
+    return status == S1F_OK ? view_rows(call, 5, grads.dk, sum_dtype(shape.dtype), 1, &held, &one) : status;
 }
 
 /* -- positions -------------------------------------------------------------------------------------------------- */
@@ -836,7 +834,8 @@ static void run_op(const op *definition, StableIValue *stack)
       "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS       \
       ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                 \
     X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")           \
-    X(cache_read, 2, 5, 1, "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")     \
+    X(cache_read, 2, 6, 1,                                                                                              \
+      "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")                  \
     X(positions, 2, 1, 0, "(Tensor x, Tensor doc_ids, SymInt dim, SymInt rank, SymInt num_shards) -> Tensor")
 
 #define S1F_BOXED(name, num_tensors, num_outputs, any_device, schema)                                                  \

@@ -5,7 +5,8 @@
  *   segment_attention(q, k, v, layer, slopes, doc_ids, scale, window, softcap) -> (out, lse)
  *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads) -> (dq, dk, dv)
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
- *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids) of them, dk and dv to be added to
+ *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and dv
+ *     have tokens whose sums they hold: all, to be added to, or before the first contribution none
  *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's; within
  *     their documents, where doc_ids is not empty
  *

@@ -47,7 +47,6 @@ typedef struct TorchLibraryOpaque *TorchLibraryHandle;
       (void *data, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t storage_offset, int32_t dtype,  \
        int32_t device_type, int32_t device_index, AtenTensorHandle *))                                                 \
     X(AOTITorchError, aoti_torch_copy_, (AtenTensorHandle self, AtenTensorHandle source, int32_t non_blocking))        \
-    X(AOTITorchError, aoti_torch_zero_, (AtenTensorHandle))                                                            \
     X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle))                                             \
     X(AOTITorchError, aoti_torch_library_init_fragment,                                                                \
       (const char *name, const char *file, uint32_t line, TorchLibraryHandle *))                                       \

@@ -192,7 +192,7 @@ _Attention = tuple[
     float, int, float, int, int,  # scale, window, softcap, docs, docs_batch_stride
     _TensorRows, _TensorRows, _TensorRows, _TensorRows, int,  # q, k, v, out, lse
     _TensorRows, _TensorRows, _TensorRows, _TensorRows,  # dout, dq, dk, dv
-    _TensorRows, _TensorRows, bool, int,  # own_dk, own_dv, deterministic, num_parts
+    _TensorRows, _TensorRows, bool, bool, int,  # own_dk, own_dv, store_kv_grads, deterministic, num_parts
 ]  # fmt: skip
 
 def cuda_attention_scratch(library: object, operation: str, kernel: int, arguments: _Attention, /) -> int: ...

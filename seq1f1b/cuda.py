@@ -64,8 +64,8 @@ def causal_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, docs: Tensor,
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dk, dv = (_token_major_zeros(t, lse.dtype) for t in (k, v))
-    return _backward(dout, q, k, v, out, lse, Options(scale, window, softcap, slopes, docs, docs), dk, dv)
+    dk, dv = (t.new_empty(t.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for t in (k, v))
+    return _backward(dout, q, k, v, out, lse, Options(scale, window, softcap, slopes, docs, docs), dk, dv, store=True)
 
 
 def segment_attention(
@@ -80,8 +80,9 @@ def segment_attention_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, scale: float,
     window: int, softcap: float, kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    keys, values, dk, dv, key_docs = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
-    return _backward(dout, q, keys, values, out, lse, Options(scale, window, softcap, slopes, docs, key_docs), dk, dv)
+    keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
+    options = Options(scale, window, softcap, slopes, docs, key_docs)
+    return _backward(dout, q, keys, values, out, lse, options, dk, dv, store=held.numel() == 0)
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
@@ -173,15 +174,18 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
 
 def _backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
-    dv: Tensor,
+    dv: Tensor, store: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64; returns dq, and dk and dv of the
-    queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All token-major
-    in memory.
+    """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64, or stores; returns dq, and dk and dv of
+    the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All
+    token-major in memory.
     """
     operation = _own(q, options, "attention_backward")
     if operation is not None:
-        return _own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv)
+        return _own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store)
+    if store:
+        dk.zero_()
+        dv.zero_()
     dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv)
     own = slice(keys.shape[2] - q.shape[2], None)
     return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
@@ -297,7 +301,7 @@ def _own_forward(
 
 def _own_backward(
     operation: cuda_kernels.Operation, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-    options: Options, dk: Tensor, dv: Tensor, kernel: int = -1,
+    options: Options, dk: Tensor, dv: Tensor, store: bool = False, kernel: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (dout, q, out), (keys, values) = _aligned(dout, q, out), _aligned_pair(keys, values)
     batch, heads, tokens, head_dim = q.shape
@@ -307,7 +311,7 @@ def _own_backward(
     cuda_kernels.launch_attention(
         operation, q, keys, values, out, lse.contiguous(), scale=options.scale, window=options.window,
         softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=dk, dv=dv, own_dk=own_dk, own_dv=own_dv,
-        kernel=kernel,
+        store=store, kernel=kernel,
     )  # fmt: skip
     return dq, own_dk, own_dv
 

@@ -137,16 +137,17 @@ def architecture(device: torch.device) -> str:
 def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None, kernel: int = -1,
-    num_parts: int = 0,
+    dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
+    store: bool = False, kernel: int = -1, num_parts: int = 0,
 ) -> None:  # fmt: skip
     """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
 
     Args:
         q, out, dout, dq: (batch, heads, tokens, head_dim); k, v, dk, dv: (batch, kv_heads, N, head_dim), k and v of the
-            same strides, dk and dv too, float32 and added to. The last query is token N - 1.
+            same strides, dk and dv too, float32. The last query is token N - 1.
         own_dk, own_dv: (batch, kv_heads, tokens, head_dim), of q's dtype and the same strides: the sums of the last
             rows of dk and dv, which then hold nothing of use.
+        store: dk and dv hold nothing yet; else they are added to.
         lse: (batch, heads, tokens), contiguous, float32.
         docs: (batch, N), int32; empty: none.
         kernel: index of ``operation.kernels``; -1: the launcher chooses.
@@ -163,7 +164,7 @@ def launch_attention(
         scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
         rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
-        torch.are_deterministic_algorithms_enabled(), num_parts,
+        store, torch.are_deterministic_algorithms_enabled(), num_parts,
     )  # fmt: skip
     scratch_bytes = _core.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():

@@ -173,12 +173,14 @@ def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
 
     torch.use_deterministic_algorithms(True)
     try:
-        launch(docs=torch.empty(0, dtype=torch.int32), dout=None, dq=None, dk=None, dv=None, own_dk=None, own_dv=None)
+        launch(docs=torch.empty(0, dtype=torch.int32), dout=None, dq=None, dk=None, dv=None, own_dk=None, own_dv=None,
+               store=True)  # fmt: skip
     finally:
         torch.use_deterministic_algorithms(False)
     args = CudaAttention.in_dll(stand_in, "last_arguments")
     got = args.attention
-    assert (args.deterministic, got.docs, got.dout, got.dq, got.dk, got.dv) == (1, None, None, None, None, None)
+    assert (args.deterministic, got.store_kv_grads) == (1, 1)
+    assert (got.docs, got.dout, got.dq, got.dk, got.dv) == (None, None, None, None, None)
 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:

@@ -49,8 +49,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Emulated, Path]:
     return build([*sources, "tests/cuda/primitive_probes.cu"], work), work / "emulated.so"
 
 
-def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each tensor that a launch gets."""
+STORE = 23  # place of an argument of _core.cuda_attention: dk and dv hold nothing yet
+
+
+def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
+    """Address and bytes of each tensor that a launch gets, and whether it is dk or dv of the slab."""
     _, batch, heads, kv_heads, tokens, head_dim, q_start, *_, docs, docs_stride = arguments[:12]
     q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv = arguments[12:23]
     end = q_start + tokens
@@ -61,10 +64,10 @@ def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
             address, *strides = t
             counts = (batch - 1, of_heads - 1, rows - 1)
             last = sum(count * stride for count, stride in zip(counts, strides, strict=True))
-            yield address, (last + head_dim) * element_bytes
-    yield lse, batch * heads * tokens * 4
+            yield address, (last + head_dim) * element_bytes, element_bytes == 4
+    yield lse, batch * heads * tokens * 4, False
     if docs:
-        yield docs, ((batch - 1) * docs_stride + end) * 4
+        yield docs, ((batch - 1) * docs_stride + end) * 4, False
 
 
 @pytest.fixture
@@ -80,7 +83,9 @@ def calls(library: tuple[Emulated, Path], monkeypatch: pytest.MonkeyPatch) -> It
         launched.append(name)
         ctypes.memset(scratch, 0xFF, size)  # NaN
         emulated._library.s1f_emulation_reset(ctypes.c_uint64(len(launched)))
-        for address, extent in [*extents(arguments), (scratch, size)]:
+        for address, extent, is_sum in [*extents(arguments), (scratch, size, False)]:
+            if is_sum and arguments[STORE]:
+                ctypes.memset(address, 0xFF, extent)
             emulated._library.s1f_emulation_add_extent(ctypes.c_void_p(address), ctypes.c_int64(extent), 1)
         try:
             launch(handle, name, kernel, arguments, scratch, size, stream)

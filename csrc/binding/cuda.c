@@ -125,13 +125,13 @@ static const s1f_cuda_operation *read_attention(PyObject *args, const char *form
     long long docs_batch_stride = 0, scratch_bytes = 0;
     unsigned long long lse = 0, docs = 0, scratch = 0;
     tensor_rows q, k, v, result, dout, dq, dk, dv, own_dk, own_dv;
-    int deterministic = 0, num_parts = 0;
+    int store_kv_grads = 0, deterministic = 0, num_parts = 0;
     memset(out, 0, sizeof *out);
     if (!PyArg_ParseTuple(args, format, &capsule, &name, kernel, to_dtype, &a->dtype, &batch, &heads, &kv_heads,
                           &segment_len, &head_dim, &q_start, &a->scale, &window, &a->softcap, &docs, &docs_batch_stride,
                           to_rows, &q, to_rows, &k, to_rows, &v, to_rows, &result, &lse, to_rows, &dout, to_rows, &dq,
-                          to_rows, &dk, to_rows, &dv, to_rows, &own_dk, to_rows, &own_dv, &deterministic, &num_parts,
-                          &scratch, &scratch_bytes, stream))
+                          to_rows, &dk, to_rows, &dv, to_rows, &own_dk, to_rows, &own_dv, &store_kv_grads,
+                          &deterministic, &num_parts, &scratch, &scratch_bytes, stream))
         return NULL;
     a->batch = batch, a->heads = heads, a->kv_heads = kv_heads, a->segment_len = segment_len, a->head_dim = head_dim;
     a->q_start = q_start, a->window = window;
@@ -143,6 +143,7 @@ static const s1f_cuda_operation *read_attention(PyObject *args, const char *form
     a->dq = address_of(dq), a->dq_strides = strides_of(dq);
     a->dk = address_of(dk), a->dv = address_of(dv), a->dkv_strides = strides_of(dk);
     a->own_dk = address_of(own_dk), a->own_dv = address_of(own_dv), a->own_dkv_strides = strides_of(own_dk);
+    a->store_kv_grads = store_kv_grads;
     out->deterministic = deterministic, out->num_parts = num_parts;
     out->scratch = (void *)(uintptr_t)scratch, out->scratch_bytes = scratch_bytes;
     if (!same_strides(k, v) || !same_strides(dk, dv) || !same_strides(own_dk, own_dv)) {
@@ -152,13 +153,13 @@ static const s1f_cuda_operation *read_attention(PyObject *args, const char *form
     return find_operation(capsule, name);
 }
 
-#define S1F_ATTENTION_FORMAT "Osi(O&LLLLLLdLdKLO&O&O&O&KO&O&O&O&O&O&pi)"
+#define S1F_ATTENTION_FORMAT "Osi(O&LLLLLLdLdKLO&O&O&O&KO&O&O&O&O&O&ppi)"
 
 PyDoc_STRVAR(
     cuda_attention_scratch_doc,
     "cuda_attention_scratch(library, operation, kernel, arguments) -> bytes of the device that a launch needs\n\n"
     "arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, "
-    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, deterministic, num_parts); tensors: "
+    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: "
     "(address, stride of batch, head, row) or None; docs and lse: addresses.");
 
 static PyObject *cuda_attention_scratch(PyObject *module, PyObject *args)
