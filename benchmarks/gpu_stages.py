@@ -684,30 +684,33 @@ def own_runs(inputs: Segment, out: Tensor, lse: Tensor) -> dict[str, Callable[[]
 
 
 def sweep(machine: Machine) -> Iterator[Case]:
-    """Every shape of our kernels that is compiled, on four shapes of attention."""
+    """Every tile of our kernels that is compiled, on four shapes of attention, each held to the launcher's choice."""
 
     def one(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
         operations, found = own_operations(machine), {}
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
         out, lse = cuda._own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
-        for operation in operations.values():
+        for name, operation in operations.items():
+            if name == "attention_forward":
+                run = functools.partial(cuda._own_forward, operation, *inputs.qkv, inputs.options)
+            else:
+                run = functools.partial(inputs.own_backward, operation, out, lse)
+            chosen = run()
             for index, kernel in enumerate(operation.kernels):
-                if (kernel.dtype, kernel.head_dim, bool(kernel.warps)) != ("bfloat16", head_dim, True):
+                if (kernel.dtype, kernel.head_dim, kernel.query_rows > 0) != ("bfloat16", head_dim, True):
                     continue
-                run = (
-                    functools.partial(cuda._own_forward, operation, *inputs.qkv, inputs.options, kernel=index)
-                    if operation.name == "attention_forward"
-                    else functools.partial(inputs.own_backward, operation, out, lse, kernel=index)
-                )
+                of_kernel = functools.partial(run, kernel=index)
                 try:
-                    run()
-                except (RuntimeError, ValueError) as error:  # a helper, or more shared memory than this GPU has
+                    results = of_kernel()
+                except ValueError as error:  # not one to choose, or more shared memory than this GPU has
                     found[kernel.name] = str(error)
                     continue
-                found[kernel.name] = inputs.timed(machine, operation.name, run)
+                for ours, theirs in zip(results, chosen, strict=True):
+                    check_close(f"{kernel.name} and the launcher's choice", ours, theirs)
+                found[kernel.name] = inputs.timed(machine, name, of_kernel)
         return found
 
-    for shape in SHAPES if machine.is_cuda else [SMALL]:
+    for shape in SHAPES if machine.is_cuda else [SMALL, (2, 1, 128, 64, 192)]:
         heads, kv_heads, head_dim, tokens, end = shape
         name = f"{heads}/{kv_heads} heads of {head_dim}, {tokens} tokens of {end}"
         yield name, functools.partial(one, *shape)

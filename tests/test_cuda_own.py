@@ -46,7 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Emulated, Path]:
     work = tmp_path_factory.mktemp("emulated")
     sources = [f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS]
-    return build([*sources, "tests/cuda/primitive_probes.cu"], work), work / "emulated.so"
+    sources.append("tests/cuda/primitive_probes.cu")
+    return build(sources, work, flags=["-DS1F_CUDA_ALL_TILES=1"]), work / "emulated.so"
 
 
 STORE = 23  # place of an argument of _core.cuda_attention: dk and dv hold nothing yet
@@ -156,10 +157,10 @@ def test_a_primitive_is_as_the_ptx_isa_says(
 
 @pytest.mark.parametrize("stage", ["own kernels", "tiny", "one shape", "speed", "sweep"])
 def test_the_stages_of_the_gpu_benchmark(stage: str, calls: tuple[list[Call], list[str]], tmp_path: Path) -> None:
-    """One case of each, so that a first run on a GPU does not end in a mistake of the script."""
+    """So that a first run on a GPU does not end in a mistake of the script: one case of each, but all tiles."""
     machine = gpu_stages.Machine("cpu")
     machine.emulated = True
-    cases = list(gpu_stages.STAGES[stage](machine))[:1]
+    cases = list(gpu_stages.STAGES[stage](machine))[: None if stage == "sweep" else 1]
     gpu_stages.run_cases(stage, cases, tmp_path / "results.jsonl", machine)
     found = [record for record in gpu_stages.gpu.read(tmp_path / "results.jsonl") if record.get("case")]
     failed = [record for record in found if record["state"] == "failed"]
