@@ -27,6 +27,10 @@ enum probe : int32_t { /* as in probes.py */
                        UNPACK_BF16,
                        UNPACK_FP16,
                        GLOBAL_ADD,
+                       GLOBAL_ADD_4,
+                       GLOBAL_LOAD_4,
+                       SHARED_LOAD_PAIR,
+                       MAXIMUM,
 };
 
 enum { WORDS = 16 }; /* of a lane */
@@ -150,6 +154,27 @@ struct primitive_probes {
         case GLOBAL_ADD: /* all lanes to lane 0's word 0, which was 0 */
             global_add((float *)(a.out + block_index().x * WARP_SIZE * WORDS), as_float(x[0]));
             return;
+        case GLOBAL_ADD_4: { /* of all warps, to the first words of all; GLOBAL_LOAD_4: what these hold of a lane */
+            const float values[4] = {as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3])};
+            global_add_4<WARP_SIZE>((float *)a.out, values);
+            return;
+        }
+        case GLOBAL_LOAD_4: {
+            float values[4];
+            global_load_4<WARP_SIZE>(values, (const float *)a.in);
+            for (int i = 0; i < 4; i++)
+                y[i] = as_word(values[i]);
+            break;
+        }
+        case SHARED_LOAD_PAIR: { /* words 2 and 3 of lane word 4 */
+            shared_store_16(own, chunk{{x[0], x[1], x[2], x[3]}});
+            warp_barrier();
+            const float_pair pair = shared_load_pair(shared_base() + x[4] * CHUNK_BYTES + 8);
+            y[0] = as_word(pair.element[0]);
+            y[1] = as_word(pair.element[1]);
+            break;
+        }
+        case MAXIMUM: y[0] = as_word(maximum(as_float(x[0]), as_float(x[1]))); break;
         }
         for (int i = 0; i < WORDS; i++)
             global_store(out + i, y[i]);

@@ -32,6 +32,10 @@ PROBES = [
     "UNPACK_BF16",
     "UNPACK_FP16",
     "GLOBAL_ADD",
+    "GLOBAL_ADD_4",
+    "GLOBAL_LOAD_4",
+    "SHARED_LOAD_PAIR",
+    "MAXIMUM",
 ]  # enum probe of primitive_probes.cu
 HALVES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
@@ -214,7 +218,24 @@ def sums(prober: Prober) -> None:
     got = prober("GLOBAL_ADD", words_of(bits((LANE + 1).float())))[0]
     assert float(got[0, :1].view(torch.float32)) == LANES * (LANES + 1) / 2
 
+    numbers = torch.arange(3 * LANES * WORDS).view(3, LANES, WORDS)
+    added = prober("GLOBAL_ADD_4", bits(numbers.float()))
+    found = prober("GLOBAL_LOAD_4", added)[0, :, :4].contiguous().view(torch.float32)
+    assert torch.equal(found, numbers[:, :, :4].sum(0).float())
+
+
+def pairs_and_extremes(prober: Prober) -> None:
+    values = torch.randn(LANES, 4, generator=torch.Generator().manual_seed(4))
+    source = (LANE * 11 + 5) % LANES
+    got = prober("SHARED_LOAD_PAIR", words_of(*bits(values).T, source))[0][:, :2]
+    assert torch.equal(got, bits(values)[source, 2:])
+    first, second = values[:, 0].clone(), values[:, 1].clone()
+    first[:2] = -math.inf
+    second[1:3] = -math.inf
+    got = prober("MAXIMUM", words_of(bits(first), bits(second)))[0][:, 0]
+    assert torch.equal(got.view(torch.float32), torch.maximum(first, second))
+
 
 CHECKS: tuple[Callable[[Prober], None], ...] = (
-    matrices, products, sums_of_products, copies, lanes, arithmetic, rounding, sums,
+    matrices, products, sums_of_products, copies, lanes, arithmetic, rounding, sums, pairs_and_extremes,
 )  # fmt: skip
