@@ -19,6 +19,7 @@ import pytest
 import torch
 from emulated_cuda import (
     DTYPES,
+    SANITIZED,
     SHARED_99_KB,
     SHARED_163_KB,
     Attention,
@@ -409,18 +410,23 @@ MUTATION_CASES = [
 ]
 
 
+not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sanitizers end the process for")
+
+
 @pytest.fixture(scope="module")
 def mutated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
         yield build(["kernels/cuda/attention_backward.cu"], Path(work), MUTATIONS)
 
 
+@not_sanitized
 def test_no_mutation(mutated: Emulated) -> None:
     mutated.mutation = 0
     for case in MUTATION_CASES:
         check(mutated, case)
 
 
+@not_sanitized
 @pytest.mark.parametrize("index", range(len(MUTATIONS)), ids=[m.name for m in MUTATIONS])
 def test_mutation_fails(mutated: Emulated, index: int) -> None:
     """Each fails one of the cases that the kernels pass."""
