@@ -13,7 +13,9 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterator
+from ctypes import byref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +254,7 @@ CASES = [
     Case(tokens=330, segments=(200, 130), documents=(10, 20, 90, 180, 30), num_parts=3, head_dim=128, heads=1),
     Case(tokens=330, segments=(310, 20), window=90, softcap=3.0, documents=(128, 64, 138), dtype=FP16, num_parts=2),
     Case(tokens=100, segments=(50, 50), num_parts=7, batch=2, own_rows=False),
+    Case(tokens=150, segments=(120, 30), heads=8),  # several parts by the launcher's choice
     Case(tokens=200, segments=(70, 130), deterministic=True, heads=4, kv_heads=2),
     Case(tokens=200, segments=(126, 74), deterministic=True, head_dim=128, window=70, softcap=2.0, dtype=FP16),
     Case(
@@ -286,6 +289,25 @@ def test_documents_that_do_not_meet_cost_nothing(emulated: Emulated) -> None:
     tile = next(k for k in key_gradients if (k.dtype, k.head_dim, k.query_rows) == (DTYPES[BF16], 64, 128))
     of_a_pair = tile.products * tile.query_rows * tile.key_rows * tile.head_dim // (16 * 8 * 16)
     assert (tile.key_rows, emulated.products) == (128, 4 * of_a_pair)
+
+
+def scratch(emulated: Emulated, heads: int, kv_heads: int, tokens: int, end: int, **others: Any) -> int:
+    attention = Attention(
+        dtype=2, batch=1, heads=heads, kv_heads=kv_heads, segment_len=tokens, head_dim=128, q_start=end - tokens,
+        scale=1.0, **others,
+    )  # fmt: skip
+    return emulated.operation("attention_backward").scratch_bytes(byref(CudaAttention(attention)), -1)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 1), (8, 8), (64, 8)])
+@pytest.mark.parametrize("tokens", [512, 2048, 8192])
+def test_scratch_is_bounded(emulated: Emulated, tokens: int, heads: int, kv_heads: int) -> None:
+    """dQ, delta and lse of the segment in fp32, and parts of dK and dV of at most 264 + 263 tiles of 128 keys."""
+    of_queries, of_parts = heads * tokens * (128 + 2) * 4, 527 * 128 * 128 * 2 * 4
+    found = [scratch(emulated, heads, kv_heads, tokens, end) for end in (tokens, 4 * tokens, 1 << 20)]
+    found.append(scratch(emulated, heads, kv_heads, tokens, 1 << 20, window=512, store_kv_grads=1))
+    assert all(of_queries <= size <= of_queries + of_parts for size in found)
+    assert max(found[:2]) > of_queries or kv_heads * tokens >= 264 * 128
 
 
 REFUSED = [

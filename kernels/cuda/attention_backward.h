@@ -84,7 +84,7 @@ S1F_DEVICE id_range ids_between(const visibility &rule, int first, int last)
     return ids;
 }
 
-/* -- corners of P and dS ------------------------------------------------------------------------------------------- */
+/* -- corners of P and dS: element r of lane's in the 16 x 8 corner (i, j), as matrix_multiply_add leaves it ----------- */
 
 template <int ROWS, int COLUMNS, typename Body> S1F_DEVICE void for_each(float (&s)[ROWS][COLUMNS][4], Body body)
 {
@@ -99,7 +99,7 @@ template <int ROWS, int COLUMNS, typename Body> S1F_DEVICE void for_each(float (
     }
 }
 
-/* What a hidden product, or its tanh, becomes: its P is 0, its square finite. */
+/* What a hidden product, or its tanh, becomes: its P is 0 by any factor above 2^-50, its square finite. */
 constexpr float HIDDEN = -0x1p60f;
 
 /* Of products, or the tanh of what is capped: P, rounded, and in place of s P cap', by which dS = s (dP - delta). */
