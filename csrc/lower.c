@@ -6,6 +6,7 @@
 #include "lower.h"
 
 #include "check.h"
+#include "receives.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -536,6 +537,33 @@ s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1
 done:
     free_lowering(&l);
     s1f_program_free(program);
+    return status;
+}
+
+s1f_status s1f_program_add_receives(s1f_program *program)
+{
+    size_t num_ranks = (size_t)program->num_ranks;
+    s1f_instruction **instructions = calloc(num_ranks, sizeof *instructions);
+    int64_t *counts = calloc(num_ranks, sizeof *counts);
+    rank_program *without = program->programs, *with = calloc(num_ranks, sizeof *with);
+    s1f_status status = S1F_OK;
+    if (instructions == NULL || counts == NULL || with == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for the receives of %zu ranks", num_ranks);
+    if (status == S1F_OK)
+        status = s1f_receives_place(program, instructions, counts);
+    if (status == S1F_OK) {
+        for (size_t rank = 0; rank < num_ranks; rank++)
+            with[rank] = (rank_program){instructions[rank], counts[rank]};
+        program->programs = with;
+        if ((status = s1f_receives_check(program)) != S1F_OK)
+            program->programs = without;
+    }
+    rank_program *unused = status == S1F_OK ? without : with; /* its arrays are in `instructions` already */
+    for (size_t rank = 0; unused != NULL && instructions != NULL && rank < num_ranks; rank++)
+        free(status == S1F_OK ? without[rank].instructions : instructions[rank]);
+    free(unused);
+    free(counts);
+    free(instructions);
     return status;
 }
 

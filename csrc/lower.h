@@ -25,19 +25,21 @@ typedef enum {
     S1F_OP_WAIT = 1, /* receiver: message `sequence` has come; it is an input of `unit`, the next RUN that names it */
     S1F_OP_RUN = 2,  /* compute `unit` */
     S1F_OP_SEND = 3, /* sender: message `sequence` is the result of `unit`, which has just run */
-    S1F_OP_FREE = 4  /* `unit`, which has just run, is the last to read its segment's saved state and places */
+    S1F_OP_FREE = 4, /* `unit`, which has just run, is the last to read its segment's saved state and places */
+    S1F_OP_RECEIVE = 5, /* receiver: message `sequence`, an input of `unit`, may start to come (receives.h) */
+    S1F_NUM_OPS = 6
 } s1f_opcode;
 
 typedef struct {
     int32_t opcode;    /* s1f_opcode */
     int32_t edge;      /* index into edges, -1 for RUN and FREE */
-    s1f_unit unit;     /* POST and WAIT: the consuming unit; SEND: the producing unit */
-    int32_t place;     /* POST, WAIT, SEND; -1 otherwise */
+    s1f_unit unit;     /* POST, RECEIVE, WAIT: the consuming unit; SEND: the producing unit */
+    int32_t place;     /* POST, RECEIVE, WAIT, SEND; -1 otherwise */
     int32_t kv_slot;   /* RUN: slot of the micro-batch's KV cache at this stage, from F(m.0) to B(m.0) (I where the
                           backward is split, F(m.k-1) where there is none); -1 for W and what does not run */
     int32_t grad_slot; /* RUN of B or I: slot of its dK/dV, from B(m.k-1) to B(m.0); -1 otherwise */
     int32_t is_pair;   /* RUN: it and the next RUN are a pair, whose inputs both have to be there */
-    int64_t sequence;  /* POST, WAIT, SEND: number of the message on its edge; -1 otherwise */
+    int64_t sequence;  /* POST, RECEIVE, WAIT, SEND: number of the message on its edge; -1 otherwise */
 } s1f_instruction;
 
 typedef struct {
@@ -59,6 +61,9 @@ typedef struct s1f_program s1f_program; /* all ranks; opaque */
  * S1F_ERR_SCHEDULE names the rule that the order breaks. *out is owned by the caller and untouched on error. Time and
  * memory are linear in the number of units. */
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
+/* Adds the RECEIVEs of receives.h, for transports whose transfers need both ends, and proves that none waits for ever.
+ * Once per program; it is unchanged on an error. */
+s1f_status s1f_program_add_receives(s1f_program *program);
 void s1f_program_free(s1f_program *program); /* NULL is fine */
 
 const s1f_instruction *s1f_program_instructions(const s1f_program *program, int32_t rank,

@@ -489,14 +489,17 @@ static PyObject *program_lower(PyObject *self, PyObject *arguments)
 {
     (void)self;
     PyObject *capsule, *count;
-    int prefetch;
-    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &count) || !read_int(count, "prefetch", &prefetch))
+    int prefetch, with_receives = 0;
+    if (!PyArg_ParseTuple(arguments, "OO|p", &capsule, &count, &with_receives) ||
+        !read_int(count, "prefetch", &prefetch))
         return NULL;
     const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
     if (schedule == NULL)
         return NULL;
     s1f_program *program = NULL;
     s1f_status status = s1f_schedule_lower(schedule, prefetch, &program);
+    if (status == S1F_OK && with_receives && (status = s1f_program_add_receives(program)) != S1F_OK)
+        s1f_program_free(program);
     if (status != S1F_OK)
         return s1f_raise(status);
     PyObject *handle = PyCapsule_New(program, S1F_CAPSULE_PROGRAM, free_program_capsule);
@@ -507,7 +510,7 @@ static PyObject *program_lower(PyObject *self, PyObject *arguments)
 
 static PyObject *instruction_tuple(const s1f_instruction *instruction)
 {
-    static const char *const names[] = {"POST", "WAIT", "RUN", "SEND", "FREE"};
+    static const char *const names[] = {"POST", "WAIT", "RUN", "SEND", "FREE", "RECEIVE"};
     return Py_BuildValue("(siNiiiL)", names[instruction->opcode], instruction->edge, unit_tuple(instruction->unit),
                          instruction->place, instruction->kv_slot, instruction->grad_slot,
                          (long long)instruction->sequence);
@@ -647,7 +650,7 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
     {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
-     "program_lower(schedule, prefetch): checks, lowers; a program handle."},
+     "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,

@@ -1,0 +1,25 @@
+/* receives.h - where a rank starts its receives, if a transfer takes place only while both ends are at it (rendezvous).
+ *
+ * NCCL promises no buffer, streams may share a hardware queue, and whatever waits for the device waits for all that was
+ * started there. So the transfers of all ranks get one total order, in which each stands right after the unit that
+ * produces its message, and a rank starts its own ones (sends and receives) and its units in that order. Then the least
+ * transfer that is not complete never waits for a later one, whatever shares a queue and wherever a host waits; and when
+ * a receive starts, all that it waits for has been started.
+ *
+ * The order is that of a run in which F takes 1, B 2, I and W 1 units of time: a receive then starts beside the unit
+ * during which its message is due. */
+#ifndef S1F_RECEIVES_H
+#define S1F_RECEIVES_H
+
+#include "lower.h"
+
+/* Every rank's instructions with its RECEIVEs, [num_ranks]; the arrays are the caller's, all NULL on an error. The program
+ * has none yet. Time is that of a heap of ranks per instruction. */
+s1f_status s1f_receives_place(const s1f_program *program, s1f_instruction **instructions, int64_t *counts);
+
+/* The proof for a program with receives, however they were placed: walks all ranks with transfers that need both ends
+ * there, nothing else done meanwhile. It ends if and only if program order and transfers have no cycle.
+ * S1F_ERR_SCHEDULE names who waits for whom, or a receive that is not between its POST and its WAIT. */
+s1f_status s1f_receives_check(const s1f_program *program);
+
+#endif
