@@ -5,6 +5,11 @@
 #include <string.h>
 #include <time.h>
 
+typedef struct { /* results that are on their way over one edge, by message; a GPU reads them after SEND has returned */
+    void **keeps; /* [num_messages] */
+    int64_t first, end;
+} held_results;
+
 struct s1f_executor {
     const s1f_instruction *instructions;
     int64_t num_instructions;
@@ -23,6 +28,8 @@ struct s1f_executor {
     int64_t *live_tokens;
     s1f_unit last_unit;
     int64_t sequence_length;
+    s1f_device *device; /* NULL: none */
+    held_results *held; /* per edge */
 };
 
 static int64_t now_ns(void)
@@ -36,6 +43,9 @@ void s1f_executor_free(s1f_executor *executor)
 {
     if (executor == NULL)
         return;
+    for (int32_t i = 0; executor->held != NULL && i < executor->num_edges; i++)
+        free(executor->held[i].keeps);
+    free(executor->held);
     free(executor->ends);
     free(executor->slots);
     free(executor->sizes);
@@ -74,8 +84,15 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->measures = calloc(num_stages, sizeof *executor->measures);
     executor->live_units = calloc(num_stages, sizeof *executor->live_units);
     executor->live_tokens = calloc(num_stages, sizeof *executor->live_tokens);
-    if (!executor->ends || !executor->slots || !executor->sizes || !executor->offsets || !executor->spans ||
-        !executor->measures || !executor->live_units || !executor->live_tokens) {
+    executor->held = calloc(num_edges, sizeof *executor->held);
+    int no_memory = executor->held == NULL;
+    for (int32_t i = 0; !no_memory && i < executor->num_edges; i++)
+        if (executor->edges[i].source_rank == rank) {
+            executor->held[i].keeps = calloc((size_t)executor->edges[i].num_messages, sizeof(void *));
+            no_memory = executor->held[i].keeps == NULL;
+        }
+    if (no_memory || !executor->ends || !executor->slots || !executor->sizes || !executor->offsets ||
+        !executor->spans || !executor->measures || !executor->live_units || !executor->live_tokens) {
         s1f_status status = s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
                                      (long long)executor->num_instructions);
         s1f_executor_free(executor);
@@ -162,7 +179,8 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
 {
     s1f_edge_end *end = executor->ends[instruction->edge];
     const s1f_message *message = NULL;
-    s1f_status status = s1f_p2p_wait(end, instruction->sequence, instruction->place, &message);
+    const void *payload = NULL;
+    s1f_status status = s1f_p2p_wait(end, instruction->sequence, instruction->place, &message, &payload);
     if (status != S1F_OK)
         return status;
     s1f_unit producer = instruction->unit; /* the same pass of the same segment, one stage away */
@@ -182,7 +200,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
             end->text, (int)segment, (long long)message->offset, (long long)(message->offset + message->length),
             (long long)message->sequence_length, (long long)executor->offsets[segment],
             (long long)(executor->offsets[segment] + executor->sizes[segment]), (long long)executor->sequence_length);
-    *input = (s1f_input){message, instruction->edge, instruction->place};
+    *input = (s1f_input){message, payload, instruction->edge, instruction->place};
     return S1F_OK;
 }
 
@@ -209,6 +227,8 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
     s1f_status status = s1f_kv_cache_begin_unit(executor->cache, &current);
+    if (status == S1F_OK && executor->device != NULL)
+        status = s1f_device_begin_unit(executor->device);
     if (status != S1F_OK)
         return status;
     if (unit.pass == S1F_PASS_FORWARD) {
@@ -240,18 +260,78 @@ static s1f_status send_result(s1f_executor *executor, const s1f_instruction *ins
                         result->data);
 }
 
+/* Releases the results that no transfer reads any more. */
+static s1f_status release_sent(s1f_executor *executor, int32_t edge)
+{
+    held_results *held = &executor->held[edge];
+    int64_t count;
+    if (held->first == held->end)
+        return S1F_OK;
+    s1f_status status = s1f_p2p_count_sent(executor->ends[edge], &count);
+    while (status == S1F_OK && held->first < held->end && held->first < count)
+        executor->compute.release(executor->compute.context, held->keeps[held->first++]);
+    return status;
+}
+
+static s1f_status release_all_sent(s1f_executor *executor)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t i = 0; status == S1F_OK && i < executor->num_edges; i++)
+        status = release_sent(executor, i);
+    return status;
+}
+
+/* Nothing of the step is under way after this, on either side of an error. */
+static s1f_status finish_transfers(s1f_executor *executor, s1f_status status)
+{
+    int32_t failed = status != S1F_OK;
+    for (int32_t i = 0; i < executor->num_edges; i++) {
+        if (executor->ends[i] == NULL)
+            continue;
+        s1f_status finished = failed ? S1F_OK : s1f_p2p_finish(executor->ends[i], 0);
+        if (finished != S1F_OK) {
+            failed = 1;
+            status = finished;
+        }
+    }
+    for (int32_t i = 0; failed && i < executor->num_edges; i++)
+        if (executor->ends[i] != NULL)
+            (void)s1f_p2p_finish(executor->ends[i], 1);
+    for (int32_t i = 0; i < executor->num_edges; i++)
+        for (held_results *held = &executor->held[i]; held->first < held->end; held->first++)
+            executor->compute.release(executor->compute.context, held->keeps[held->first]);
+    return status;
+}
+
 static void free_unit(s1f_executor *executor, s1f_unit unit)
 {
     executor->live_units[unit.stage]--;
     executor->live_tokens[unit.stage] -= executor->sizes[unit.segment];
 }
 
+/* Whether a SEND belongs to the RUN at i; only RECEIVEs may stand between. */
+static int is_sent_after(const s1f_executor *executor, int64_t i)
+{
+    while (++i < executor->num_instructions && executor->instructions[i].opcode == S1F_OP_RECEIVE)
+        continue;
+    return i < executor->num_instructions && executor->instructions[i].opcode == S1F_OP_SEND;
+}
+
+static s1f_status send_and_hold(s1f_executor *executor, const s1f_instruction *send, int64_t step, int32_t training,
+                                s1f_result *result)
+{
+    held_results *held = &executor->held[send->edge];
+    s1f_status status = send_result(executor, send, step, training, result);
+    held->keeps[held->end++] = result->keep; /* on an error as well: part of it may be under way */
+    *result = (s1f_result){0};
+    return status == S1F_OK ? release_sent(executor, send->edge) : status;
+}
+
 static s1f_status walk(s1f_executor *executor, int64_t step, int32_t training, s1f_result *result)
 {
-    s1f_input input = {NULL, -1, -1};
+    s1f_input input = {NULL, NULL, -1, -1};
     for (int64_t i = 0; i < executor->num_instructions; i++) {
         const s1f_instruction *instruction = &executor->instructions[i];
-        int is_sent = i + 1 < executor->num_instructions && instruction[1].opcode == S1F_OP_SEND;
         s1f_status status = S1F_OK;
         executor->spans[i].start_ns = now_ns();
         executor->last_unit = instruction->unit;
@@ -259,16 +339,17 @@ static s1f_status walk(s1f_executor *executor, int64_t step, int32_t training, s
         case S1F_OP_POST:
             status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
+        case S1F_OP_RECEIVE:
+            status = s1f_p2p_receive(executor->ends[instruction->edge], instruction->sequence, instruction->place);
+            break;
         case S1F_OP_WAIT: status = wait_input(executor, instruction, step, training, &input); break;
         case S1F_OP_RUN:
-            status = run_unit(executor, instruction, training, &input, is_sent, result);
-            input = (s1f_input){NULL, -1, -1};
+            status = run_unit(executor, instruction, training, &input, is_sent_after(executor, i), result);
+            input = (s1f_input){NULL, NULL, -1, -1};
+            if (status == S1F_OK)
+                status = release_all_sent(executor);
             break;
-        case S1F_OP_SEND:
-            status = send_result(executor, instruction, step, training, result);
-            executor->compute.release(executor->compute.context, result->keep);
-            *result = (s1f_result){0};
-            break;
+        case S1F_OP_SEND: status = send_and_hold(executor, instruction, step, training, result); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
         }
         executor->spans[i].end_ns = now_ns();
@@ -296,11 +377,18 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
         if (executor->ends[i] != NULL &&
             (status = s1f_p2p_begin_step(executor->ends[i], executor->edges[i].num_places)) != S1F_OK)
             return status;
+    for (int32_t i = 0; i < executor->num_edges; i++)
+        executor->held[i].first = executor->held[i].end = 0;
     s1f_result result = {0};
-    status = walk(executor, step, training, &result);
+    status = finish_transfers(executor, walk(executor, step, training, &result));
     if (result.keep != NULL)
         executor->compute.release(executor->compute.context, result.keep);
     return status;
+}
+
+void s1f_executor_set_device(s1f_executor *executor, s1f_device *device)
+{
+    executor->device = device;
 }
 
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor)

@@ -5,6 +5,7 @@
 #ifndef S1F_EXECUTOR_H
 #define S1F_EXECUTOR_H
 
+#include "cuda/device.h"
 #include "current_unit.h"
 #include "kv_cache.h"
 #include "lower.h"
@@ -14,11 +15,12 @@ typedef struct { /* what a unit hands to a neighbouring stage */
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS]; /* dtype, flags, ndim, sizes, bytes */
     const void *data[S1F_MAX_TENSORS];          /* contiguous; NULL where flagged S1F_TENSOR_NONE */
-    void *keep;                                 /* the callback's; released after the send */
+    void *keep;                                 /* the callback's; released once it is sent */
 } s1f_result;
 
 typedef struct {                /* how a unit's input came */
     const s1f_message *message; /* NULL: the first stage's own, a loss, or handed over within the rank */
+    const void *payload;
     int32_t edge, place;
 } s1f_input;
 
@@ -49,6 +51,8 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
+/* The GPU on which units compute, borrowed; NULL, as at first: none. */
+void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
 
 /* Runs one step. sequence_length 0: learn it from the first message. sizes[num_segments]: of the segments, NULL with 0.
  * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */

@@ -17,6 +17,7 @@ enum {
     WHAT_WORDS = S1F_WHAT_BYTES / 8,
     SLICE_NS = 20 * 1000 * 1000,      /* a sleeping waiter looks around this often */
     INTERRUPT_NS = 100 * 1000 * 1000, /* and asks for signals this often: that takes the GIL */
+    POLL_NS = 50 * 1000,              /* between two questions whether it is done */
     SPINS_PER_CLOCK = 32
 };
 
@@ -225,6 +226,11 @@ static int failure_stands(const s1f_group *group)
     return atomic_load_explicit(&group->failure->failed, memory_order_acquire) == FAILURE_STANDS;
 }
 
+int s1f_group_has_failed(const s1f_group *group)
+{
+    return failure_stands(group);
+}
+
 void s1f_group_failure(const s1f_group *group, s1f_failure *out)
 {
     if (failure_stands(group)) {
@@ -340,7 +346,7 @@ static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, in
 {
     int64_t age_ns;
     int32_t waits_for, rank;
-    if (waited_ns <= group->timeout_ns)
+    if (waited_ns <= group->timeout_ns || reason->patient)
         return S1F_OK;
     rank = follow_waits(group, reason->peer_rank, &age_ns);
     if (age_ns <= group->timeout_ns)
@@ -357,8 +363,24 @@ static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, in
     return s1f_fail(S1F_ERR_TIMEOUT, "%s", text);
 }
 
-static s1f_status look_around(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason,
-                              int64_t waited_ns)
+typedef struct { /* what is waited for: a signal, or an answer */
+    s1f_signal *signal;
+    uint64_t target;
+    int (*is_done)(void *context);
+    void *context;
+} awaited;
+
+static int is_over(const awaited *what)
+{
+    return what->signal != NULL ? reached(what->signal, what->target) : what->is_done(what->context);
+}
+
+s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
+{
+    return hung_up(reason->hangup_fd) ? fail_lost(group, reason) : S1F_OK;
+}
+
+static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
 {
     s1f_status status;
     int32_t lost = atomic_load(&group->failure->lost);
@@ -367,19 +389,31 @@ static s1f_status look_around(s1f_group *group, s1f_signal *signal, uint64_t tar
     if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
         return status;
     if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */
-        return reached(signal, target) ? S1F_OK : fail_lost(group, reason);
+        return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);
 }
 
-static s1f_status sleep_until(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason)
+/* Returns 1 if a signal handler ran. */
+static int sleep_a_while(const awaited *what)
 {
-    int64_t start = now_ns(), asked = start;
+    if (what->signal != NULL)
+        return sleep_slice(what->signal, what->target);
+    struct timespec pause = {.tv_nsec = POLL_NS};
+    return nanosleep(&pause, NULL) != 0;
+}
+
+static s1f_status sleep_until(s1f_group *group, const awaited *what, const s1f_wait_reason *reason)
+{
+    int64_t start = now_ns(), asked = start, looked = start;
     for (;;) {
-        int handler_ran = sleep_slice(signal, target);
-        if (reached(signal, target))
+        int handler_ran = sleep_a_while(what);
+        if (is_over(what))
             return S1F_OK;
         int64_t now = now_ns();
-        s1f_status status = look_around(group, signal, target, reason, now - start);
+        if (what->signal == NULL && now - looked < SLICE_NS && !handler_ran)
+            continue;
+        looked = now;
+        s1f_status status = look_around(group, what, reason, now - start);
         if (status != S1F_OK)
             return status;
         if (group->interrupted != NULL && (handler_ran || now - asked >= INTERRUPT_NS)) {
@@ -390,15 +424,15 @@ static s1f_status sleep_until(s1f_group *group, s1f_signal *signal, uint64_t tar
     }
 }
 
-s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason)
+static s1f_status wait_until(s1f_group *group, const awaited *what, const s1f_wait_reason *reason)
 {
-    if (reached(signal, target))
+    if (is_over(what))
         return S1F_OK;
     if (group->spin_ns > 0) {
         int64_t end = now_ns() + group->spin_ns;
         do {
             for (int i = 0; i < SPINS_PER_CLOCK; i++) {
-                if (reached(signal, target))
+                if (is_over(what))
                     return S1F_OK;
                 cpu_relax();
             }
@@ -406,9 +440,21 @@ s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target,
     }
     progress_row *row = &group->rows[group->rank];
     atomic_store_explicit(&row->waiting_for, reason->peer_rank + 1, memory_order_relaxed);
-    s1f_status status = sleep_until(group, signal, target, reason);
+    s1f_status status = sleep_until(group, what, reason);
     atomic_store_explicit(&row->waiting_for, 0, memory_order_relaxed);
     return status;
+}
+
+s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason)
+{
+    awaited what = {.signal = signal, .target = target};
+    return wait_until(group, &what, reason);
+}
+
+s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void *context, const s1f_wait_reason *reason)
+{
+    awaited what = {.is_done = is_done, .context = context};
+    return wait_until(group, &what, reason);
 }
 
 /* -- small collectives ------------------------------------------------------------------------------------------- */

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 typedef struct s1f_group s1f_group; /* one rank's view */
+typedef struct s1f_wait_reason s1f_wait_reason;
 
 enum {
     S1F_WHAT_BYTES = 48, /* of a progress text, with its terminator */
@@ -60,7 +61,10 @@ typedef struct {
 void s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once somebody failed. */
 s1f_status s1f_group_check(const s1f_group *group);
+int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
+/* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
+s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);
 void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have left the step */
 
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
@@ -75,19 +79,24 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } s1f_signal;
 
-typedef struct { /* who is waited for and why: for errors */
+struct s1f_wait_reason { /* who is waited for and why: for errors */
     int32_t peer_rank;
     int32_t recovering;  /* a standing failure does not end the wait */
+    int32_t patient;     /* the time-out does not: somebody else looks after that */
     int hangup_fd;       /* a socket whose hang-up means that the peer died, or -1 */
     const char *purpose; /* "waiting for" */
     const char *edge;    /* "activations of stage 0 to 1" */
     int64_t sequence;    /* -1: none */
-} s1f_wait_reason;
+};
 
 /* Waits until signal->position >= target. Spins, then sleeps in slices of 20 ms; each looks for a failure, the peer's
  * hang-up (S1F_ERR_PEER), interruption, and the time-out (S1F_ERR_TIMEOUT), which counts from the last progress of
  * the peer, or of whoever the peer in turn waits for. Hang-up and time-out are published as failures of the group. */
 s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason);
+/* The same for what raises no signal, as work on a GPU: asks is_done, at first without pause, then every 50 us.
+ * is_done may report progress of this rank. */
+s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void *context,
+                          const s1f_wait_reason *reason);
 /* Raises the position and wakes who sleeps on it. */
 void s1f_signal_raise(s1f_signal *signal, uint64_t position);
 

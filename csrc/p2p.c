@@ -12,6 +12,8 @@ static s1f_status on_edge(s1f_status status, const s1f_edge_end *end, int64_t se
     /* The group's own errors name rank, edge and message; a Python exception has no text here. */
     if (status == S1F_OK || status == S1F_ERR_PEER || status == S1F_ERR_TIMEOUT || status == S1F_ERR_PYTHON)
         return status;
+    if (sequence < 0)
+        return s1f_fail_prefixed(status, "%s: ", end->text);
     return s1f_fail_prefixed(status, "%s, message %lld: ", end->text, (long long)sequence);
 }
 
@@ -57,7 +59,9 @@ static s1f_status lay_out(s1f_message *message)
 int64_t s1f_message_payload_bytes(const void *place)
 {
     const s1f_message *message = place;
-    return message->magic == MESSAGE_MAGIC && message->version == MESSAGE_VERSION ? message->payload_bytes : -1;
+    if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
+        return -1;
+    return message->on_device ? 0 : message->payload_bytes;
 }
 
 /* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
@@ -71,7 +75,7 @@ static void message_text(const s1f_message *message, char *text, size_t bytes)
 }
 
 /* A message that a reader may follow: every tensor lies within the payload. */
-static s1f_status check_sound(const s1f_message *message, int64_t sequence)
+s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence)
 {
     if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
         return s1f_fail(S1F_ERR_STATE, "not a message of this version of seq1f1b (magic %08x, version %u)",
@@ -108,12 +112,23 @@ s1f_status s1f_p2p_post(s1f_edge_end *end, int64_t sequence, int32_t place)
     return on_edge(end->transport->post(end, sequence, place), end, sequence);
 }
 
-s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message)
+s1f_status s1f_p2p_receive(s1f_edge_end *end, int64_t sequence, int32_t place)
+{
+    if (end->transport->receive == NULL)
+        return S1F_OK;
+    return on_edge(end->transport->receive(end, sequence, place), end, sequence);
+}
+
+s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
+                        const void **payload)
 {
     const s1f_message *found;
-    s1f_status status = end->transport->wait(end, sequence, place, &found);
-    if (status == S1F_OK && (status = check_sound(found, sequence)) == S1F_OK)
+    const void *found_payload;
+    s1f_status status = end->transport->wait(end, sequence, place, &found, &found_payload);
+    if (status == S1F_OK && (status = s1f_message_check_sound(found, sequence)) == S1F_OK) {
         *message = found;
+        *payload = found_payload;
+    }
     return on_edge(status, end, sequence);
 }
 
@@ -129,17 +144,34 @@ s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_
     return on_edge(status, end, sequence);
 }
 
+s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count)
+{
+    *count = INT64_MAX;
+    return end->transport->count_sent == NULL ? S1F_OK : on_edge(end->transport->count_sent(end, count), end, -1);
+}
+
+s1f_status s1f_p2p_finish(s1f_edge_end *end, int32_t failed)
+{
+    return end->transport->finish == NULL ? S1F_OK : on_edge(end->transport->finish(end, failed), end, -1);
+}
+
 void s1f_edge_end_free(s1f_edge_end *end)
 {
     if (end != NULL)
         end->transport->free(end);
 }
 
+/* A stage may give its input's gradient by B and its neighbour by I. */
+static int goes_forward(const s1f_message *message)
+{
+    return message->pass == 0;
+}
+
 s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected)
 {
     if (message->step == expected->step && message->sequence == expected->sequence &&
         message->source_stage == expected->source_stage && message->destination_stage == expected->destination_stage &&
-        message->pass == expected->pass && message->microbatch == expected->microbatch &&
+        goes_forward(message) == goes_forward(expected) && message->microbatch == expected->microbatch &&
         message->segment == expected->segment && message->training == expected->training)
         return S1F_OK;
     char got[160], wanted[160];

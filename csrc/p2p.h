@@ -2,7 +2,8 @@
  *
  * An edge is directed and first-in first-out. The receiver owns its places. POST n: place is free for message n. SEND n:
  * waits for POST n, then puts header and payload into the place. WAIT n: waits for SEND n. The two directions between two
- * ranks are two edges and never wait for each other. Both ends know (sequence, place) of every message from the lowered
+ * ranks are two edges and never wait for each other. RECEIVE n, where a program has it, lets the transfer start: a
+ * transport whose transfers need both ends needs it. Both ends know (sequence, place) of every message from the lowered
  * program; the header says what the message is, and WAIT checks it: a mismatch is an error, never silent corruption.
  *
  * Threads. An edge end is used by one thread. Nothing here takes Python's GIL, except transports that are Python
@@ -41,7 +42,8 @@ typedef struct { /* what a message is */
     int32_t training;                        /* 1 step, 0 eval */
     int64_t sequence_length, offset, length; /* tokens: whole sequence, first of the segment, of the segment */
     int64_t payload_bytes;
-    int32_t num_tensors, reserved;
+    int32_t num_tensors;
+    int32_t on_device; /* 1: the payload is not behind this header but in a GPU's memory */
     s1f_tensor_header tensors[S1F_MAX_TENSORS];
 } s1f_message;
 
@@ -53,9 +55,13 @@ typedef struct { /* a transport: how messages move. One static table per transpo
     const char *name;
     s1f_status (*begin_step)(s1f_edge_end *end, int32_t num_places);
     s1f_status (*post)(s1f_edge_end *end, int64_t sequence, int32_t place);
-    s1f_status (*wait)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message);
+    s1f_status (*receive)(s1f_edge_end *end, int64_t sequence, int32_t place); /* NULL: nothing to do */
+    s1f_status (*wait)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
+                       const void **payload);
     s1f_status (*send)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message *message,
                        const void *const *tensors);
+    s1f_status (*count_sent)(s1f_edge_end *end, int64_t *count); /* NULL: `send` has read the data when it returns */
+    s1f_status (*finish)(s1f_edge_end *end, int32_t failed);     /* NULL: nothing to do */
     void (*free)(s1f_edge_end *end);
 } s1f_transport;
 
@@ -71,19 +77,29 @@ struct s1f_edge_end { /* head of every transport's own struct */
  * begin_step comes after s1f_group_begin_step. POSTs, and SENDs, of a step count from 0. */
 s1f_status s1f_p2p_begin_step(s1f_edge_end *end, int32_t num_places);
 s1f_status s1f_p2p_post(s1f_edge_end *end, int64_t sequence, int32_t place);
-/* *message: borrowed, valid until the place is posted again; payload at (char *)message + S1F_HEADER_BYTES. */
-s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message);
+s1f_status s1f_p2p_receive(s1f_edge_end *end, int64_t sequence, int32_t place);
+/* *message and *payload: borrowed, valid until the place is posted again. On a GPU the payload is there for what is
+ * started after this on the stream that computes. */
+s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
+                        const void **payload);
 /* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, payload_bytes, magic and version itself.
- * The data may be reused when it returns. */
+ * The data of message n may be reused once s1f_p2p_count_sent says more than n; unchanged until then. */
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
                         const void *const *tensors);
+/* Messages of this step whose data is no longer read. */
+s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count);
+/* Ends a step: all that was received is there, and what is started after this on the stream that computes may overwrite
+ * what was sent. failed: the step is given up, and so is what is under way. */
+s1f_status s1f_p2p_finish(s1f_edge_end *end, int32_t failed);
 void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
 
-/* For transports that move bytes: payload bytes of the message in a place, -1 where there is none. */
+/* For transports that move bytes: bytes behind the header of the message in a place, -1 where there is no message. */
 int64_t s1f_message_payload_bytes(const void *place);
 
-/* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, pass, microbatch, segment,
- * training. */
+/* S1F_ERR_STATE unless a place holds message `sequence` of its edge and every tensor lies within its payload. */
+s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence);
+/* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, direction, microbatch,
+ * segment, training. */
 s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected);
 
 #endif

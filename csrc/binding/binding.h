@@ -19,6 +19,7 @@
 #define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
+#define S1F_CAPSULE_DEVICE "seq1f1b.device"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
 #define S1F_CAPSULE_CUDA_LIBRARY "seq1f1b.cuda_library"
 
@@ -43,6 +44,7 @@ extern PyMethodDef s1f_schedule_methods[];
 extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_p2p_methods[];
+extern PyMethodDef s1f_device_methods[];
 extern PyMethodDef s1f_executor_methods[];
 extern PyMethodDef s1f_cuda_methods[];
 

@@ -12,13 +12,14 @@
 typedef struct { /* Python's view of the message in one place */
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS];
+    const void *payload; /* memory on a GPU may have grown */
     PyObject *views;
 } place_views;
 
 typedef struct {
     s1f_executor *executor;
-    PyObject *program, *group, *cache, *ends; /* keep what the executor borrows */
-    PyObject *dtype_codes;                    /* {torch.dtype: s1f_dtype} */
+    PyObject *program, *group, *cache, *ends, *device; /* keep what the executor borrows */
+    PyObject *dtype_codes;                             /* {torch.dtype: s1f_dtype} */
     PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
     int32_t num_edges;
     int32_t *num_places;
@@ -47,6 +48,7 @@ static void handle_free(executor_handle *handle)
     Py_XDECREF(handle->group);
     Py_XDECREF(handle->cache);
     Py_XDECREF(handle->ends);
+    Py_XDECREF(handle->device);
     Py_XDECREF(handle->dtype_codes);
     Py_XDECREF(handle->name_data_ptr);
     Py_XDECREF(handle->name_dtype);
@@ -67,7 +69,7 @@ static PyObject *views_of(executor_handle *handle, const s1f_input *input)
     const s1f_message *message = input->message;
     place_views *cached = &handle->views[input->edge][input->place];
     size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
-    if (cached->views != NULL && cached->num_tensors == message->num_tensors &&
+    if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
         memcmp(cached->tensors, message->tensors, bytes) == 0)
         return cached->views;
 
@@ -88,14 +90,14 @@ static PyObject *views_of(executor_handle *handle, const s1f_input *input)
     }
     if (descriptions == NULL)
         return NULL;
-    const char *payload = (const char *)message + S1F_HEADER_BYTES;
     PyObject *end = PyList_GetItem(handle->ends, input->edge);
-    PyObject *views =
-        PyObject_CallFunction(handle->make_views, "ONN", end, PyLong_FromVoidPtr((void *)payload), descriptions);
+    PyObject *views = PyObject_CallFunction(handle->make_views, "ONN", end,
+                                            PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
     if (views == NULL)
         return NULL;
     Py_XDECREF(cached->views);
     cached->views = views;
+    cached->payload = input->payload;
     cached->num_tensors = message->num_tensors;
     memcpy(cached->tensors, message->tensors, bytes);
     return views;
@@ -421,7 +423,7 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
     measured_step step;
     if (parse_measured(arguments, &step) < 0)
         return NULL;
-    int64_t spent[S1F_OP_FREE + 1] = {0}, last = step.count - 1;
+    int64_t spent[S1F_NUM_OPS] = {0}, last = step.count - 1;
     for (int64_t i = 0; i < step.count; i++)
         spent[step.instructions[i].opcode] += step.spans[i].end_ns - step.spans[i].start_ns;
     int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
@@ -446,9 +448,27 @@ static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *a
     return Py_BuildValue("(iL)", (int)measure.peak_live_units, (long long)measure.peak_live_tokens);
 }
 
+static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule, *device_capsule;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &device_capsule))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    s1f_device *device = handle == NULL ? NULL : s1f_from_capsule(device_capsule, S1F_CAPSULE_DEVICE);
+    if (device == NULL)
+        return NULL;
+    s1f_executor_set_device(handle->executor, device);
+    Py_INCREF(device_capsule);
+    Py_XDECREF(handle->device);
+    handle->device = device_capsule;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef s1f_executor_methods[] = {
     {"executor_create", executor_create, METH_VARARGS,
      "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes) -> handle"},
+    {"executor_set_device", executor_set_device, METH_VARARGS,
+     "executor_set_device(executor, device): the GPU on which units compute"},
     {"executor_step", executor_step, METH_VARARGS,
      "executor_step(executor, step, training, sequence_length, sizes, forward, backward, segment_sizes, make_views)"},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},

@@ -553,17 +553,15 @@ static PyObject *sizes_tuple(const int64_t *sizes, int32_t ndim)
 }
 
 /* [(dtype, flags, sizes, address)] */
-static PyObject *tensors_list(const s1f_message *message)
+static PyObject *tensors_list(const s1f_message *message, const void *payload)
 {
     PyObject *list = PyList_New(message->num_tensors);
     for (int32_t i = 0; list != NULL && i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         PyObject *sizes = sizes_tuple(tensor->sizes, tensor->ndim);
-        PyObject *item =
-            sizes == NULL
-                ? NULL
-                : Py_BuildValue("(iiNN)", (int)tensor->dtype, (int)tensor->flags, sizes,
-                                PyLong_FromVoidPtr((char *)(uintptr_t)message + S1F_HEADER_BYTES + tensor->offset));
+        PyObject *item = sizes == NULL ? NULL
+                                       : Py_BuildValue("(iiNN)", (int)tensor->dtype, (int)tensor->flags, sizes,
+                                                       PyLong_FromVoidPtr((char *)(uintptr_t)payload + tensor->offset));
         if (item == NULL || PyList_SetItem(list, i, item) < 0) {
             Py_DECREF(list);
             return NULL;
@@ -587,12 +585,13 @@ static PyObject *edge_wait(PyObject *module, PyObject *arguments)
         return NULL;
     s1f_status status;
     const s1f_message *message;
+    const void *payload;
     Py_BEGIN_ALLOW_THREADS
-    status = s1f_p2p_wait(end, sequence, place, &message);
+    status = s1f_p2p_wait(end, sequence, place, &message, &payload);
     Py_END_ALLOW_THREADS
     if (status != S1F_OK)
         return s1f_raise_for_group(status, end->group);
-    PyObject *tensors = tensors_list(message);
+    PyObject *tensors = tensors_list(message, payload);
     return tensors == NULL
                ? NULL
                : Py_BuildValue("((" MESSAGE_FIELDS ")N)", (long long)message->step, (int)message->source_stage,
@@ -673,7 +672,7 @@ typedef struct {
     int64_t sizes[S1F_MAX_DIMS];
 } place_tensor;
 
-enum { DL_CPU = 1 };
+enum { DL_CPU = 1, DL_CUDA = 2 };
 
 static const struct {
     uint8_t code, bits;
@@ -704,8 +703,8 @@ static PyObject *place_tensor_capsule(PyObject *module, PyObject *arguments)
     (void)module;
     PyObject *owner, *sizes;
     unsigned long long address;
-    int dtype;
-    if (!PyArg_ParseTuple(arguments, "OKiO!", &owner, &address, &dtype, &PyTuple_Type, &sizes))
+    int dtype, gpu = -1;
+    if (!PyArg_ParseTuple(arguments, "OKiO!|i", &owner, &address, &dtype, &PyTuple_Type, &sizes, &gpu))
         return NULL;
     Py_ssize_t ndim = PyTuple_Size(sizes);
     if (dtype < 0 || dtype >= S1F_NUM_DTYPES || ndim > S1F_MAX_DIMS)
@@ -725,7 +724,8 @@ static PyObject *place_tensor_capsule(PyObject *module, PyObject *arguments)
     made->managed.context = owner;
     made->managed.deleter = place_tensor_delete;
     made->managed.tensor = (dl_tensor){.data = (void *)(uintptr_t)address,
-                                       .device_type = DL_CPU,
+                                       .device_type = gpu < 0 ? DL_CPU : DL_CUDA,
+                                       .device_id = gpu < 0 ? 0 : gpu,
                                        .ndim = (int32_t)ndim,
                                        .type_code = dl_types[dtype].code,
                                        .type_bits = dl_types[dtype].bits,
@@ -770,6 +770,7 @@ PyMethodDef s1f_p2p_methods[] = {
     {"edge_send", edge_send, METH_VARARGS,
      "edge_send(end, sequence, place, fields, [(dtype, flags, sizes, address)]): puts a message into its place."},
     {"place_tensor_capsule", place_tensor_capsule, METH_VARARGS,
-     "place_tensor_capsule(owner, address, dtype, sizes): DLPack capsule of a CPU tensor that keeps owner alive."},
+     "place_tensor_capsule(owner, address, dtype, sizes, gpu=-1): DLPack capsule of a tensor that keeps owner alive, "
+     "on the CPU or on a GPU."},
     {NULL, NULL, 0, NULL},
 };

@@ -168,7 +168,7 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
         return status;
     if (s1f_group_poison(end->group)) {
         s1f_message *last = (s1f_message *)place_memory(arena, place);
-        if (last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
+        if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
             memset((char *)last + S1F_HEADER_BYTES, 0xFF, (size_t)last->payload_bytes);
     }
     arena->posted++;
@@ -178,7 +178,8 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
     return S1F_OK;
 }
 
-static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message)
+static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
+                             const void **payload)
 {
     arena_end *arena = (arena_end *)end;
     if (!end->is_receiver || sequence < 0 || sequence >= arena->posted || place < 0 || place >= arena->num_places)
@@ -193,7 +194,8 @@ static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place,
     if (status != S1F_OK)
         return status;
     *message = (const s1f_message *)place_memory(arena, place);
-    if ((*message)->payload_bytes > arena->stride - S1F_HEADER_BYTES)
+    *payload = place_memory(arena, place) + S1F_HEADER_BYTES;
+    if (!(*message)->on_device && (*message)->payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_STATE, "its header says %lld bytes, its place holds %lld",
                         (long long)(*message)->payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES));
     return S1F_OK;
@@ -202,7 +204,7 @@ static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place,
 static void fill_place(char *place, const s1f_message *message, const void *const *tensors)
 {
     memcpy(place, message, offsetof(s1f_message, tensors) + (size_t)message->num_tensors * sizeof message->tensors[0]);
-    for (int32_t i = 0; i < message->num_tensors; i++)
+    for (int32_t i = 0; i < message->num_tensors && !message->on_device; i++)
         if (message->tensors[i].bytes > 0)
             memcpy(place + S1F_HEADER_BYTES + message->tensors[i].offset, tensors[i],
                    (size_t)message->tensors[i].bytes);
@@ -215,12 +217,13 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
     s1f_status status = check_turn(arena, 0, sequence, arena->sent, place);
     if (status != S1F_OK)
         return status;
-    if (message->payload_bytes > arena->stride - S1F_HEADER_BYTES)
+    int64_t payload_bytes = message->on_device ? 0 : message->payload_bytes;
+    if (payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_ARG,
                         "%lld bytes do not fit in a place of %lld (%d places in an arena of %lld bytes); "
                         "raise arena_bytes",
-                        (long long)message->payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES),
-                        (int)arena->num_places, (long long)arena->bytes);
+                        (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
+                        (long long)arena->bytes);
     uint64_t position = position_of(arena, sequence + 1);
     status = wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence);
     if (status != S1F_OK)
@@ -229,10 +232,26 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
     arena->sent++;
     if (arena->relay != NULL) {
         arena->busy_until[place] = position;
-        return arena->relay->send(arena->context, sequence, place_memory(arena, place), message->payload_bytes);
+        return arena->relay->send(arena->context, sequence, place_memory(arena, place), payload_bytes);
     }
     s1f_signal_raise(&arena->control->sent, position);
     return S1F_OK;
+}
+
+void *s1f_arena_place(s1f_edge_end *end, int32_t place)
+{
+    return place_memory((arena_end *)end, place);
+}
+
+s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence)
+{
+    arena_end *arena = (arena_end *)end;
+    return wait_for_place(arena, position_of(arena, sequence + 1), sequence);
+}
+
+int s1f_arena_hangup_fd(const s1f_edge_end *end)
+{
+    return ((const arena_end *)end)->hangup_fd;
 }
 
 void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)

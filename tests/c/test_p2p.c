@@ -152,7 +152,8 @@ static void *run_receiver(void *argument)
             CHECK_STATUS(s1f_p2p_post(s->end, n, (int32_t)n), S1F_OK, "");
         for (int64_t n = 0; n < MESSAGES; n++) {
             const s1f_message *message;
-            CHECK_STATUS(s1f_p2p_wait(s->end, n, (int32_t)(n % places), &message), S1F_OK, "");
+            const void *payload;
+            CHECK_STATUS(s1f_p2p_wait(s->end, n, (int32_t)(n % places), &message, &payload), S1F_OK, "");
             CHECK(holds_ints(message, elements_of(n), (int32_t)(n + step)));
             if (n + places < MESSAGES)
                 CHECK_STATUS(s1f_p2p_post(s->end, n + places, (int32_t)(n % places)), S1F_OK, "");
@@ -178,6 +179,7 @@ static void test_aborted_step_is_forgotten(void)
 {
     pipeline p = make_pipeline(2, -1);
     const s1f_message *message;
+    const void *payload;
     begin(&p, 1, 2);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
@@ -187,10 +189,10 @@ static void test_aborted_step_is_forgotten(void)
     s1f_group_set_limits(p.groups[0], SECOND / 20, 0);
     s1f_group_set_limits(p.groups[1], SECOND / 20, 0);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_TIMEOUT, "message 0");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_TIMEOUT, "message 0");
     s1f_group_clear(p.groups[0]);
     CHECK_STATUS(send_ints(p.sender, 0, 0, 6, 2), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
     CHECK(holds_ints(message, 6, 2));
     CHECK_STATUS(send_ints(p.sender, 1, 1, 6, 2), S1F_ERR_TIMEOUT, "waiting for a free place for");
     free_pipeline(&p);
@@ -207,11 +209,12 @@ static void test_other_places_give_pages_back(void)
 {
     pipeline p = make_pipeline(2, -1);
     const s1f_message *message;
+    const void *payload;
     enum { ELEMENTS = 1 << 20 };
     begin(&p, 1, 2);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 1), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 1, ELEMENTS, 0), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 1, &message), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 1, &message, &payload), S1F_OK, "");
     int64_t held = physical_bytes(p.fd);
     CHECK(held >= s1f_arena_place_bytes(4 * ELEMENTS) && held < s1f_arena_place_bytes(4 * ELEMENTS) + (1 << 17));
     begin(&p, 2, 2);
@@ -225,16 +228,17 @@ static void test_poison(void)
 {
     pipeline p = make_pipeline(2, -1);
     const s1f_message *message;
+    const void *payload;
     s1f_group_set_poison(p.groups[1], 1);
     begin(&p, 1, 1);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 9, 7), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
     CHECK(holds_ints(message, 9, 7));
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_OK, "");
-    const unsigned char *payload = (const unsigned char *)message + S1F_HEADER_BYTES;
+    const unsigned char *bytes = payload;
     for (int i = 0; i < 36; i++)
-        CHECK(payload[i] == 0xFF);
+        CHECK(bytes[i] == 0xFF);
     free_pipeline(&p);
 }
 
@@ -244,6 +248,7 @@ static void test_mistakes(void)
 {
     pipeline p = make_pipeline(2, -1);
     const s1f_message *message;
+    const void *payload;
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, 0), S1F_ERR_ARG, "0 places");
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "raise arena_bytes");
     begin(&p, 1, 2);
@@ -251,7 +256,7 @@ static void test_mistakes(void)
     CHECK_STATUS(send_ints(p.receiver, 0, 0, 1, 1), S1F_ERR_STATE, "this is the receiver's end");
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 0), S1F_ERR_STATE, "message 1: in place 0 of 2, but message 0 is next");
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 2), S1F_ERR_STATE, "in place 2 of 2");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "without having been posted");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "without having been posted");
 
     s1f_message large = message_of(ARENA_BYTES);
     CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &large, (const void *const[]){NULL}), S1F_ERR_ARG, "raise arena_bytes");
@@ -268,22 +273,22 @@ static void test_mistakes(void)
 
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 4, 0), S1F_OK, "");
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, "");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, "");
     s1f_message expected = *message, *forged = (s1f_message *)(uintptr_t)message;
     CHECK_STATUS(s1f_message_check(message, &expected), S1F_OK, "");
     expected.segment = 2;
     CHECK_STATUS(s1f_message_check(message, &expected), S1F_ERR_STATE,
                  "received F0.3 of step 1 (train), stage 0 to 1, message 0, but the program expects F0.2");
     forged->tensors[0].offset = 64;
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE,
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE,
                  "tensor 0 lies at bytes 64 + 16 of a payload of 16");
     forged->payload_bytes = ARENA_BYTES;
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "its place holds");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "its place holds");
     forged->payload_bytes = 16;
     forged->sequence = 4;
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "message 4 instead");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "message 4 instead");
     forged->magic = 0;
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_STATE, "not a message of this version");
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "not a message of this version");
     free_pipeline(&p);
 }
 
@@ -320,12 +325,13 @@ static void test_silent_peer(void)
 {
     pipeline p = make_pipeline(2, -1);
     const s1f_message *message;
+    const void *payload;
     s1f_group_set_limits(p.groups[1], SECOND / 10, 1000);
     begin(&p, 1, 1);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     s1f_group_progress(p.groups[0], "F2.1");
     int64_t start = now_ns();
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_TIMEOUT,
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_TIMEOUT,
                  "rank 0 has been in F2.1 for 0.1 s (waiting for activations of stage 0 to 1, message 0)");
     CHECK(now_ns() - start < 2 * SECOND);
     s1f_failure failure;
@@ -362,7 +368,8 @@ static void *stop_later(void *unused)
 static void *wait_for_first(void *end)
 {
     const s1f_message *message;
-    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message), S1F_OK, "");
+    const void *payload;
+    CHECK_STATUS(s1f_p2p_wait(end, 0, 0, &message, &payload), S1F_OK, "");
     return NULL;
 }
 
@@ -404,15 +411,16 @@ static void test_dead_peer(void)
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
     pipeline p = make_pipeline(2, sockets[0]);
     const s1f_message *message;
+    const void *payload;
     begin(&p, 1, 2);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     CHECK_STATUS(s1f_p2p_post(p.receiver, 1, 1), S1F_OK, "");
     CHECK_STATUS(send_ints(p.sender, 0, 0, 3, 3), S1F_OK, "");
     s1f_group_progress(p.groups[0], "F1.0");
     close(sockets[1]);
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_OK, ""); /* sent before it died */
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_OK, ""); /* sent before it died */
     int64_t start = now_ns();
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 1, 1, &message), S1F_ERR_PEER,
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 1, 1, &message, &payload), S1F_ERR_PEER,
                  "rank 0 is gone, last seen in F1.0 (waiting for activations of stage 0 to 1, message 1)");
     CHECK(now_ns() - start < SECOND / 2);
     close(sockets[0]);
@@ -431,11 +439,12 @@ static void test_failure_ends_waits(void)
     pipeline p = make_pipeline(2, -1);
     pthread_t failing;
     const s1f_message *message;
+    const void *payload;
     begin(&p, 1, 1);
     CHECK_STATUS(s1f_p2p_post(p.receiver, 0, 0), S1F_OK, "");
     pthread_create(&failing, NULL, fail_soon, p.groups[0]);
     int64_t start = now_ns();
-    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message), S1F_ERR_PEER,
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_PEER,
                  "rank 0 ended the step: ValueError: no such token");
     CHECK(now_ns() - start < SECOND);
     pthread_join(failing, NULL);
@@ -581,9 +590,10 @@ static void test_relay(void)
     pthread_create(&carrying, NULL, carry, c);
     for (int64_t n = 0; n < MESSAGES; n++) {
         const s1f_message *message;
+        const void *payload;
         CHECK_STATUS(s1f_p2p_post(c->receiver, n, (int32_t)(n % PLACES)), S1F_OK, "");
         CHECK_STATUS(send_ints(c->sender, n, (int32_t)(n % PLACES), elements_of(n), (int32_t)n), S1F_OK, "");
-        CHECK_STATUS(s1f_p2p_wait(c->receiver, n, (int32_t)(n % PLACES), &message), S1F_OK, "");
+        CHECK_STATUS(s1f_p2p_wait(c->receiver, n, (int32_t)(n % PLACES), &message, &payload), S1F_OK, "");
         CHECK(holds_ints(message, elements_of(n), (int32_t)n));
     }
     CHECK_STATUS(s1f_relay_flush(c->sender), S1F_OK, "");
