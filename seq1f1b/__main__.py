@@ -650,6 +650,16 @@ def show_progress(done: int, total: int) -> None:
     print(f"\r{done} of {total}", end="" if done + 1 < total else "\r\033[K", file=sys.stderr, flush=True)
 
 
+def _found_nccl() -> str:
+    from seq1f1b.device_edges import find_nccl
+
+    try:
+        version, path = _core.nccl_find(find_nccl())
+    except RuntimeError as error:
+        return f"not found ({error}): no transport='nccl'"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"
+
+
 def doctor(options: argparse.Namespace) -> int:
     print(f"seq1f1b {seq1f1b.__version__}, Python {platform.python_version()}, {platform.machine()}")
     if importlib.util.find_spec("torch") is None:
@@ -672,9 +682,8 @@ def doctor(options: argparse.Namespace) -> int:
     print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
     for line in importlib.import_module("seq1f1b.cuda_kernels").describe():
         print(line)
-    print(
-        "NCCL: no transport; ranks talk over shared memory, or torch's own groups across hosts, always by host memory"
-    )
+    print(f"NCCL: {_found_nccl()}")
+    print("messages between GPUs: through host memory; transport='nccl' and 'copy' never yet run on a GPU")
     for package, loss in (
         ("matplotlib", "no PNG timelines"),
         ("bokeh", "no HTML pages"),

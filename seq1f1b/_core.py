@@ -41,6 +41,20 @@ edge_wait = _C.edge_wait
 edge_send = _C.edge_send
 place_tensor_capsule = _C.place_tensor_capsule
 
+# devices
+device_create = _C.device_create
+device_begin_step = _C.device_begin_step
+device_free_bytes = _C.device_free_bytes
+watchdog_create = _C.watchdog_create
+watchdog_set_timeout = _C.watchdog_set_timeout
+nccl_find = _C.nccl_find
+nccl_unique_id = _C.nccl_unique_id
+nccl_end = _C.nccl_end
+nccl_connect = _C.nccl_connect
+nccl_leave = _C.nccl_leave
+copy_end = _C.copy_end
+device_end_close = _C.device_end_close
+
 # schedule
 schedule_families = _C.schedule_families
 schedule_build = _C.schedule_build
@@ -92,6 +106,7 @@ cuda_attention = _C.cuda_attention
 # executor
 executor_create = _C.executor_create
 executor_step = _C.executor_step
+executor_set_device = _C.executor_set_device
 executor_last_unit = _C.executor_last_unit
 executor_timeline = _C.executor_timeline
 executor_totals = _C.executor_totals

@@ -14,6 +14,8 @@ from seq1f1b import _core
 from seq1f1b.attention import check_shard
 from seq1f1b.context import inside_step
 from seq1f1b.data_parallel import data_parallel, without_wrapper
+from seq1f1b.device_edges import TRANSPORTS as DEVICE_TRANSPORTS
+from seq1f1b.device_edges import DeviceEdges
 from seq1f1b.devices import common_device, move, step_on, through_host
 from seq1f1b.packing import document_lengths
 from seq1f1b.partition import ModelShape, partition_sequence
@@ -70,7 +72,9 @@ class PipelineEngine:
         scale_grads: gradients of the mean of the M losses; False: of their sum.
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; ``"shm"`` or
-            ``"c10d"``: that on every edge. ``engine.edges`` says which one carries each.
+            ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
+            within a host, leave them on the GPUs: these two have run over stand-ins only, never on a GPU.
+            ``engine.edges`` says which one carries each.
         timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
@@ -84,6 +88,8 @@ class PipelineEngine:
             num_segments and segment_sizes. Refused by name where it needs what the engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
     """
+
+    _device_edges_class = DeviceEdges
 
     def __init__(
         self,
@@ -137,6 +143,8 @@ class PipelineEngine:
         self._grad_dtype, self._prefetch = grad_dtype, prefetch
         self.device = common_device(modules)
 
+        self._device_transport = transport if transport in DEVICE_TRANSPORTS else None
+        self._device_edges: DeviceEdges | None = None
         self._group: RankGroup = resolve_group(group, transport)
         try:
             self._join(modules, schedule)
@@ -289,6 +297,8 @@ class PipelineEngine:
         self._closed = True
         self._executor = self._eval_executor = None
         self._ends.clear()
+        if self._device_edges is not None:
+            self._device_edges.close()
         self._group.close()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -325,7 +335,7 @@ class PipelineEngine:
         self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _core.kv_cache_create()
         self._ends: dict[tuple[int, int], Any] = {}
-        self._program = _core.program_lower(self.schedule.handle, self._prefetch)
+        self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
 
@@ -382,26 +392,37 @@ class PipelineEngine:
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
-        edges = []
+        edges, is_receiver = [], {}
         for source, destination, source_rank, destination_rank, *_ in _core.program_edges(self._program):
             kind = "gradients" if destination < source else "activations"
             text = f"{kind} of stage {source} to stage {destination}"
             if self.rank in (source_rank, destination_rank):
                 receiver = self.rank == destination_rank
                 peer = source_rank if receiver else destination_rank
+                is_receiver[source, destination] = receiver
                 self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
-                edges.append(EdgeReport(source, destination, peer, self._group.transport_to(peer)))
+                transport = self._device_transport or self._group.transport_to(peer)
+                edges.append(EdgeReport(source, destination, peer, transport))
         self.edges = tuple(edges)
+        if self._device_transport is not None:
+            self._device_edges = self._device_edges_class(self._device_transport, self._group, self.device)
+            self._ends = self._device_edges.open(self._ends, is_receiver)
+
+    def _lower(self, schedule: Any) -> Any:
+        return _core.program_lower(schedule, self._prefetch, self._device_transport is not None)
 
     def _make_executor(self, program: Any) -> Any:
         ends = [self._ends.get((edge[0], edge[1])) for edge in _core.program_edges(program)]
-        return _core.executor_create(
+        executor = _core.executor_create(
             program, self.rank, self._group.group, self._cache, ends, self._thread_scope, _DTYPE_CODES
         )
+        if self._device_edges is not None:
+            self._device_edges.set_on(executor)
+        return executor
 
     def _eval_parts(self) -> tuple[Any, Any]:
         if self._eval_executor is None:
-            self._eval_program = _core.program_lower(_core.schedule_forward_only(self.schedule.handle), self._prefetch)
+            self._eval_program = self._lower(_core.schedule_forward_only(self.schedule.handle))
             self._eval_executor = self._make_executor(self._eval_program)
         return self._eval_program, self._eval_executor
 
@@ -471,7 +492,11 @@ class PipelineEngine:
             forward, backward = self._forward, self._backward
             if torch.is_autocast_enabled(self.device.type):
                 backward = self._backward_without_autocast
-            if self.device.type != "cpu":
+            place_views = self._group.place_views
+            if self._device_edges is not None:
+                self._device_edges.begin_step(self._group.timeout_s)
+                place_views = self._device_edges.place_views()
+            elif self.device.type != "cpu":
                 forward, backward = (through_host(run, self.device) for run in (forward, backward))
             entered = executor
             start = time.perf_counter()
@@ -486,7 +511,7 @@ class PipelineEngine:
                         forward,
                         backward,
                         batch.learn,
-                        self._group.place_views,
+                        place_views,
                     )
                 elapsed = time.perf_counter() - start
                 batch.leaves.propagate()
@@ -781,8 +806,9 @@ def _check_choices(schedule: Any, loss_fn: Any, loss_weight: Any, grad_dtype: An
             raise TypeError(f"{name} must be callable, got {type(value).__name__}")
     if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
         raise TypeError(f"grad_dtype is {grad_dtype!r}, must be a floating dtype or None")
-    if transport not in ("auto", "shm", "c10d"):
-        raise ValueError(f"transport is {transport!r}, must be 'auto', 'shm' or 'c10d'")
+    known = ("auto", "shm", "c10d", *DEVICE_TRANSPORTS)
+    if transport not in known:
+        raise ValueError(f"transport is {transport!r}, must be one of {', '.join(map(repr, known))}")
 
 
 def _of_plan(plan: Plan | str | os.PathLike[str], given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -89,9 +89,13 @@ def map_fd(fd: int, size: int) -> object:
         os.close(fd)
 
 
-def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]) -> Tensor:
-    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does."""
-    return torch.utils.dlpack.from_dlpack(_core.place_tensor_capsule(owner, address, dtype, sizes))
+def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
+    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
+
+    Args:
+        gpu: on which the memory is; -1: host memory.
+    """
+    return torch.utils.dlpack.from_dlpack(_core.place_tensor_capsule(owner, address, dtype, sizes, gpu))
 
 
 class RankGroup(ABC):
@@ -112,6 +116,7 @@ class RankGroup(ABC):
         self._acknowledged = False  # this rank's user has seen the standing failure
         self._ends: dict[tuple[int, int], object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
+        self._peers: dict[tuple[int, int], int] = {}
         self.set_limits(300.0)
 
     # -- limits, progress, failure
@@ -284,6 +289,7 @@ class RankGroup(ABC):
             text: names the edge in errors: "activations of stage 0 to 1".
         """
         key = source_stage, destination_stage
+        self._peers[key] = peer_rank
         self._edge_texts.setdefault(peer_rank, text)
         if key not in self._ends:
             self._ends[key] = self._open_end(source_stage, destination_stage, peer_rank, is_receiver, text)
@@ -294,22 +300,27 @@ class RankGroup(ABC):
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
     ) -> object: ...
 
+    def peer_of(self, edge: tuple[int, int]) -> int:
+        """The rank at the other end of an edge (source stage, destination stage) of this rank."""
+        return self._peers[edge]
+
     @abstractmethod
     def transport_to(self, peer_rank: int) -> str:
         """What carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
 
     @staticmethod
     def place_views(
-        end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]]
+        end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
     ) -> tuple[list[Tensor | None], list[bool]]:
         """Tensors over a message that has come, and which of them require grad; None for a gradient that is none.
 
         Args:
             payload: address of the message's payload.
             tensors: (dtype code, flags, sizes, offset in the payload) of each.
+            gpu: on which the payload is; -1: host memory.
         """
         views = [
-            None if flags & NONE else place_tensor(end, payload + offset, dtype, sizes)
+            None if flags & NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
             for dtype, flags, sizes, offset in tensors
         ]
         return views, [bool(flags & REQUIRES_GRAD) for _, flags, _, _ in tensors]
@@ -1189,11 +1200,12 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
     Args:
         process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
             parameters only, unless c10d carries edges.
-        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be.
+        transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
+            "nccl" and "copy" (:mod:`seq1f1b.device_edges`) go over what "auto" gives. The same on all ranks.
         arena_bytes: address space of one edge; a smaller one only where address space is limited.
     """
-    if transport not in ("auto", "shm", "c10d"):
-        raise ValueError(f'transport must be "auto", "shm" or "c10d", got {transport!r}')
+    if transport not in ("auto", "shm", "c10d", "nccl", "copy"):
+        raise ValueError(f'transport must be "auto", "shm", "c10d", "nccl" or "copy", got {transport!r}')
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the pipeline's process group")
