@@ -52,6 +52,7 @@ class Case:
     dtype: torch.dtype = BF16
     window: int = 0
     softcap: float = 0.0
+    scale: float | None = None
     documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
     num_parts: int = 0
     deterministic: bool = False
@@ -80,7 +81,7 @@ class Inputs:
         self.q, self.k, self.v, self.dout = (
             torch.randn(size, generator=generator).to(case.dtype) for size in (*sizes, sizes[0])
         )
-        self.scale = case.head_dim**-0.5
+        self.scale = case.scale if case.scale is not None else case.head_dim**-0.5
         leaves = [t.double().requires_grad_() for t in (self.q, self.k, self.v)]
         logits, slope, hidden = self._logits(case, *leaves[:2])
         values = leaves[2].repeat_interleave(case.heads // case.kv_heads, 1)
@@ -255,6 +256,7 @@ CASES = [
     Case(tokens=330, segments=(310, 20), window=90, softcap=3.0, documents=(128, 64, 138), dtype=FP16, num_parts=2),
     Case(tokens=100, segments=(50, 50), num_parts=7, batch=2, own_rows=False),
     Case(tokens=150, segments=(120, 30), heads=8),  # several parts by the launcher's choice
+    Case(tokens=130, segments=(70, 60), scale=1.5, head_dim=128, heads=1),  # logits of +-60
     Case(tokens=200, segments=(70, 130), deterministic=True, heads=4, kv_heads=2),
     Case(tokens=200, segments=(126, 74), deterministic=True, head_dim=128, window=70, softcap=2.0, dtype=FP16),
     Case(
