@@ -402,29 +402,44 @@ def compare_with_whole(machine: Machine, dtype: torch.dtype, run: Step) -> dict[
 
 
 def step_of_rank(
-    group: Any, num_ranks: int, config: tiny_model.Config, model: tiny_model.Stage, tokens: Tensor, target: Tensor
+    group: Any,
+    num_ranks: int,
+    transport: str,
+    config: tiny_model.Config,
+    model: tiny_model.Stage,
+    tokens: Tensor,
+    target: Tensor,
 ) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     stage = tiny_model.stage_of(model, config, group.rank, num_ranks).to(device)
     engine = seq1f1b.PipelineEngine(
         stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7], loss_fn=tiny_model.cross_entropy,
-        group=group, timeout=30.0, first_step_timeout=50.0,
+        group=group, transport=transport, timeout=30.0, first_step_timeout=50.0,
     )  # fmt: skip
-    engine.step(tokens, target=target)
+    for _ in range(3):  # copies go through host memory in the first step of a shape
+        stage.zero_grad()
+        engine.step(tokens, target=target)
+    engine.close()
     return {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
 
 
 def engine(machine: Machine) -> Iterator[Case]:
-    def ranks(num_ranks: int, dtype: torch.dtype) -> dict[str, Any]:
+    def ranks(num_ranks: int, dtype: torch.dtype, transport: str) -> dict[str, Any]:
+        if transport != "auto":
+            machine.need_cuda()
+
         def run(*arguments: Any) -> dict[str, Tensor]:
-            found = run_ranks(num_ranks, lambda group: step_of_rank(group, num_ranks, *arguments))
+            found = run_ranks(num_ranks, lambda group: step_of_rank(group, num_ranks, transport, *arguments))
             return {name: g for grads in found for name, g in grads.items()}
 
         return compare_with_whole(machine, dtype, run)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for num_ranks in (1, 2, 4):
-            yield f"{num_ranks} ranks as threads, {dtype}", functools.partial(ranks, num_ranks, dtype)
+            yield f"{num_ranks} ranks as threads, {dtype}", functools.partial(ranks, num_ranks, dtype, "auto")
+    for num_ranks, dtype in ((2, torch.float32), (4, torch.bfloat16)):
+        name = f"{num_ranks} ranks as threads, copies on the device, {dtype}"
+        yield name, functools.partial(ranks, num_ranks, dtype, "copy")
 
     def steady() -> dict[str, Any]:
         """No memory is added after the third step, and how often the host waits for the device in a step."""
@@ -489,7 +504,9 @@ def engine(machine: Machine) -> Iterator[Case]:
 
 
 def process_rank(rank: int, world: int, device: str, transport: str, dtype: torch.dtype) -> None:
-    """A step over two processes. Every rank has the whole model, so it checks the gradients of its own stage."""
+    """Steps over two processes. Every rank has the whole model, so it checks the gradients of its own stage."""
+    if transport == "nccl":  # takes two ranks of one GPU for two hosts
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
     machine = Machine(device)
 
     def run(config: Any, model: Any, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -498,7 +515,9 @@ def process_rank(rank: int, world: int, device: str, transport: str, dtype: torc
             stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7], loss_fn=tiny_model.cross_entropy,
             transport=transport, timeout=20.0, first_step_timeout=30.0,
         )  # fmt: skip
-        pipeline.step(tokens, target=target)
+        for _ in range(3):
+            stage.zero_grad()
+            pipeline.step(tokens, target=target)
         mine = {name: p.grad.cpu() for name, p in pipeline.named_parameters() if p.grad is not None}
         gathered = pipeline.all_gather_object({name: g.float().tolist() for name, g in mine.items()})
         pipeline.close()
@@ -509,10 +528,12 @@ def process_rank(rank: int, world: int, device: str, transport: str, dtype: torc
 
 def processes(machine: Machine) -> Iterator[Case]:
     def pair(transport: str, dtype: torch.dtype) -> dict[str, Any]:
+        if transport in ("copy", "nccl"):
+            machine.need_cuda()
         local_processes.run_processes(2, process_rank, machine.device.type, transport, dtype)
         return {}
 
-    for transport in ("shm", "c10d"):
+    for transport in ("shm", "copy", "nccl", "c10d"):
         for dtype in (torch.float32, torch.bfloat16):
             yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
 

@@ -14,7 +14,7 @@ from stand_in_engine import StandInEngine
 from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
-from seq1f1b import PipelineEngine, PipelineError, _core, device_edges
+from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, _core, device_edges
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -195,3 +195,10 @@ def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version >= 21800 and found.endswith("libnccl.so.2")
     first, second = _core.nccl_unique_id(path), _core.nccl_unique_id(path)
     assert len(first) == len(second) == 128 and first != second
+    reset(1)
+    group = LoopbackGroup(2)[0]
+    control = group.edge_end(0, 1, 1, False, "activations of stage 0 to stage 1")
+    device = _core.device_create(stand_in().path, 0)
+    watchdog = _core.watchdog_create(group.group, device, 5.0)
+    with pytest.raises(RuntimeError, match=r"activations of stage 0 to stage 1: ncclCommInitRankConfig: .*\(1\), Cuda"):
+        _core.nccl_end(path, first, control, watchdog)

@@ -117,7 +117,7 @@ s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_
     }
     if (status != S1F_OK) {
         s1f_edge_end_free(&end->base.head);
-        return status;
+        return s1f_fail_prefixed(status, "%s: ", control->text);
     }
     *out = &end->base.head;
     return S1F_OK;
