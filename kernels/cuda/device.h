@@ -369,7 +369,7 @@ int launch(void (*kernel)(Arguments), index3 blocks, int threads, int shared_byt
     if (shared_bytes > 48 * 1024) { /* more than a kernel gets unasked */
         cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (error != cudaSuccess)
-            return (int)error;
+            return (int)cudaGetLastError(); /* takes it away: the next launch asks for its own */
     }
     dim3 grid((unsigned)blocks.x, (unsigned)blocks.y, (unsigned)blocks.z);
     kernel<<<grid, (unsigned)threads, (size_t)shared_bytes, (cudaStream_t)stream>>>(arguments);
@@ -383,7 +383,7 @@ inline int shared_memory_limit()
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return error == cudaSuccess ? bytes : -(int)error;
+    return error == cudaSuccess ? bytes : -(int)cudaGetLastError();
 }
 
 inline const char *error_text(int32_t error)
