@@ -35,6 +35,9 @@ class Strides(Structure):
 
     _fields_ = [("batch", c_int64), ("head", c_int64), ("row", c_int64)]
 
+    def __repr__(self) -> str:  # names of tests hold it: the same in every process
+        return f"Strides({self.batch}, {self.head}, {self.row})"
+
 
 class Attention(Structure):
     _fields_ = [

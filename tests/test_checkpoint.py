@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import running_ranks
-from test_data_parallel import full, take_head, wrap
-from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from processes import PipedProcesses, join_and_run
+from test_data_parallel import take_head, wrap
+from tiny_model import Config, batch, cross_entropy, full_gradient, stage_of, whole_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +83,7 @@ class Layout:
                 group["lr"] = rate_of(step + 1)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: full(p.detach()).clone() for name, p in self.engine.named_parameters()}
+        return {name: full_gradient(p.detach()).clone() for name, p in self.engine.named_parameters()}
 
     def load(self, folder: str) -> None:
         dcp.load({"train": self.state}, checkpoint_id=folder, process_group=self.group)
@@ -171,8 +171,9 @@ def join(folder: str, rank: int) -> None:
 
 
 def test_every_layout_goes_on_from_two_replicas_of_two_stages(tmp_path: Path) -> None:
-    with running_ranks(WORLD, partial(join, str(tmp_path)), layouts, str(tmp_path)) as ranks:
-        results = [ranks.receive(rank) for rank in range(WORLD)]
+    joined = partial(join, str(tmp_path))
+    with PipedProcesses(WORLD, join_and_run, joined, layouts, str(tmp_path)) as ranks:
+        results = [ranks.result(rank) for rank in range(WORLD)]
     assert len(results[0]) == 12  # two uninterrupted, nine layouts, plain torch
     for found in results:
         assert all(value < LIMIT for value in found.values()), found
