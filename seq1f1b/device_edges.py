@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def find_nccl() -> str | None:
     return None
 
 
+def _warn_of_few_queues(num_streams: int) -> None:
+    """Streams that share a hardware queue wait for each other: right, as receives are ordered for that, but slow."""
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdigit() and int(queues) < num_streams + 2:  # torch computes on one, and copies on another
+        warnings.warn(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: the {num_streams} streams of this rank's edges share hardware "
+            "queues with its units and wait for them; unset it, or raise it to 32",
+            stacklevel=2,
+        )
+
+
 class DeviceEdges:
     """One rank's ends of the edges of a pipeline on GPUs."""
 
@@ -78,6 +90,7 @@ class DeviceEdges:
 
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, object]:
         """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once."""
+        _warn_of_few_queues(len(controls))
         if self.transport == "copy":
             for edge in controls:
                 other = self._group.transport_to(self._group.peer_of(edge))

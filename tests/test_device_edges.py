@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
+import os
 import re
 import shutil
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_processes
 from stand_in_engine import StandInEngine
 from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, _core, device_edges
 from seq1f1b.testing import run_ranks
@@ -152,6 +158,59 @@ def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
         assert re.match(r"[FB]\d\.\d", unit), unit
         if "fails" in kind:  # what is lost stops the transfers behind it as well, and one of these may be late first
             assert edge == "activations of stage 1 to stage 2"
+
+
+def two_processes(rank: int, world: int, folder: str) -> None:
+    """Memory and events of each process by handles; then one dies while the other waits for it on its device."""
+    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 4, LENGTH)
+    engine = StandInEngine(
+        stage_of(model, config, rank, world),
+        num_microbatches=4,
+        num_segments=2,
+        segment_sizes=[9, 7],
+        loss_fn=cross_entropy,
+        transport="copy",
+        timeout=30.0,
+    )
+    for _ in range(4):
+        for p in engine.parameters():
+            p.grad = None
+        engine.step(tokens, target=target)
+    gradients = {name: p.grad for name, p in engine.named_parameters()}
+    for theirs in engine.all_gather_object({name: g.tolist() for name, g in gradients.items()}):
+        gradients |= {name: torch.tensor(g, dtype=torch.float64) for name, g in theirs.items()}
+    assert gradient_error(gradients, run_whole(model, tokens, target, 4)[1]) < 1e-10
+    assert stand_in().complaints() == []
+    if rank == 1:
+        Path(folder, "ready").touch()
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(PipelineError, match="rank 1 is gone") as caught:
+        engine.step(tokens, target=target)
+    assert caught.value.edge is not None and time.monotonic() - began < 20
+    engine.close()
+    Path(folder, "told").touch()
+    os._exit(0)  # torch's own group misses rank 1
+
+
+def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> None:
+    with contextlib.suppress(ProcessExitedException):
+        run_processes(2, two_processes, str(tmp_path))
+    assert (tmp_path / "told").exists()
+
+
+def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: the 2 streams"):
+        device_edges._warn_of_few_queues(2)
+    for enough in ("", "4", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", enough)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            device_edges._warn_of_few_queues(2)
 
 
 def test_stages_on_the_cpu_are_refused() -> None:
