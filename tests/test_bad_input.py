@@ -108,7 +108,7 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a loss that is no function": ({"loss_fn": 3.0}, TypeError, "loss_fn must be callable, got float"),
     "a weight that is no function": ({"loss_weight": 7}, TypeError, "loss_weight must be callable, got int"),
     "gradients of type int": ({"grad_dtype": torch.int32}, TypeError, "grad_dtype is torch.int32, must be a floating"),
-    "unknown transport": ({"transport": "nccl"}, ValueError, "transport is 'nccl', must be 'auto', 'shm' or 'c10d'"),
+    "unknown transport": ({"transport": "mpi"}, ValueError, "transport is 'mpi', must be one of 'auto', 'shm', 'c10d'"),
     "all ranks as the group": ({"group": LoopbackGroup(2)}, TypeError, r"LoopbackGroup\(P\)\[rank\]"),
     "a group by its name": ({"group": "gloo"}, TypeError, "group= takes a ProcessGroup, .* got str"),
     "a stage that is none": ({"stage": 5}, TypeError, "stage must be a module or a list of modules, got int"),
