@@ -64,7 +64,9 @@ typedef struct { /* one rank */
     CUdeviceptr handed[32][16][16]; /* [stage][microbatch][segment]: result kept for a stage of the same rank */
     unit_work *work;
     int64_t num_run, num_work, step;
-    int64_t fail_at, sleep_at; /* unit that fails, or that the host starts late; -1: none */
+    int64_t fail_at, sleep_at,
+        stall_at;      /* unit that fails, that the host starts late, that waits on the GPU; -1: none */
+    CUdeviceptr stall; /* for this word to be 1 */
     s1f_status status;
     char error[1024];
 } rank_state;
@@ -166,6 +168,8 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
         !is_sent && unit.pass != S1F_PASS_BACKWARD_WEIGHT && destination >= 0 && destination < p->num_stages;
     CUdeviceptr output = is_sent || is_handed ? take_buffer(state) : 0;
     work->output = (int32_t *)(uintptr_t)output;
+    if (n == state->stall_at)
+        CHECK(cuStreamWaitValue64_v2(state->compute, state->stall, 1, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS);
     CHECK(cuLaunchHostFunc(state->compute, run_on_gpu, work) == CUDA_SUCCESS);
     if (local != 0)
         release(state, (void *)(uintptr_t)local);
@@ -229,6 +233,8 @@ static void join_pipeline(rank_state *state)
         CHECK(cuMemAlloc_v2(&state->buffers[i], SEQUENCE * sizeof(int32_t)) == CUDA_SUCCESS);
         state->unused[state->num_unused++] = state->buffers[i];
     }
+    CHECK(cuMemAlloc_v2(&state->stall, 8) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(state->stall, 0, 8, state->compute) == CUDA_SUCCESS);
     s1f_device_leave(state->device);
     for (int32_t i = 0; i < p->num_edges; i++)
         if (p->edges[i].source_rank == rank || p->edges[i].destination_rank == rank)
@@ -286,7 +292,7 @@ static void make_pipeline(setting set, pipeline *p)
     p->block = aligned_alloc(64, block_bytes);
     memset(p->block, 0, block_bytes);
     for (int32_t rank = 0; rank < set.num_ranks; rank++) {
-        p->states[rank] = (rank_state){.p = p, .rank = rank, .fail_at = -1, .sleep_at = -1};
+        p->states[rank] = (rank_state){.p = p, .rank = rank, .fail_at = -1, .sleep_at = -1, .stall_at = -1};
         CHECK(s1f_group_create(p->block, set.num_ranks, rank, NULL, NULL, &p->groups[rank]) == S1F_OK);
         s1f_group_set_limits(p->groups[rank], (int64_t)(set.timeout_s * 1e9), 0);
         s1f_group_progress(p->groups[rank], "set-up");
@@ -336,6 +342,7 @@ static void leave_pipeline(rank_state *state)
     cuStreamSynchronize(state->compute);
     for (int32_t i = 0; i < MAX_BUFFERS; i++)
         cuMemFree_v2(state->buffers[i]);
+    cuMemFree_v2(state->stall);
     cuStreamDestroy_v2(state->compute);
     s1f_device_leave(state->device);
     s1f_device_free(state->device);
@@ -545,11 +552,45 @@ static void test_faults_of_hosts(void)
         }
 }
 
+static void end_stall(rank_state *state)
+{
+    CUstream other;
+    CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
+    CHECK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    CHECK(cuStreamWriteValue64_v2(other, state->stall, 1, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(other) == CUDA_SUCCESS && cuStreamDestroy_v2(other) == CUDA_SUCCESS);
+    s1f_device_leave(state->device);
+}
+
+/* A unit that does not end on its GPU: the others' bubble grows past the time-out while every host has started its all. */
+static void test_a_unit_that_stalls(void)
+{
+    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
+        setting set = THREE_RANKS;
+        set.transport = (transport_kind)transport;
+        pipeline p;
+        make_pipeline(set, &p);
+        step(&p, 1);
+        p.states[1].stall_at = 5;
+        step(&p, 2);
+        s1f_failure failure;
+        s1f_group_failure(p.groups[0], &failure);
+        CHECK(strstr(failure.edge, "of stage") != NULL && strstr(failure.text, "message") != NULL);
+        CHECK(failure.unit[0] != '\0');
+        for (int32_t rank = 0; rank < set.num_ranks; rank++)
+            CHECK(p.states[rank].status != S1F_OK);
+        on_all_ranks(&p, end_stall);
+        CHECK(stand_in_drain(2000) == 0);
+        free_pipeline(&p);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int is_slow = argc > 1 && strcmp(argv[1], "valgrind") == 0;
     test_orders_and_timings(argc > 2 ? atoi(argv[2]) : is_slow ? 10 : 250); /* of four steps each */
     test_faults_of_transfers();
     test_faults_of_hosts();
+    test_a_unit_that_stalls();
     return check_failures();
 }
