@@ -156,6 +156,9 @@ class OurArm(Arm):
         self.has_first, self.has_last = 0 in own, order.num_stages - 1 in own
         attention = "ours" if spec.attention == "ours" else form
         self.modules = [case.stage(i, order.num_stages, attention, head=not spec.head_in_loss) for i in own]
+        if order.num_stages == case.ranks and case.ranks <= k:
+            for module in self.modules:
+                module.share_rows(order.simulate(segment_sizes=sizes).peak_tokens[rank])
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)

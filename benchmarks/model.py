@@ -65,6 +65,12 @@ class Stage(nn.Module):
         if index == num_stages - 1 and head:
             self.head = make_head(hidden, vocab)
 
+    def share_rows(self, tokens: int) -> None:
+        """See ``torch_attention.InSegments.capacity``."""
+        for block in self.blocks.values():
+            if block.in_segments is not None:
+                block.in_segments.capacity = tokens
+
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "embedding"):
             x = self.embedding(x)

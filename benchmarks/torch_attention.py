@@ -7,6 +7,7 @@ heads than heads; autograd gives the gradients. ``two_calls`` takes prefix and s
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class _TwoCalls(torch.autograd.Function):
         if k_prefix.shape[2] > 0:
             out_prefix, lse_prefix = _flash(q, *parts[:2], 0.0, False)
             weight = torch.sigmoid(lse_prefix - lse).unsqueeze(-1)
-            out = torch.lerp(out.to(lse.dtype), out_prefix.to(lse.dtype), weight).to(q.dtype)
+            out = out.to(lse.dtype).lerp_(out_prefix.to(lse.dtype), weight).to(q.dtype)
             lse = torch.logaddexp(lse_prefix, lse)
         ctx.save_for_backward(q, *parts, out, lse)
         ctx.kv_heads = k.shape[1]
@@ -89,12 +90,19 @@ FORMS = ("two calls", *WHOLE)
 
 
 class _Rows:
-    """Keys, values and their gradients of one micro-batch: (batch, heads, tokens of the whole sequence, head_dim)."""
+    """Keys, values and their gradients of one micro-batch, in a slab that two micro-batches fill from its two ends.
 
-    def __init__(self, like: Tensor, tokens: int) -> None:
-        self.shape = (*like.shape[:2], tokens, like.shape[3])
-        self.k, self.v = like.new_empty(self.shape), like.new_empty(self.shape)
-        self.dk = self.dv = None  # until the last segment's backward
+    Attention over a prefix does not ask for its order: where the slab is filled from the end, segments lie the other
+    way round, and prefixes are slices as well.
+    """
+
+    def __init__(self, slab: tuple[Tensor, Tensor], reverse: bool) -> None:
+        self.slab, self.reverse = slab, reverse
+        self.gradients: tuple[Tensor, ...] = ()  # of the prefix, until which the last segment's backward is to come
+
+    def part(self, t: Tensor, begin: int, end: int) -> Tensor:
+        """Tokens [begin, end) of rows that begin with token 0, or end with it."""
+        return t[:, :, t.shape[2] - end : t.shape[2] - begin] if self.reverse else t[:, :, begin:end]
 
 
 class _Prefix(torch.autograd.Function):
@@ -107,21 +115,20 @@ class _Prefix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> tuple[Tensor, ...]:
         end = offset + k.shape[2]
-        rows.k[:, :, offset:end], rows.v[:, :, offset:end] = k, v
+        for own, t in zip((k, v), rows.slab, strict=True):
+            rows.part(t, offset, end).copy_(own)
         ctx.rows, ctx.offset, ctx.end = rows, offset, end
-        return *(t.data[:, :, :offset] for t in (rows.k, rows.v)), *(t.data[:, :, offset:end] for t in (rows.k, rows.v))
+        return *(rows.part(t.data, 0, offset) for t in rows.slab), *(rows.part(t.data, offset, end) for t in rows.slab)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, offset, end = ctx.rows, ctx.offset, ctx.end
-        if end == rows.shape[2]:  # nothing came from later segments; a sequence in one piece needs no rows at all
-            rows.dk, rows.dv = (t.new_zeros((*rows.shape[:2], offset, rows.shape[3])) for t in gradients[2:])
-            own = gradients[2:]
+        rows, of_prefix, own = ctx.rows, gradients[:2], gradients[2:]
+        if not rows.gradients:  # nothing came from later segments
+            rows.gradients = of_prefix
         else:
-            own = tuple(t + held[:, :, offset:end] for t, held in zip(gradients[2:], (rows.dk, rows.dv), strict=True))
-        if offset > 0:
-            rows.dk[:, :, :offset] += gradients[0]
-            rows.dv[:, :, :offset] += gradients[1]
+            own = tuple(t + rows.part(held, ctx.offset, ctx.end) for t, held in zip(own, rows.gradients, strict=True))
+            for t, held in zip(of_prefix, rows.gradients, strict=True):
+                rows.part(held, 0, ctx.offset).add_(t)
         return *own, None, None
 
 
@@ -129,11 +136,29 @@ class InSegments:
     """One of ``FORMS`` inside pipeline steps, ours or torch's that set the unit; outside one, of the whole sequence.
 
     Keys and values of earlier segments are kept in rows, without a copy per segment: what ours does with its cache.
+
+    Attributes:
+        capacity: most tokens between their F and the end of their B, where those are never of more than two
+            micro-batches, one after the other, and leave from the last one: these share memory. None: they do not.
     """
 
     def __init__(self, form: str) -> None:
         self.form = form
+        self.capacity: int | None = None
         self._rows: dict[int, _Rows] = {}  # by micro-batch, as long as it has segments to come
+        self._ends: list[weakref.ref[_Rows]] = []  # micro-batches at the two ends of the slab, the later one last
+
+    def _take(self, like: Tensor, tokens: int) -> _Rows:
+        live = [rows for rows in (end() for end in self._ends) if rows is not None]
+        if self.capacity is not None and live:
+            if len(live) > 1:
+                raise RuntimeError("three micro-batches at once in memory for two")
+            rows = _Rows(live[0].slab, not live[0].reverse)
+        else:
+            shape = (*like.shape[:2], self.capacity or tokens, like.shape[3])
+            rows = _Rows((like.new_empty(shape), like.new_empty(shape)), False)
+        self._ends = [weakref.ref(rows) for rows in (*live, rows)]
+        return rows
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         unit = _core.current_unit()
@@ -141,10 +166,11 @@ class InSegments:
             if unit is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             _, _, microbatch, segment, num_segments, _, offset, _, tokens = unit
-            rows = _Rows(k, tokens) if segment == 0 else self._rows.pop(microbatch)
+            rows = self._take(k, tokens) if segment == 0 else self._rows.pop(microbatch)
             if segment < num_segments - 1:
                 self._rows[microbatch] = rows
             k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)  # type: ignore[no-untyped-call]
             if self.form == "two calls":
-                return two_calls(q.clone(memory_format=torch.contiguous_format), k_prefix, v_prefix, k, v)
+                q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
+                return two_calls(q, k_prefix, v_prefix, k, v)
             return WHOLE[self.form](q, torch.cat((k_prefix, k), dim=2), torch.cat((v_prefix, v), dim=2))
