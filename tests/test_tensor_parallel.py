@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from processes import run_processes
 from tiny_model import cross_entropy, full_gradient, gradient_error
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -56,6 +57,10 @@ def make_stages() -> list[Stage]:
     return [Stage(index).double() for index in range(2)]
 
 
+PLAN = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "out": RowwiseParallel(),
+        "up": ColwiseParallel(), "down": RowwiseParallel()}  # fmt: skip
+
+
 def split_heads(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     index = mesh.get_local_rank("pipeline")
@@ -69,10 +74,8 @@ def split_heads(rank: int, world: int) -> None:
     torch.stack(losses).mean().backward()
     truth = {name: p.grad for name, p in whole[index].named_parameters()}
 
-    plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "out": RowwiseParallel(),
-            "up": ColwiseParallel(), "down": RowwiseParallel()}  # fmt: skip
     stage = make_stages()[index]
-    parallelize_module(stage.block, mesh["tensor"], plan)
+    parallelize_module(stage.block, mesh["tensor"], PLAN)
     engine = PipelineEngine(
         stage, num_microbatches=M, num_segments=K, segment_sizes=[7, 1, 6], loss_fn=cross_entropy,
         group=mesh.get_group("pipeline"),
@@ -88,5 +91,35 @@ def split_heads(rank: int, world: int) -> None:
     engine.close()
 
 
+def compiled(rank: int, world: int) -> None:
+    """One stage on both ranks. Where weights are DTensors, torch 2.13 fails in a RecursionError at dynamic lengths."""
+    stages = [dist.new_group([r]) for r in range(world)]
+    sizes = {14: [7, 1, 6], 20: [6, 9, 5]}
+    counter = CompileCounterWithBackend("aot_eager")
+    found = []
+    for backend in (None, counter):
+        stage = make_stages()[0]
+        parallelize_module(stage.block, init_device_mesh("cpu", (world,)), PLAN)
+        if backend is not None:
+            stage.block.compile(fullgraph=True, backend=backend, dynamic=False)
+        engine = PipelineEngine(
+            stage, num_microbatches=M, num_segments=K, segment_sizes=sizes,
+            loss_fn=lambda output, target: (output.mean(-1) * target).sum(), group=stages[rank],
+        )  # fmt: skip
+        graphs, losses = [], []
+        for length in (14, 14, 20, 14, 20):
+            tokens = torch.arange(M * length).view(M, length) % VOCAB
+            losses += engine.step(tokens, target=tokens)
+            graphs.append(counter.frame_count)
+        found.append((losses, [full_gradient(p.grad) for p in stage.parameters()]))
+        engine.close()
+    assert graphs == [3, 3, 5, 5, 5], "a graph per length of a segment, each in the first step that has it"
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_heads_split_over_two_ranks_in_each_of_two_stages():
     run_processes(4, split_heads)
+
+
+def test_each_length_is_compiled_once():
+    run_processes(2, compiled)
