@@ -7,6 +7,7 @@ one library, each behind a condition, and switched on one at a time.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import os
 import shutil
@@ -28,6 +29,43 @@ from kernel_table import Kernel, Operation, kernels_of  # noqa: E402
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
 DTYPES = {torch.bfloat16: 2, torch.float16: 3}  # csrc/dtype.h
 SHARED_99_KB, SHARED_163_KB = 99 * 1024, 163 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """A batch of sequences, how it is cut into segments, and which attention is asked for."""
+
+    tokens: int = 200
+    segments: tuple[int, ...] = ()  # none: the whole sequence
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+    documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
+    num_parts: int = 0
+    head_major: bool = False  # q, out and their gradients (batch, heads, tokens, head_dim), with space between rows
+
+    def __str__(self) -> str:
+        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in shown).replace("torch.", "") or "plain"
+
+    def document_ids(self) -> Tensor:
+        """(batch, tokens); each entry of the batch has other boundaries. Without documents all are 0."""
+        lengths = torch.tensor(self.documents or (self.tokens,))
+        assert lengths.sum() == self.tokens
+        ids = [torch.repeat_interleave(torch.arange(len(lengths)) % 4, lengths.roll(b)) for b in range(self.batch)]
+        return torch.stack(ids).to(torch.int32)
+
+    def hidden(self) -> Tensor:
+        """Which keys no query sees, (batch, 1, tokens, tokens)."""
+        position, ids = torch.arange(self.tokens), self.document_ids()
+        distance = position[:, None] - position[None, :]
+        outside = (distance < 0) | (distance >= (self.window or self.tokens))
+        return (outside | (ids[:, :, None] != ids[:, None, :]))[:, None]
 
 
 class Strides(Structure):

@@ -30,6 +30,7 @@ from emulated_cuda import (
     KernelError,
     Mutation,
     Refused,
+    Sequences,
     Strides,
     build,
     strides_of,
@@ -40,36 +41,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A sequence, how it is cut into segments, and how the kernels are asked for its gradients."""
-
-    tokens: int = 200
-    segments: tuple[int, ...] = ()  # none: the whole sequence
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 64
-    dtype: torch.dtype = BF16
-    window: int = 0
-    softcap: float = 0.0
-    scale: float | None = None
-    documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
-    num_parts: int = 0
+class Case(Sequences):
     deterministic: bool = False
     small: bool = False  # tiles for 99 KB of shared memory instead of 163
-    head_major: bool = False  # q, out, dout and dq (batch, heads, tokens, head_dim) in memory, with space between rows
     own_rows: bool = True  # complete rows of dK and dV are asked for in 16 bit; else they are read from the slab
-
-    def __str__(self) -> str:
-        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in shown).replace("torch.", "") or "plain"
-
-
-def documents(case: Case) -> Tensor:
-    lengths = torch.tensor(case.documents)
-    assert lengths.sum() == case.tokens
-    ids = [torch.repeat_interleave(torch.arange(len(lengths)) % 4, lengths.roll(b)) for b in range(case.batch)]
-    return torch.stack(ids).to(torch.int32)  # each entry of the batch has other boundaries
 
 
 class Inputs:
@@ -103,13 +78,7 @@ class Inputs:
         if case.softcap:
             squashed = torch.tanh(logits / case.softcap)
             logits, slope = case.softcap * squashed, 1 - squashed.square()
-        position = torch.arange(case.tokens)
-        distance = position[:, None] - position[None, :]
-        hidden = (distance < 0) | (distance >= (case.window or case.tokens))
-        if case.documents:
-            docs = documents(case)
-            hidden = hidden | (docs[:, :, None] != docs[:, None, :])[:, None]
-        return logits, slope, hidden
+        return logits, slope, case.hidden()
 
     def _reference(self, case: Case, logits: Tensor, slope: Tensor, hidden: Tensor) -> list[Tensor]:
         """What kernels on 16-bit tensor cores can do at best: P, dS and the results are rounded to 16 bit, and out and
@@ -156,7 +125,7 @@ def backward(emulated: Emulated, case: Case) -> list[Tensor]:
     dk, dv = (torch.full(size, math.nan) for _ in range(2))
     docs = torch.full((case.batch, rows), -1, dtype=torch.int32)
     if case.documents:
-        docs[:, : case.tokens] = documents(case)
+        docs[:, : case.tokens] = case.document_ids()
 
     results: list[list[Tensor]] = []
     end = case.tokens

@@ -28,6 +28,7 @@ from emulated_cuda import (
     KernelError,
     Mutation,
     Refused,
+    Sequences,
     Strides,
     build,
     strides_of,
@@ -38,27 +39,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A sequence, and how it is cut into segments."""
-
-    tokens: int = 200
-    segments: tuple[int, ...] = ()  # none: the whole sequence
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 1
-    head_dim: int = 64
-    dtype: torch.dtype = BF16
-    window: int = 0
-    softcap: float = 0.0
-    documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
-    num_parts: int = 0
+class Case(Sequences):
     tile: tuple[int, int, int, int] | None = None  # query rows, key rows, warps, stages; none: the launcher's choice
-    head_major: bool = False  # q and out (batch, heads, tokens, head_dim) in memory, with space between rows
-    scale: float | None = None
-
-    def __str__(self) -> str:
-        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in shown).replace("torch.", "")
 
 
 class Inputs:
@@ -68,24 +50,14 @@ class Inputs:
         generator = torch.Generator().manual_seed(1)
         sizes = [(case.batch, h, case.tokens, case.head_dim) for h in (case.heads, case.kv_heads, case.kv_heads)]
         self.q, self.k, self.v = (torch.randn(s, generator=generator).to(case.dtype) for s in sizes)
-        self.docs = torch.zeros(case.batch, case.tokens, dtype=torch.int32)
-        if case.documents:
-            lengths = torch.tensor(case.documents)
-            assert lengths.sum() == case.tokens
-            for b in range(case.batch):  # each entry of the batch has other boundaries
-                ids = torch.repeat_interleave(torch.arange(len(lengths)) % 4, lengths.roll(b))
-                self.docs[b] = ids.to(torch.int32)
+        self.docs = case.document_ids()
         self.scale = case.scale if case.scale is not None else case.head_dim**-0.5
         group = case.heads // case.kv_heads
         q, k, v = self.q.double(), *(t.double().repeat_interleave(group, 1) for t in (self.k, self.v))
         logits = q @ k.mT * self.scale
         if case.softcap:
             logits = case.softcap * torch.tanh(logits / case.softcap)
-        position = torch.arange(case.tokens)
-        distance = position[:, None] - position[None, :]
-        hidden = (distance < 0) | (distance >= (case.window or case.tokens))
-        hidden = hidden | (self.docs[:, :, None] != self.docs[:, None, :])[:, None]
-        logits = logits.masked_fill(hidden, -math.inf)
+        logits = logits.masked_fill(case.hidden(), -math.inf)
         self.lse = logits.logsumexp(-1)
         self.out = torch.softmax(logits, -1) @ v
         # Each of head_dim / 16 steps rounds a sum by at most 2^-23 of what its terms are in size; exponents are rounded

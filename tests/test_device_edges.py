@@ -11,6 +11,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def reset(seed: int, **options: int) -> None:
     stand_in().reset(seed, foreign_memory=1, **options)  # what is sent is torch's memory
 
 
+def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **options: Any) -> StandInEngine:
+    """The engine of a rank, four micro-batches of two segments unless told otherwise."""
+    stages = [stage_of(model, config, i, P * v) for i in range(rank, P * v, P)]
+    defaults = {"num_microbatches": 4, "num_segments": 2, "loss_fn": cross_entropy}
+    return StandInEngine(stages, **defaults | options)
+
+
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize(("schedule", "P", "v"), [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)])
 @pytest.mark.parametrize("transport", device_edges.TRANSPORTS)
@@ -47,17 +55,10 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
     losses, truth = run_whole(model, tokens, target, 2 * P)
 
     def run(group):
-        stages = [stage_of(model, config, i, P * v) for i in range(group.rank, P * v, P)]
-        engine = StandInEngine(
-            stages,
-            schedule=schedule,
-            num_microbatches=2 * P,
-            num_segments=2,
-            segment_sizes=[9, 7],
-            loss_fn=cross_entropy,
-            group=group,
-            transport=transport,
-        )
+        engine = make_engine(
+            model, config, group.rank, P, v, schedule=schedule, num_microbatches=2 * P, segment_sizes=[9, 7],
+            group=group, transport=transport,
+        )  # fmt: skip
         for _ in range(2):
             for p in engine.parameters():
                 p.grad = None
@@ -94,14 +95,7 @@ def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
     tokens, target = batch(config, 4, LENGTH)
 
     def run(group):
-        engine = StandInEngine(
-            stage_of(model, config, group.rank, 2),
-            num_microbatches=4,
-            num_segments=2,
-            loss_fn=cross_entropy,
-            group=group,
-            transport=transport,
-        )
+        engine = make_engine(model, config, group.rank, 2, group=group, transport=transport)
         counts = []
         for _ in range(5):
             engine.step(tokens, target=target)
@@ -133,16 +127,8 @@ def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
     tokens, target = batch(config, 4, LENGTH)
 
     def run(group):
-        engine = StandInEngine(
-            stage_of(model, config, group.rank, 3),
-            num_microbatches=4,
-            num_segments=2,
-            loss_fn=cross_entropy,
-            group=group,
-            transport="nccl",
-            timeout=1.0,
-            first_step_timeout=1.0,
-        )
+        limits = {"timeout": 1.0, "first_step_timeout": 1.0}
+        engine = make_engine(model, config, group.rank, 3, group=group, transport="nccl", **limits)
         try:
             engine.step(tokens, target=target)
         except PipelineError as error:
@@ -166,15 +152,7 @@ def two_processes(rank: int, world: int, folder: str) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
-    engine = StandInEngine(
-        stage_of(model, config, rank, world),
-        num_microbatches=4,
-        num_segments=2,
-        segment_sizes=[9, 7],
-        loss_fn=cross_entropy,
-        transport="copy",
-        timeout=30.0,
-    )
+    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", timeout=30.0)
     for _ in range(4):
         for p in engine.parameters():
             p.grad = None
