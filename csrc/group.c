@@ -189,13 +189,20 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
 
-void s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
+/* Returns 0 if another failure came first. */
+static int record(s1f_group *group, const s1f_failure *failure)
 {
     uint32_t none = FAILURE_NONE;
     if (!atomic_compare_exchange_strong(&group->failure->failed, &none, FAILURE_BEING_WRITTEN))
-        return;
+        return 0;
     group->failure->failure = *failure;
     atomic_store_explicit(&group->failure->failed, FAILURE_STANDS, memory_order_release);
+    return 1;
+}
+
+void s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
+{
+    record(group, failure);
 }
 
 /* %.*s: the compiler knows that it fits */
@@ -204,7 +211,8 @@ static void copy_text(char *out, size_t bytes, const char *text)
     snprintf(out, bytes, "%.*s", (int)bytes - 1, text);
 }
 
-static void fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
+/* Returns 0 if another failure came first. */
+static int fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const char *text)
 {
     s1f_failure failure = {.rank = rank};
     int64_t age_ns;
@@ -213,7 +221,7 @@ static void fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const
         s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
     copy_text(failure.edge, sizeof failure.edge, edge);
     copy_text(failure.text, sizeof failure.text, text);
-    s1f_group_fail_with(group, &failure);
+    return record(group, &failure);
 }
 
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
@@ -309,6 +317,15 @@ static void describe_seconds(int64_t ns, char *text, size_t bytes)
     snprintf(text, bytes, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
 }
 
+/* What every rank then reads is the failure that came first, so that text, rank, unit and edge are of one. */
+static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
+                            const char *text)
+{
+    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && failure_stands(group))
+        return s1f_group_check(group);
+    return s1f_fail(status, "%s", text);
+}
+
 static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
 {
     char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
@@ -319,8 +336,7 @@ static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
     snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, age_ns < 0 ? "" : ", last seen in ", what,
              waiting);
     atomic_store(&group->failure->lost, rank + 1);
-    fail_on_edge(group, rank, reason->edge, text);
-    return s1f_fail(S1F_ERR_PEER, "%s", text);
+    return fail_wait(group, reason, S1F_ERR_PEER, rank, text);
 }
 
 /* The rank at the end of the chain of waits that starts at the peer, and the latest progress on that chain: stages that
@@ -359,8 +375,7 @@ static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, in
         snprintf(text, sizeof text, "rank %d has not entered a step for %s (%s)", (int)rank, seconds, waiting);
     else
         snprintf(text, sizeof text, "rank %d has been in %s for %s (%s)", (int)rank, what, seconds, waiting);
-    fail_on_edge(group, rank, reason->edge, text);
-    return s1f_fail(S1F_ERR_TIMEOUT, "%s", text);
+    return fail_wait(group, reason, S1F_ERR_TIMEOUT, rank, text);
 }
 
 typedef struct { /* what is waited for: a signal, or an answer */

@@ -172,8 +172,8 @@ static s1f_status moved(s1f_device_end *end, s1f_status status)
         return status;
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
-    count_over(end); /* the oldest that is not over is what has failed */
-    fail_transfer(end, end->over < end->started ? end->over : -1, why);
+    count_over(end); /* the oldest that is not over is what has failed, or the one that is being started */
+    fail_transfer(end, end->over < end->capacity ? end->over : -1, why);
     return s1f_group_check(end->head.group);
 }
 
