@@ -237,13 +237,13 @@ class Bar:
 def bars() -> list[Bar]:
     """At hidden 256, 4 blocks, P = 2, the same attention on both sides.
 
-    Ours: one or two stages per rank (torch's zero-bubble schedules have two), 4 or 8 segments of equal measured cost;
+    Ours: one or two stages per rank (torch's zero-bubble schedules have two), 2, 4 or 8 segments of equal cost;
     for memory 8 or 16 equal ones, the head in the loss.
     """
     result = []
     for attention in ("torch", "ours"):
         families = ("seq1f1b", "seq1f1b-interleaved")
-        ours = tuple(Spec(family, attention, k, "profiled") for family in families for k in (4, 8))
+        ours = tuple(Spec(family, attention, k, "profiled") for family in families for k in (2, 4, 8))
         whose = ATTENTIONS[attention]
         for name in TORCH:
             text = f"2048 tokens, M 2, {whose}: faster than torch's {name}"
