@@ -98,7 +98,7 @@ class _Rows:
 
     def __init__(self, slab: tuple[Tensor, Tensor], reverse: bool) -> None:
         self.slab, self.reverse = slab, reverse
-        self.gradients: tuple[Tensor, ...] = ()  # of the prefix, until which the last segment's backward is to come
+        self.gradients: tuple[Tensor, ...] = ()  # of the prefix; none before the last segment's backward
 
     def part(self, t: Tensor, begin: int, end: int) -> Tensor:
         """Tokens [begin, end) of rows that begin with token 0, or end with it."""

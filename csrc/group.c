@@ -189,8 +189,7 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
 
-/* Returns 0 if another failure came first. */
-static int record(s1f_group *group, const s1f_failure *failure)
+int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
 {
     uint32_t none = FAILURE_NONE;
     if (!atomic_compare_exchange_strong(&group->failure->failed, &none, FAILURE_BEING_WRITTEN))
@@ -198,11 +197,6 @@ static int record(s1f_group *group, const s1f_failure *failure)
     group->failure->failure = *failure;
     atomic_store_explicit(&group->failure->failed, FAILURE_STANDS, memory_order_release);
     return 1;
-}
-
-void s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
-{
-    record(group, failure);
 }
 
 /* %.*s: the compiler knows that it fits */
@@ -221,7 +215,7 @@ static int fail_on_edge(s1f_group *group, int32_t rank, const char *edge, const 
         s1f_group_get_progress(group, rank, failure.unit, &age_ns, &waiting_for);
     copy_text(failure.edge, sizeof failure.edge, edge);
     copy_text(failure.text, sizeof failure.text, text);
-    return record(group, &failure);
+    return s1f_group_fail_with(group, &failure);
 }
 
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
