@@ -5,11 +5,12 @@
  *   S = Q K^T,   m' = max(m, rowmax X),   P = 2^(X - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
  * with exponents X = scale log2(e) S, or what the options make of S (attention_options.inc.h).
  *
- * Backward: a task is a range of keys of one kv head; so each tile of dk and dv has one owner, which adds it to the
- * accumulators once. With X and P as above from the stored lse, D = rowsum(dout * out):
+ * Backward: a task is a kv head, or a range of its keys where there are few heads; so each tile of dk and dv has one
+ * owner, which adds it to the accumulators once. With X and P as above from the stored lse, D = rowsum(dout * out):
  *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K
  * A micro-tile of S and dP becomes P and dS while it is in L1, so no block of them is written and read again as fp32.
- * dQ of each range of keys is its own, and the ranges are summed in order at the end.
+ * Packed rows and dQ of a whole head are in the worker's scratch, and so near. Ranges of a head share the rows; dQ of
+ * each is its own, and they are summed in order at the end.
  *
  * Products are of fp32, or of pairs of bf16 (OPERAND_PAIRS), where P and dS are rounded to bf16; sums, row statistics,
  * exponents and D are fp32 in both.
@@ -43,6 +44,7 @@ enum {
     MIN_RANGE = 512,          /* keys of a backward task, unless there are fewer */
     PASS_ROWS = 1024, /* that a block of keys meets at a time, over its heads, so that q, dout and dq stay near, */
     WHOLE_PASS_ROWS = 2048, /* unless all are but these */
+    AHEAD = 12,             /* rows of dk and dv that are asked for before they are added to */
     PITCH = KEYS + ALIGNED, /* of S, P and dS: their rows lie on different sets of the L1 cache */
     MICRO_TILE = TILE_ROWS * PANEL,
     BLOCK = BACKWARD_ROWS / PER_OPERAND * PITCH, /* operands of P */
@@ -62,6 +64,13 @@ typedef struct {                 /* backward: how the keys of some kv heads are 
     int64_t heads, ranges, keys; /* ranges of a head, keys of a range */
 } key_cut;
 
+typedef struct {       /* backward: what the rows of a kv head's query heads become, in their order (group, rows) */
+    operand *q, *dout; /* (.., depth) */
+    operand *q_across, *dout_across; /* (.. / PER_OPERAND, dim); the same memory where both are the same */
+    float *lse, *delta;              /* (..): in powers of two; rowsum(dout * out) */
+    float *dq;                       /* (ranges, .., dim) */
+} row_group;
+
 struct attention_job {
     const s1f_attention_args *args;
     int64_t dim;     /* head_dim, rounded up to whole vectors */
@@ -70,12 +79,7 @@ struct attention_job {
     int64_t chunks;  /* forward: of the segment */
     key_cut cuts[2]; /* backward: of the first of (B, Hkv), and of the last */
     int64_t main_tasks;
-
-    /* backward, (B, Hq) of each: */
-    operand *q, *dout;               /* rows (rows, depth) */
-    operand *q_across, *dout_across; /* (rows / PER_OPERAND, dim); the same memory where both are the same */
-    float *lse, *delta;              /* (rows): in powers of two; rowsum(dout * out) */
-    float *dq;                       /* of each range, in the order of the heads: (Hq / Hkv, rows, dim) */
+    float *shared; /* backward: row groups of the heads that are cut, in their order */
 
     task_body body;
     int64_t num_tasks;
@@ -149,37 +153,71 @@ static key_cut cut_keys(int64_t heads, int64_t keys, int64_t ranges)
     return (key_cut){heads, (keys + of_range - 1) / of_range, of_range};
 }
 
+/* Floats of a row_group: q and dout, as fp32 once, as pairs of bf16 along rows and across them; dq; lse, delta. */
+static int64_t row_group_floats(const attention_job *job, int64_t ranges)
+{
+    int64_t rows = group_of(job->args) * job->rows;
+    return (2 + ranges) * rows * job->dim + 2 * round_up(rows, ALIGNED);
+}
+
+static row_group row_group_at(const attention_job *job, float *memory, int64_t ranges)
+{
+    int64_t rows = group_of(job->args) * job->rows;
+    row_group g = {.dq = memory, .q = memory + ranges * rows * job->dim};
+    g.dout = g.q + rows * job->depth;
+    g.q_across = OPERAND_PAIRS ? g.dout + rows * job->depth : g.q;
+    g.dout_across = OPERAND_PAIRS ? g.q_across + rows * job->depth : g.dout;
+    g.lse = g.dq + (2 + ranges) * rows * job->dim;
+    g.delta = g.lse + round_up(rows, ALIGNED);
+    return g;
+}
+
+/* Floats of a key_block, which begins a worker's scratch. */
+static int64_t key_block_floats(const attention_job *job)
+{
+    return 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK + 3 * KEYS * job->depth + 2 * KEYS * job->dim +
+           BLOCK_ROWS * job->dim;
+}
+
 static attention_job backward_job(const s1f_attention_args *args)
 {
     int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
     int64_t keys = args->q_start + args->segment_len, ranges = (BACKWARD_TASKS + heads - 1) / heads;
     int64_t last = heads < FEW_HEADS ? heads / FINER : 0;
     key_cut first_cut = cut_keys(heads - last, keys, ranges), last_cut = cut_keys(last, keys, FINER * ranges);
-    return (attention_job){.args = args,
-                           .dim = dim,
-                           .depth = dim / PER_OPERAND,
-                           .rows = round_up(args->segment_len, TILE_ROWS),
-                           .cuts = {first_cut, last_cut},
-                           .main_tasks = first_cut.heads * first_cut.ranges + last_cut.heads * last_cut.ranges,
-                           .scratch_floats = 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK +
-                                             3 * KEYS * (dim / PER_OPERAND) + 2 * KEYS * dim + BLOCK_ROWS * dim};
+    attention_job job = {.args = args,
+                         .dim = dim,
+                         .depth = dim / PER_OPERAND,
+                         .rows = round_up(args->segment_len, TILE_ROWS),
+                         .cuts = {first_cut, last_cut},
+                         .main_tasks = first_cut.heads * first_cut.ranges + last_cut.heads * last_cut.ranges};
+    job.scratch_floats = key_block_floats(&job) + (first_cut.ranges == 1 ? row_group_floats(&job, 1) : 0);
+    return job;
 }
 
-/* Ranges of the heads of (B, Hkv) before this one; *cut: how its own keys are cut. */
-static int64_t ranges_before(const attention_job *job, int64_t kv_head, key_cut *cut)
+static key_cut cut_of(const attention_job *job, int64_t kv_head)
 {
-    int64_t later = s1f_max(0, kv_head - job->cuts[0].heads);
-    *cut = job->cuts[kv_head >= job->cuts[0].heads];
-    return (kv_head - later) * job->cuts[0].ranges + later * job->cuts[1].ranges;
+    return job->cuts[kv_head >= job->cuts[0].heads];
 }
 
-/* Floats that backward shares among its tasks: q and dout, as fp32 once, as pairs of bf16 along rows and across them;
- * dq of each range; lse, delta. */
-static int64_t backward_shared_floats(const attention_job *job)
+/* The first kv head of (B, Hkv) that is cut into ranges; all after it are. */
+static int64_t first_cut_head(const attention_job *job)
 {
-    int64_t rows = job->args->batch * job->args->heads * job->rows;
-    return 2 * rows * job->dim + job->main_tasks * group_of(job->args) * job->rows * job->dim +
-           2 * round_up(rows, ALIGNED);
+    int64_t whole = job->cuts[0].ranges == 1 ? job->cuts[0].heads : 0;
+    return job->cuts[1].ranges == 1 ? whole + job->cuts[1].heads : whole;
+}
+
+/* Floats of the row groups of the cut heads before `kv_head`. */
+static int64_t shared_floats(const attention_job *job, int64_t kv_head)
+{
+    int64_t first = first_cut_head(job), of_last = s1f_max(0, kv_head - s1f_max(first, job->cuts[0].heads));
+    return (kv_head - first - of_last) * row_group_floats(job, job->cuts[0].ranges) +
+           of_last * row_group_floats(job, job->cuts[1].ranges);
+}
+
+static row_group shared_row_group(const attention_job *job, int64_t kv_head)
+{
+    return row_group_at(job, job->shared + shared_floats(job, kv_head), cut_of(job, kv_head).ranges);
 }
 
 /* The first row that sees a key from `key` on, from a whole micro-tile on. */
@@ -196,7 +234,7 @@ static int64_t num_workers(const attention_job *job, int32_t num_threads)
 static int64_t scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward)
 {
     attention_job job = backward ? backward_job(args) : forward_job(args, num_threads);
-    int64_t shared = backward ? backward_shared_floats(&job) : 0;
+    int64_t shared = backward ? shared_floats(&job, args->batch * args->kv_heads) : 0;
     return (shared + num_workers(&job, num_threads) * job.scratch_floats) * (int64_t)sizeof(float);
 }
 
@@ -402,39 +440,90 @@ static int64_t num_pieces(const attention_job *job)
     return (job->rows + ROWS - 1) / ROWS;
 }
 
-/* Packs a piece of one query head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up the last
- * micro-tile are zero, and their p as well, so they add nothing to dk and dv. */
-static void prepare_task(const attention_job *job, int64_t task, float *scratch)
+/* Packs a piece of query head g of a kv head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up
+ * the last micro-tile are zero, and their p as well, so they add nothing to dk and dv. */
+static void prepare_piece(const attention_job *job, const row_group *to, int64_t kv_head, int64_t g, int64_t piece,
+                          float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t head = task / num_pieces(job), begin = task % num_pieces(job) * ROWS, dim = job->dim;
-    int64_t batch = head / args->heads, of_batch = head % args->heads, first = head * job->rows + begin;
+    int64_t begin = piece * ROWS, dim = job->dim, first = g * job->rows + begin;
+    int64_t batch = kv_head / args->kv_heads, head = kv_head % args->kv_heads * group_of(args) + g;
     int64_t rows = s1f_min(ROWS, job->rows - begin), count = s1f_min(rows, args->segment_len - begin);
-    source_rows q = query_rows(args, args->q, args->q_strides, batch, of_batch, begin, count);
-    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, of_batch, begin, count);
-    pack_rows(&q, rows, dim, job->q + first * job->depth);
-    pack_rows(&dout, rows, dim, job->dout + first * job->depth);
+    source_rows q = query_rows(args, args->q, args->q_strides, batch, head, begin, count);
+    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, head, begin, count);
+    source_rows out = query_rows(args, args->out, args->out_strides, batch, head, begin, count);
+    fetch_rows(&q);
+    fetch_rows(&dout);
+    fetch_rows(&out);
+    pack_rows(&q, rows, dim, to->q + first * job->depth);
+    pack_rows(&dout, rows, dim, to->dout + first * job->depth);
     if (OPERAND_PAIRS) {
-        pack_across(&q, rows, dim, job->q_across + first / PER_OPERAND * dim);
-        pack_across(&dout, rows, dim, job->dout_across + first / PER_OPERAND * dim);
+        pack_across(&q, rows, dim, to->q_across + first / PER_OPERAND * dim);
+        pack_across(&dout, rows, dim, to->dout_across + first / PER_OPERAND * dim);
     }
-    float *lse = job->lse + first, *delta = job->delta + first, *a = scratch, *b = scratch + dim;
-    const float *from = (const float *)args->lse + head * args->segment_len + begin;
+    float *lse = to->lse + first, *delta = to->delta + first;
+    operand *out_row = scratch;
+    const float *from = (const float *)args->lse + (batch * args->heads + head) * args->segment_len + begin;
     for (int64_t row = 0; row < rows; row++) {
         if (row >= count) {
             lse[row] = -LOWEST;
             delta[row] = 0;
             continue;
         }
-        widen_row(args->dtype, args->dout, dout.at + row * dout.stride, args->head_dim, a, dim);
-        widen_row(args->dtype, args->out, s1f_at(args->out_strides, batch, of_batch, begin + row), args->head_dim, b,
-                  dim);
+        pack_row(&out, row, out_row, dim);
+        const operand *dout_row = to->dout + (first + row) * job->depth;
         vec sum = VEC_ALL(0);
-        for (int64_t c = 0; c < dim; c += VEC_LANES)
-            sum = VEC_FMA(VEC_LOAD(a + c), VEC_LOAD(b + c), sum);
+        int64_t c = 0;
+        for (; c + VEC_LANES <= job->depth; c += VEC_LANES)
+            sum = VEC_DOT(VEC_LOAD(dout_row + c), VEC_LOAD(out_row + c), sum);
+        if (c < job->depth)
+            sum = VEC_DOT(VEC_FIRST(VEC_LOAD(dout_row + c), job->depth - c, VEC_ALL(0)),
+                          VEC_FIRST(VEC_LOAD(out_row + c), job->depth - c, VEC_ALL(0)), sum);
         delta[row] = sum_of_lanes(sum);
         lse[row] = (float)((double)from[row] * LOG2_E);
     }
+}
+
+/* dq of a piece of query head g of a kv head: the sum over its ranges of keys, in order. */
+static void store_query_gradient(const attention_job *job, const row_group *rows, int64_t kv_head, int64_t g,
+                                 int64_t piece)
+{
+    const s1f_attention_args *args = job->args;
+    int64_t begin = piece * ROWS, dim = job->dim, range_floats = group_of(args) * job->rows * dim;
+    int64_t batch = kv_head / args->kv_heads, head = kv_head % args->kv_heads * group_of(args) + g;
+    key_cut cut = cut_of(job, kv_head);
+    for (int64_t row = begin; row < s1f_min(begin + ROWS, args->segment_len); row++) {
+        float *dq = rows->dq + (g * job->rows + row) * dim;
+        for (int64_t range = 1; range < cut.ranges && row >= first_row_seeing(args, range * cut.keys); range++)
+            for (int64_t c = 0; c < dim; c++)
+                dq[c] += dq[range * range_floats + c];
+        narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row), args->head_dim,
+                   (float)args->scale, dq);
+    }
+}
+
+/* Both, of a piece of a query head of the kv heads that are cut. */
+static int64_t cut_piece(const attention_job *job, int64_t task, int64_t *g, int64_t *piece)
+{
+    int64_t pieces = num_pieces(job), group = group_of(job->args);
+    *piece = task % pieces;
+    *g = task / pieces % group;
+    return first_cut_head(job) + task / pieces / group;
+}
+
+static void prepare_task(const attention_job *job, int64_t task, float *scratch)
+{
+    int64_t g, piece, kv_head = cut_piece(job, task, &g, &piece);
+    row_group rows = shared_row_group(job, kv_head);
+    prepare_piece(job, &rows, kv_head, g, piece, scratch);
+}
+
+static void query_gradient_task(const attention_job *job, int64_t task, float *scratch)
+{
+    int64_t g, piece, kv_head = cut_piece(job, task, &g, &piece);
+    row_group rows = shared_row_group(job, kv_head);
+    (void)scratch;
+    store_query_gradient(job, &rows, kv_head, g, piece);
 }
 
 typedef struct {
@@ -492,10 +581,10 @@ ALWAYS_INLINE void gradient_tile(const key_block *b, int capped, int64_t r, int6
     }
 }
 
-/* `rows` (whole micro-tiles) of one head against one packed block of keys. token: of the first row; first: of (B, Hq,
- * rows). */
-static void backward_block(const attention_job *job, const exponent_rule *rule, int64_t first, int64_t rows,
-                           int64_t token, int64_t first_key, int64_t keys, const key_block *b, float *dq)
+/* `rows` (whole micro-tiles) of one head against one packed block of keys. token: of the first row; first: its place in
+ * the row group. */
+static void backward_block(const attention_job *job, const exponent_rule *rule, const row_group *of, int64_t first,
+                           int64_t rows, int64_t token, int64_t first_key, int64_t keys, const key_block *b)
 {
     int64_t dim = job->dim, depth = job->depth;
     visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
@@ -509,7 +598,7 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
             for (int64_t i = 0; i < TILE_ROWS; i++)
                 num_seen[i] = seen(token + r + i, key, width);
             int64_t columns = num_seen[TILE_ROWS - 1];
-            const operand *q = job->q + (first + r) * depth, *dout = job->dout + (first + r) * depth;
+            const operand *q = of->q + (first + r) * depth, *dout = of->dout + (first + r) * depth;
             multiply_panel(b->s, PANEL, q, depth, b->k_panels + panel * depth, depth, columns);
             multiply_panel(b->dp, PANEL, dout, depth, b->v_panels + panel * depth, depth, columns);
             if (rule->transforms || seen_keys == SOME_HIDDEN)
@@ -518,9 +607,9 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
             /* Up to a whole micro-tile of keys past those that the last row sees, for dk and dv below. */
             int64_t until = s1f_min(seen(token + r + TILE_ROWS - 1, first_key, keys) + TILE_ROWS - panel, PANEL);
             if (capped)
-                gradient_tile(b, 1, r, panel, num_seen, until, factor, job->lse + first + r, job->delta + first + r);
+                gradient_tile(b, 1, r, panel, num_seen, until, factor, of->lse + first + r, of->delta + first + r);
             else
-                gradient_tile(b, 0, r, panel, num_seen, until, factor, job->lse + first + r, job->delta + first + r);
+                gradient_tile(b, 0, r, panel, num_seen, until, factor, of->lse + first + r, of->delta + first + r);
         }
     for (int64_t key = 0; key < keys; key += TILE_ROWS) {
         /* Rows that see this key, from a whole operand on. */
@@ -528,12 +617,12 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
         if (left <= 0)
             break;
         int64_t at = from * PITCH + key, row = (first / PER_OPERAND + from) * dim;
-        multiply_add_transposed(b->dv + key * dim, b->p + at, PITCH, job->dout_across + row, left, dim);
-        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, job->q_across + row, left, dim);
+        multiply_add_transposed(b->dv + key * dim, b->p + at, PITCH, of->dout_across + row, left, dim);
+        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, of->q_across + row, left, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS)
-        multiply_add(dq + r * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND, b->k_across,
-                     depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
+        multiply_add(of->dq + (first + r) * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND,
+                     b->k_across, depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
 }
 
 /* A row of dk or dv: `sum` is added to `to`; or, where `own` is not NULL, both together become elements there. */
@@ -561,7 +650,7 @@ static void add_key_gradient(const s1f_attention_args *args, int stores, float f
 typedef struct {
     int64_t batch, kv_head;
     int64_t first_key, last_key;
-    float *dq; /* (group, rows, dim) */
+    row_group rows; /* dq: its own, (group, rows, dim) */
 } key_range;
 
 /* A range of keys against rows [begin, end) of the query heads of its kv head. */
@@ -569,7 +658,6 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
 {
     const s1f_attention_args *args = job->args;
     int64_t dim = job->dim, group = group_of(args), rows = job->rows;
-    int64_t head = range->batch * args->heads + range->kv_head * group; /* the first of the group, of (B, Hq) */
     int64_t last_key = s1f_min(range->last_key, args->q_start + s1f_min(end, args->segment_len));
     int stores = args->store_kv_grads && end == rows; /* the last rows come first, and see every key */
     exponent_rule any = rule_of(args, range->batch, range->kv_head * group); /* its heads hide the same keys */
@@ -590,12 +678,18 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
         for (int64_t g = 0; g < group && !is_hidden; g++) {
             exponent_rule rule = rule_of(args, range->batch, range->kv_head * group + g);
             for (int64_t row = first; row < end; row += BACKWARD_ROWS)
-                backward_block(job, &rule, (head + g) * rows + row, s1f_min(BACKWARD_ROWS, end - row),
-                               args->q_start + row, key, keys, b, range->dq + (g * rows + row) * dim);
+                backward_block(job, &rule, &range->rows, g * rows + row, s1f_min(BACKWARD_ROWS, end - row),
+                               args->q_start + row, key, keys, b);
         }
         for (int64_t i = 0; i < keys; i++) {
             int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i),
                     row = key + i - args->q_start;
+            if (i + AHEAD < keys) {
+                fetch_bytes((const float *)args->dk + to + AHEAD * args->dkv_strides.row,
+                            args->head_dim * (int64_t)sizeof(float));
+                fetch_bytes((const float *)args->dv + to + AHEAD * args->dkv_strides.row,
+                            args->head_dim * (int64_t)sizeof(float));
+            }
             int is_own = args->own_dk && row >= begin; /* and no row before sees it */
             int64_t at = is_own ? s1f_at(args->own_dkv_strides, range->batch, range->kv_head, row) : 0;
             add_key_gradient(args, stores, (float)args->scale, b->dk + i * dim, (float *)args->dk + to,
@@ -606,7 +700,8 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
     }
 }
 
-/* A range of keys of one kv head, against every row of its query heads. */
+/* A range of keys of one kv head, against every row of its query heads; with all that is to be done for these, where
+ * it is the only range. */
 static void backward_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
@@ -622,42 +717,30 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     b.dv = b.dk + KEYS * dim;
     b.room = b.dv + KEYS * dim;
 
-    key_cut cut;
     int64_t before = job->cuts[0].heads * job->cuts[0].ranges, is_last = task >= before;
     int64_t in_cut = is_last ? task - before : task, cut_heads = job->cuts[is_last].heads;
     int64_t kv_head = (is_last ? job->cuts[0].heads : 0) + in_cut % cut_heads, part = in_cut / cut_heads;
-    int64_t range_index = ranges_before(job, kv_head, &cut) + part, first_key = part * cut.keys;
+    int64_t is_whole = job->cuts[is_last].ranges == 1, cut_keys = job->cuts[is_last].keys, pieces = num_pieces(job);
     key_range range = {.batch = kv_head / args->kv_heads,
                        .kv_head = kv_head % args->kv_heads,
-                       .first_key = first_key,
-                       .last_key = s1f_min(first_key + cut.keys, args->q_start + args->segment_len),
-                       .dq = job->dq + range_index * group * rows * dim};
-    for (int64_t g = 0, first = first_row_seeing(args, first_key); g < group; g++)
-        memset(range.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.dq);
+                       .first_key = part * cut_keys,
+                       .last_key = s1f_min((part + 1) * cut_keys, args->q_start + args->segment_len),
+                       .rows = is_whole ? row_group_at(job, scratch + key_block_floats(job), 1)
+                                        : shared_row_group(job, kv_head)};
+    range.rows.dq += part * group * rows * dim;
+    if (is_whole)
+        for (int64_t piece = 0; piece < group * pieces; piece++)
+            prepare_piece(job, &range.rows, kv_head, piece / pieces, piece % pieces, scratch);
+    for (int64_t g = 0, first = first_row_seeing(args, range.first_key); g < group; g++)
+        memset(range.rows.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.rows.dq);
 
     int64_t pass_rows =
         group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / BACKWARD_ROWS, 1) * BACKWARD_ROWS;
     for (int64_t begin = (rows - 1) / pass_rows * pass_rows; begin >= 0; begin -= pass_rows)
         backward_pass(job, &range, begin, s1f_min(begin + pass_rows, rows), &b);
-}
-
-/* dq of a piece of one query head: the sum over the ranges of keys, in order. */
-static void query_gradient_task(const attention_job *job, int64_t task, float *scratch)
-{
-    const s1f_attention_args *args = job->args;
-    int64_t head = task / num_pieces(job), begin = task % num_pieces(job) * ROWS, dim = job->dim;
-    int64_t group = group_of(args), range_floats = group * job->rows * dim;
-    key_cut cut;
-    int64_t before = ranges_before(job, head / group, &cut);
-    (void)scratch;
-    for (int64_t row = begin; row < s1f_min(begin + ROWS, args->segment_len); row++) {
-        float *dq = job->dq + before * range_floats + (head % group * job->rows + row) * dim;
-        for (int64_t range = 1; range < cut.ranges && row >= first_row_seeing(args, range * cut.keys); range++)
-            for (int64_t c = 0; c < dim; c++)
-                dq[c] += dq[range * range_floats + c];
-        narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, head / args->heads, head % args->heads, row),
-                   args->head_dim, (float)args->scale, dq);
-    }
+    if (is_whole)
+        for (int64_t piece = 0; piece < group * pieces; piece++)
+            store_query_gradient(job, &range.rows, kv_head, piece / pieces, piece % pieces);
 }
 
 static s1f_status backward(const s1f_attention_args *args, const s1f_attention_context *context)
@@ -667,19 +750,14 @@ static s1f_status backward(const s1f_attention_args *args, const s1f_attention_c
     s1f_status status = s1f_attention_scratch(context, scratch_bytes(args, threads_of(context), 1), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    int64_t heads = args->batch * args->heads, rows = heads * job.rows;
-    job.q = scratch;
-    job.dout = job.q + rows * job.depth;
-    job.q_across = OPERAND_PAIRS ? job.dout + rows * job.depth : job.q;
-    job.dout_across = OPERAND_PAIRS ? job.q_across + rows * job.depth : job.dout;
-    job.dq = (float *)scratch + 2 * rows * job.dim;
-    job.lse = job.dq + job.main_tasks * group_of(args) * job.rows * job.dim;
-    job.delta = job.lse + round_up(rows, ALIGNED);
-    job.scratch = job.delta + round_up(rows, ALIGNED);
+    int64_t heads = args->batch * args->kv_heads;
+    int64_t cut_tasks = (heads - first_cut_head(&job)) * group_of(args) * num_pieces(&job);
+    job.shared = scratch;
+    job.scratch = job.shared + shared_floats(&job, heads);
     job.workers = num_workers(&job, threads_of(context));
-    run_tasks(&job, context, heads * num_pieces(&job), prepare_task);
+    run_tasks(&job, context, cut_tasks, prepare_task);
     run_tasks(&job, context, job.main_tasks, backward_task);
-    run_tasks(&job, context, heads * num_pieces(&job), query_gradient_task);
+    run_tasks(&job, context, cut_tasks, query_gradient_task);
     free(owned);
     return S1F_OK;
 }

@@ -7,6 +7,7 @@
  * What lies beyond the given rows and columns becomes zero. fp32 operands take any dtype, and there rows and across are
  * the same; pairs of bf16 take bf16 as it is. */
 
+#if !OPERAND_PAIRS
 static void widen_row(int32_t dtype, const void *x, int64_t ix, int64_t n, float *row, int64_t dim)
 {
     if (dtype == S1F_FLOAT32) {
@@ -23,6 +24,7 @@ static void widen_row(int32_t dtype, const void *x, int64_t ix, int64_t n, float
     for (int64_t c = n; c < dim; c++)
         row[c] = 0;
 }
+#endif
 
 static void narrow_row(int32_t dtype, void *x, int64_t ix, int64_t n, float factor, const float *row)
 {
@@ -43,6 +45,22 @@ typedef struct {
     int64_t at, stride, count, n;
     int32_t dtype;
 } source_rows;
+
+/* Asks for memory that is about to be used: rows of different tokens lie in different pages, where no hardware looks
+ * ahead. */
+static inline void fetch_bytes(const void *from, int64_t bytes)
+{
+    enum { LINE = 64 };
+    for (int64_t b = 0; b < bytes; b += LINE)
+        __builtin_prefetch((const char *)from + b);
+}
+
+static void fetch_rows(const source_rows *rows)
+{
+    int64_t bytes = s1f_dtype_bytes(rows->dtype);
+    for (int64_t row = 0; row < rows->count; row++)
+        fetch_bytes((const char *)rows->x + (rows->at + row * rows->stride) * bytes, rows->n * bytes);
+}
 
 static void pack_row(const source_rows *from, int64_t row, operand *to, int64_t dim)
 {

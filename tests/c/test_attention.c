@@ -916,6 +916,19 @@ static void test_refusals(void)
     sequence_free(&x);
 }
 
+/* Heads that are not cut into ranges of keys share the scratch of whoever works on them. */
+static void test_scratch_of_backward(void)
+{
+    s1f_attention_args args = {.dtype = S1F_BFLOAT16, .batch = 1, .segment_len = 4096, .head_dim = 128};
+    int64_t bytes[2], one_head = 4096 * 128 * (int64_t)sizeof(float);
+    for (int i = 0; i < 2; i++) {
+        args.heads = args.kv_heads = 32 << i;
+        bytes[i] = s1f_attention_scratch_bytes(&args, 2, 1);
+    }
+    check(bytes[0] == bytes[1], "scratch of backward does not grow with the heads");
+    check(bytes[0] < 2 * 4 * one_head, "scratch of backward: two threads, q, dout, dq and their blocks of keys");
+}
+
 /* ---- what is run ---- */
 
 static const int32_t dtypes[] = {S1F_FLOAT64, S1F_FLOAT32, S1F_BFLOAT16, S1F_FLOAT16};
@@ -1069,6 +1082,7 @@ int main(int argc, char **argv)
         }
         test_shapes((int)i);
         test_options((int)i);
+        test_scratch_of_backward();
         printf("%-10s %lld checks\n", names[i], (long long)(num_checks - before));
     }
     printf("%lld checks, %lld failed\n", (long long)num_checks, (long long)num_failed);
