@@ -591,6 +591,7 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
     if (seen_keys == ALL_HIDDEN)
         return;
     float factor = rule->transforms ? 1 : rule->factor;
+    int64_t tile_bytes = TILE_ROWS * dim * (int64_t)sizeof(float);
     int capped = rule->cap != 0;
     for (int64_t panel = 0; panel < round_up(keys, TILE_ROWS); panel += PANEL)
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
@@ -599,6 +600,10 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
                 num_seen[i] = seen(token + r + i, key, width);
             int64_t columns = num_seen[TILE_ROWS - 1];
             const operand *q = of->q + (first + r) * depth, *dout = of->dout + (first + r) * depth;
+            if (panel == 0 && r + TILE_ROWS < rows) { /* a sweep over all rows finds them in L3, not in L2 */
+                fetch_bytes(q + TILE_ROWS * depth, tile_bytes / PER_OPERAND);
+                fetch_bytes(dout + TILE_ROWS * depth, tile_bytes / PER_OPERAND);
+            }
             multiply_panel(b->s, PANEL, q, depth, b->k_panels + panel * depth, depth, columns);
             multiply_panel(b->dp, PANEL, dout, depth, b->v_panels + panel * depth, depth, columns);
             if (rule->transforms || seen_keys == SOME_HIDDEN)
@@ -620,9 +625,12 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
         multiply_add_transposed(b->dv + key * dim, b->p + at, PITCH, of->dout_across + row, left, dim);
         multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, of->q_across + row, left, dim);
     }
-    for (int64_t r = 0; r < rows; r += TILE_ROWS)
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+        if (r + TILE_ROWS < rows)
+            fetch_bytes(of->dq + (first + r + TILE_ROWS) * dim, tile_bytes);
         multiply_add(of->dq + (first + r) * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND,
                      b->k_across, depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
+    }
 }
 
 /* A row of dk or dv: `sum` is added to `to`; or, where `own` is not NULL, both together become elements there. */
