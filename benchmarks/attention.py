@@ -1,13 +1,14 @@
 """Attention of a segment over its prefix, forward and backward, beside what torch offers for it on the CPU.
 
-    python benchmarks/attention.py            # everything, in less than 8 minutes
+    python benchmarks/attention.py            # everything, in a quarter of an hour
     python benchmarks/attention.py --quick    # a few shapes, in less than one
 
 Ours is the op as a model calls it inside a step, over the KV cache; the backward adds dK and dV of all keys to fp32, as
 every peer's does here. The segment is not the last one, so that ours adds as well and does not store. "two calls" is
 torch's flash attention over the prefix and over the segment, merged: the best of torch that computes no masked block.
 
-In a repetition all take their turn, after the machine's peak. "of peak" is the median rate by the median peak of the
+Rows are measured in rounds, minutes apart, since a machine's slow moments last for seconds. In a repetition all take
+their turn, after the machine's peak. "of peak" is the median rate by the median peak of the
 same repetitions: of fp32 multiply-adds, in bfloat16 the faster of those and vdpbf16ps. FLOPs are those of visible keys:
 forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is
 discarded if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are
@@ -43,9 +44,10 @@ HEADS = 8
 SHAPES = [(512, 0), (512, 3584), (1024, 7168), (2048, 0), (2048, 6144), (4096, 0), (4096, 8192)]  # s, o
 QUICK_SHAPES = [(512, 0), (1024, 7168)]
 OTHER_HEADS_SHAPE = (2048, 6144)  # for 8 heads over 2 kv heads, and for one head
-MIN_REPETITIONS, MAX_REPETITIONS = 3, 9
+MIN_REPETITIONS, MAX_REPETITIONS = 3, 9  # of all rounds
 MASK_KEYS = 8192  # peers with masks take part up to here
-ROUND_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
+ROUNDS = 3  # of all rows, one after the other
+REPETITION_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
 FORWARD, BACKWARD = 0, 1
 PASSES = ("forward", "backward")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # a peer beyond is wrong, not inexact
@@ -249,6 +251,7 @@ class Row:
     times: dict[str, list[list[float]]] = field(default_factory=dict)  # by arm: per repetition forward, backward
     peaks: list[float] = field(default_factory=list)
     discarded: int = 0
+    spent: float = 0.0  # seconds
 
     def seconds(self, arm: str, which: int) -> list[float]:
         return [t[which] for t in self.times[arm]]
@@ -259,37 +262,66 @@ class Row:
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
-def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], threads: int, budget: float) -> Row:
-    """Repetitions until the time is used, three at least; ours and the two calls take part in all of them.
+def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], row: Row, budget: float) -> None:
+    """Adds repetitions until a round's share of them is there and so much time used, one at least.
 
-    ``warm`` is how long each arm took when it was checked: short ones run several times in a repetition.
+    Ours and the two calls take part in all of them, the others until the row has spent ``budget`` seconds. ``warm`` is
+    how long each arm took when it was checked: short ones run several times in a repetition.
     """
-    torch.set_num_threads(threads)
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    if threads == 1:
+    torch.set_num_threads(row.threads)
+    clock = time.thread_time if row.threads == 1 else time.perf_counter
+    if row.threads == 1:
         single = ("ours", "two calls") if case.dtype == torch.float32 else ("ours", "two calls", "eager")
         arms = {name: arm for name, arm in arms.items() if name in single}
-    repeats = {name: max(1, round(ROUND_SECONDS / len(arms) / warm[name])) for name in arms}
-    row, load, spent = Row(threads, {name: [] for name in arms}), ForeignLoad([os.getpid()]), 0.0
-    while len(row.peaks) < MIN_REPETITIONS or (spent < budget and len(row.peaks) < MAX_REPETITIONS):
+    repeats = {name: max(1, round(REPETITION_SECONDS / len(arms) / warm[name])) for name in arms}
+    load, until, before = ForeignLoad([os.getpid()]), row.spent + budget / ROUNDS, len(row.peaks)
+    least, most = before + MIN_REPETITIONS // ROUNDS, before + MAX_REPETITIONS // ROUNDS
+    while len(row.peaks) < least or (row.spent < until and len(row.peaks) < most):
         load.start()
         begin = time.perf_counter()
-        fma, bf16 = peak_rates(threads, 0.01)
+        fma, bf16 = peak_rates(row.threads, 0.01)
         taken = {}
         for name, arm in arms.items():
-            if spent < budget or name in ("ours", "two calls"):
+            if row.spent < budget or name in ("ours", "two calls"):
                 runs = [arm.times(clock) for _ in range(repeats[name])]
                 taken[name] = [statistics.median(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
-        spent += time.perf_counter() - begin
-        if threads > 1 and load.cores() >= FOREIGN_LIMIT:
+        row.spent += time.perf_counter() - begin
+        if row.threads > 1 and load.cores() >= FOREIGN_LIMIT:
             row.discarded += 1
             if row.discarded > MAX_REPETITIONS:
                 break
             continue
         row.peaks.append(max(fma, bf16) if case.dtype == torch.bfloat16 else fma)
         for name, times in taken.items():
-            row.times[name].append(times)
-    return row
+            row.times.setdefault(name, []).append(times)
+
+
+class Measured:
+    """A case with its rows, over all rounds."""
+
+    def __init__(self, case: Case, threads: Sequence[int]) -> None:
+        if case.dtype == torch.float16:
+            threads = threads[:1]
+        self.case = case
+        self.rows = [Row(n) for n in threads if n > 1 or case.heads > 1]
+        self.errors: dict[str, tuple[float, float]] = {}
+        self._warm: dict[str, float] = {}
+
+    def add(self, budget: float) -> None:
+        """A round, the first one after a check of every arm: a wrong one ends the program."""
+        torch.set_num_threads(max(row.threads for row in self.rows))
+        data = Data(self.case)
+        arms = make_arms(self.case, data)
+        for name, arm in arms.items():
+            if name not in self.errors:
+                start = time.perf_counter()
+                results = arm.results()
+                self._warm[name] = time.perf_counter() - start
+                self.errors[name] = data.errors(results)
+                if not max(self.errors[name]) < TOLERANCE[self.case.dtype]:
+                    sys.exit(f"{name} is wrong: {self.case}, errors {self.errors[name]}")
+        for row in self.rows:
+            measure(self.case, arms, self._warm, row, budget)
 
 
 # -- what the work has to show ----------------------------------------------------------------------------------------
@@ -408,26 +440,17 @@ def main() -> None:
             f"# peak, {threads} thread{'s'[: threads > 1]}: {fma / 1e9:.0f} GF/s fp32, {bf16 / 1e9:.0f} GF/s vdpbf16ps"
         )
     bf16_is_faster = bf16 > fma
-    print(COLUMNS, flush=True)
+    measured = {case: Measured(case, options.threads) for case in cases(options)}
+    for turn in range(ROUNDS):
+        for m in measured.values():
+            m.add(options.seconds)
+        print(f"round {turn + 1} of {ROUNDS}", file=sys.stderr)
+    print(COLUMNS)
     verdicts = []
-    for case in cases(options):
-        torch.set_num_threads(max(options.threads))
-        data = Data(case)
-        arms = make_arms(case, data)
-        errors, warm = {}, {}
-        for name, arm in arms.items():
-            start = time.perf_counter()
-            results = arm.results()
-            warm[name] = time.perf_counter() - start
-            errors[name] = data.errors(results)
-            if not max(errors[name]) < TOLERANCE[case.dtype]:
-                sys.exit(f"{name} is wrong: {case}, errors {errors[name]}")
-        for threads in options.threads if case.dtype != torch.float16 else options.threads[:1]:
-            if case.heads == 1 and threads == 1:
-                continue
-            row = measure(case, arms, warm, threads, options.seconds)
+    for m in measured.values():
+        for row in m.rows:
             for which in (FORWARD, BACKWARD):
-                verdicts += print_row(case, row, which, errors, bf16_is_faster)
+                verdicts += print_row(m.case, row, which, m.errors, bf16_is_faster)
     print(f"# {sum(verdicts)} of {len(verdicts)} bars passed, in {time.process_time():.0f} s of CPU time")
 
 
