@@ -48,6 +48,7 @@ MIN_REPETITIONS, MAX_REPETITIONS = 3, 9  # of all rounds
 MASK_KEYS = 8192  # peers with masks take part up to here
 ROUNDS = 3  # of all rows, one after the other
 REPETITION_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
+ALWAYS = ("ours", "two calls")  # in every repetition
 FORWARD, BACKWARD = 0, 1
 PASSES = ("forward", "backward")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # a peer beyond is wrong, not inexact
@@ -271,7 +272,7 @@ def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], 
     torch.set_num_threads(row.threads)
     clock = time.thread_time if row.threads == 1 else time.perf_counter
     if row.threads == 1:
-        single = ("ours", "two calls") if case.dtype == torch.float32 else ("ours", "two calls", "eager")
+        single = ALWAYS if case.dtype == torch.float32 else (*ALWAYS, "eager")
         arms = {name: arm for name, arm in arms.items() if name in single}
     repeats = {name: max(1, round(REPETITION_SECONDS / len(arms) / warm[name])) for name in arms}
     load, until, before = ForeignLoad([os.getpid()]), row.spent + budget / ROUNDS, len(row.peaks)
@@ -282,7 +283,7 @@ def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], 
         fma, bf16 = peak_rates(row.threads, 0.01)
         taken = {}
         for name, arm in arms.items():
-            if row.spent < budget or name in ("ours", "two calls"):
+            if row.spent < budget or name in ALWAYS:
                 runs = [arm.times(clock) for _ in range(repeats[name])]
                 taken[name] = [statistics.median(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
         row.spent += time.perf_counter() - begin
@@ -308,7 +309,10 @@ class Measured:
         self._warm: dict[str, float] = {}
 
     def add(self, budget: float) -> None:
-        """A round, the first one after a check of every arm: a wrong one ends the program."""
+        """A round, the first one after a check of every arm: a wrong one ends the program.
+
+        What memory an arm touches first in a round is not timed: pages are new then.
+        """
         torch.set_num_threads(max(row.threads for row in self.rows))
         data = Data(self.case)
         arms = make_arms(self.case, data)
@@ -320,6 +324,8 @@ class Measured:
                 self.errors[name] = data.errors(results)
                 if not max(self.errors[name]) < TOLERANCE[self.case.dtype]:
                     sys.exit(f"{name} is wrong: {self.case}, errors {self.errors[name]}")
+            elif name in ALWAYS or any(row.spent < budget for row in self.rows):
+                arm.times(time.perf_counter)
         for row in self.rows:
             measure(self.case, arms, self._warm, row, budget)
 
@@ -388,7 +394,7 @@ def print_row(
     if "two calls" in row.times:
         theirs, spread = rate(case, row, "two calls", which)
         text += f"{theirs:9.0f} {spread:3.0f} {errors['two calls'][which]:7.1e} {row.ratio('two calls', which):6.2f} | "
-        others = [name for name, times in row.times.items() if name not in ("ours", "two calls") and times]
+        others = [name for name, times in row.times.items() if name not in ALWAYS and times]
         if others:
             best = max(others, key=lambda name: rate(case, row, name, which)[0])
             best_text = f"{best} {rate(case, row, best, which)[0]:5.0f}"
@@ -411,9 +417,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def keep_memory() -> None:
     """Freed memory stays with the process: else eager attention spends its time in page faults."""
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    trim_threshold, mmap_max, never = -1, -4, -1  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
     libc = ctypes.CDLL(None)
-    if not (libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)):
+    if not (libc.mallopt(trim_threshold, never) and libc.mallopt(mmap_max, 0)):
         raise RuntimeError("mallopt refused")
 
 
