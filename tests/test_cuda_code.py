@@ -38,15 +38,15 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         assert os.environ.get("SEQ1F1B_REQUIRE_NVCC") != "1", missing
         pytest.skip(f"{missing}, so no kernel can be compiled and looked at")
 
-    def one(path: Path) -> list[str]:
+    def one(path: Path, work: Path) -> list[str]:
         architecture = "sm_90a" if path.stem == "ignored_setmaxnreg" else "sm_80"
         werror = path.stem != "indexed_array"  # the compiler would refuse it before the disassembly is looked at
-        work = tmp_path_factory.mktemp(path.stem)
         return sass.check([str(path)], work, architectures=[architecture], werror=werror)[0]
 
     paths = [HERE / "sound.cu", *sorted((HERE / "broken").glob("*.cu"))]
+    folders = [tmp_path_factory.mktemp(path.stem) for path in paths]  # the factory is not made for threads
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip((path.stem for path in paths), pool.map(one, paths), strict=True))
+        return dict(zip((path.stem for path in paths), pool.map(one, paths, folders), strict=True))
 
 
 def test_every_broken_kernel_has_its_rule() -> None:
