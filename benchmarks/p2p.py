@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from seq1f1b import _core, transport
+from seq1f1b.transport.group import place_tensor
 
 SPIN_US = 1e6
 WARM_UP = 3
@@ -72,7 +73,7 @@ class Ours:
         code = transport.DTYPES.index(torch.uint8)
         _core.edge_send(self.out, 0, 0, fields, [(code, 0, tuple(tensor.shape), tensor.data_ptr())])
         _, ((_, _, sizes, address),) = _core.edge_wait(self.back, 0, 0)
-        same = bool(torch.equal(transport.place_tensor(self.back, address, code, sizes), tensor))
+        same = bool(torch.equal(place_tensor(self.back, address, code, sizes), tensor))
         self.group.end_step(failed=False)
         return same
 

@@ -26,6 +26,9 @@ from processes import PipedProcesses, shared_memory_names  # noqa: E402
 import seq1f1b  # noqa: E402
 from seq1f1b import PipelineError, _core, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
+from seq1f1b.transport.group import NONE, place_tensor  # noqa: E402
+from seq1f1b.transport.meeting import Meeting  # noqa: E402
+from seq1f1b.transport.shm import ShmRank  # noqa: E402
 
 PLACES = 2
 EDGE = "activations of stage 0 to 1"
@@ -33,7 +36,7 @@ EDGE = "activations of stage 0 to 1"
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def refuse(meeting: transport.Meeting, name: str) -> socket.socket:
+def refuse(meeting: Meeting, name: str) -> socket.socket:
     raise ConnectionRefusedError("Connection refused")
 
 
@@ -43,7 +46,7 @@ def _child(rank: int, pipe: Connection, size: int, fn: Callable[..., Any], store
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     if kind == "two hosts":  # rank 2 is elsewhere: it cannot dial the others
         if rank == 2:
-            transport.Meeting._dial = refuse
+            Meeting._dial = refuse
         kind = "auto"
     group = transport.connect(None, kind)
     try:
@@ -77,7 +80,7 @@ def fields(group: RankGroup, source: int, segment: int) -> Any:
 
 def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | None], source: int = 0) -> None:
     headers = [
-        (0, transport.NONE, (), 0)
+        (0, NONE, (), 0)
         if t is None
         else (transport.DTYPES.index(t.dtype), int(t.requires_grad), tuple(t.shape), t.data_ptr())
         for t in tensors
@@ -88,8 +91,7 @@ def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | Non
 def receive(end: object, n: int) -> list[torch.Tensor | None]:
     _, tensors = _core.edge_wait(end, n, n % PLACES)
     return [
-        None if flags & transport.NONE else transport.place_tensor(end, address, code, sizes)
-        for code, flags, sizes, address in tensors
+        None if flags & NONE else place_tensor(end, address, code, sizes) for code, flags, sizes, address in tensors
     ]
 
 
@@ -185,7 +187,7 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
         return "a message came from nowhere"
     begin(group, end)
     # A data loader's worker must not keep the pipeline's sockets open. (It does keep gloo's; then only time-outs help.)
-    if isinstance(group, transport._ShmRank) and os.fork() == 0:
+    if isinstance(group, ShmRank) and os.fork() == 0:
         time.sleep(3)
         os._exit(0)
     group.barrier()
@@ -375,7 +377,7 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
             assert value == [0, 1, 2, 3, 4]
 
 
-def meet(meetings: list[transport.Meeting]) -> list[Any]:
+def meet(meetings: list[Meeting]) -> list[Any]:
     results: list[Any] = [None] * len(meetings)
 
     names, tokens = [meeting.name for meeting in meetings], [meeting.token for meeting in meetings]
@@ -406,7 +408,7 @@ def close_all(results: list[Any]) -> None:
 
 
 def test_stranger_without_token_is_refused() -> None:
-    meetings = [transport.Meeting(rank, timeout_s=20.0) for rank in range(3)]
+    meetings = [Meeting(rank, timeout_s=20.0) for rank in range(3)]
     strangers = []
     for hello in (b"x" * 16 + b"\1" + b"\0" * 7, b"", meetings[0].token + b"\7" + b"\0" * 7):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -430,16 +432,16 @@ def test_stranger_without_token_is_refused() -> None:
 
 def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over c10d: rank 2 finds that another user answers, or nobody (another network namespace)."""
-    dial, why = transport.Meeting._dial, ["another user answers", "[Errno 111] Connection refused"]
+    dial, why = Meeting._dial, ["another user answers", "[Errno 111] Connection refused"]
     uid, caller = os.getuid(), threading.local()
 
-    def dial_as(meeting: transport.Meeting, name: str) -> socket.socket:
+    def dial_as(meeting: Meeting, name: str) -> socket.socket:
         caller.rank = meeting.rank
         return dial(meeting, name + "-elsewhere" if meeting.rank == 2 and name == meetings[1].name else name)
 
-    monkeypatch.setattr(transport.Meeting, "_dial", dial_as)
-    monkeypatch.setattr(transport, "_peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
-    meetings = [transport.Meeting(rank, timeout_s=20.0) for rank in range(3)]
+    monkeypatch.setattr(Meeting, "_dial", dial_as)
+    monkeypatch.setattr("seq1f1b.transport.meeting._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
+    meetings = [Meeting(rank, timeout_s=20.0) for rank in range(3)]
     results = meet(meetings)
     assert [sorted(connections) for connections, _ in results] == [[1], [0], []]
     assert [unmet for _, unmet in results] == [{}, {}, dict(enumerate(why))]

@@ -1,0 +1,10 @@
+"""How the ranks of a pipeline meet: who maps which memory, and which transport is behind each edge.
+
+Only set-up is here. Messages, waiting, progress and failures are C (``csrc/group.c``, ``csrc/transport/arena.c``).
+"""
+
+from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
+from seq1f1b.transport.joining import connect, resolve_group
+from seq1f1b.transport.loopback import LoopbackGroup
+
+__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "connect", "resolve_group"]

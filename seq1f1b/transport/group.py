@@ -1,0 +1,306 @@
+"""One rank's membership in a pipeline, whatever lies behind its edges, and the memory that edges are made of."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import pickle
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b import _core
+
+ARENA_BYTES = 1 << 40
+"""Address space of one edge; memory appears as it is touched."""
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+"""Position = code of the type in C (``csrc/dtype.h``)."""
+
+REQUIRES_GRAD, NONE = 1, 2  # flags of a tensor in a message: csrc/p2p.h
+_GATHER_BYTES = 4032  # S1F_GATHER_BYTES
+
+
+def memory_fd(size: int) -> int:
+    """Descriptor of anonymous shared memory: no name in the file system, and gone with its last user.
+
+    Sealed against shrinking, which would turn a peer's read into SIGBUS.
+    """
+    fd = os.memfd_create("seq1f1b", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_fd(fd: int, size: int) -> object:
+    """Maps a descriptor and closes it; the mapping stays until its last user is gone."""
+    try:
+        return _core.mapping_create(fd, size)
+    except MemoryError:  # address space: engines that are garbage may still hold some
+        gc.collect()
+        return _core.mapping_create(fd, size)
+    finally:
+        os.close(fd)
+
+
+def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
+    """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
+
+    Args:
+        gpu: on which the memory is; -1: host memory.
+    """
+    return torch.utils.dlpack.from_dlpack(_core.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+
+
+class RankGroup(ABC):
+    """One rank's membership in a pipeline: progress, failures, edges and small collectives.
+
+    A step that fails on one rank ends on all: everyone gets one :class:`PipelineError`. The next :meth:`begin_step`
+    waits until all ranks have left the failed step, then goes on.
+    """
+
+    is_thread = False  # True: the ranks are threads of one process
+
+    def __init__(self, rank: int, size: int, group: object, *, arena_bytes: int, local_size: int) -> None:
+        self.rank, self.size, self.group = rank, size, group
+        self.arena_bytes = arena_bytes
+        self.step = 0
+        self._local_size = local_size
+        self._epoch = self._round = 0
+        self._acknowledged = False  # this rank's user has seen the standing failure
+        self._ends: dict[tuple[int, int], object] = {}
+        self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
+        self._peers: dict[tuple[int, int], int] = {}
+        self.set_limits(300.0)
+
+    # -- limits, progress, failure
+
+    def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
+        """Longest silence of a peer, and how long to spin before sleeping.
+
+        Args:
+            spin_us: None: 20, or 0 where the ranks of this host have more threads than there are cores.
+        """
+        if spin_us is None:
+            crowded = self._local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
+            spin_us = 0.0 if crowded else 20.0
+        self.timeout_s = timeout_s
+        _core.group_set_limits(self.group, timeout_s, spin_us)
+
+    def fail(self, text: str) -> None:
+        """Ends the step on every rank, in this rank's name; the first failure wins."""
+        _core.group_fail(self.group, self.rank, text)
+
+    def lose(self, rank: int, why: str, edge: str | None = None) -> str:
+        """Ends the step on every rank: another one is gone. Returns the text."""
+        what, age, _ = _core.group_get_progress(self.group, rank)
+        edge = edge or self._edge_texts.get(rank, "set-up")
+        text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
+        _core.group_fail(self.group, rank, text, what, edge.partition(",")[0])
+        return text
+
+    def check_progress(self, rank: int, waiting_for: str) -> None:
+        """PipelineError on every rank, unless a rank made progress within the time-out."""
+        what, age, _ = _core.group_get_progress(self.group, rank)
+        if not 0 <= age <= self.timeout_s:
+            since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
+            raise self._failure(rank, f"rank {rank} {since} (waiting for {waiting_for})")
+
+    def _failure(self, rank: int, text: str) -> _core.PipelineError:
+        """Ends the step on every rank. The error is this one also where an earlier failure stands."""
+        _core.group_fail(self.group, rank, text)
+        error = _core.PipelineError(text)
+        error.rank = rank
+        return error
+
+    def check(self) -> None:
+        """Raises PipelineError once any rank failed."""
+        _core.group_check(self.group)
+
+    # -- steps
+
+    def begin_step(self) -> int:
+        """Enters a step, after recovery from a failed one. Returns its number, which all ranks agree on.
+
+        Raises:
+            PipelineError: another rank failed since this one left its last step; or a rank is gone.
+        """
+        if _core.group_failure(self.group) is not None:
+            if not self._acknowledged:
+                self._acknowledged = True
+                self.check()
+            self._recover()
+        self.step += 1
+        _core.group_begin_step(self.group, self.step)
+        return self.step
+
+    def end_step(self, failed: bool) -> None:
+        """Leaves a step. Does not wait for the others."""
+        if failed:
+            if _core.group_failure(self.group) is None:
+                self.fail("left the step without a reason")
+            self._acknowledged = True
+        _core.group_progress(self.group, f"code after step {self.step}")
+
+    @property
+    def epoch(self) -> int:
+        """Counts the failed steps that all ranks have left; equal on all of them within a step."""
+        return self._epoch
+
+    def _recover(self) -> None:
+        """All ranks have left the failed step once they meet here; nobody enters a new one before it is forgotten."""
+        self._epoch += 1
+        self._round = 0
+        steps = self._gather(struct.pack("q", self.step), recovering=True)
+        self._forget_failure()
+        self._gather(b"", recovering=True)
+        self.step = max(struct.unpack("q", step)[0] for step in steps)
+        self._acknowledged = False
+
+    def _forget_failure(self) -> None:
+        if self.rank == 0:
+            _core.group_clear(self.group)
+
+    # -- small collectives: control values, not data
+
+    def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
+        self._round += 1
+        fds = self._hangup_fds()
+        return _core.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+
+    def _hangup_fds(self) -> list[int]:
+        return [-1] * self.size
+
+    def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
+        """Everyone's bytes, of any length: the first round carries the lengths."""
+        head = struct.calcsize("q")
+        room = _GATHER_BYTES - head
+        parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
+        lengths = [struct.unpack_from("q", part)[0] for part in parts]
+        whole = [bytearray(part[head:]) for part in parts]
+        for start in range(room, max(lengths), _GATHER_BYTES):
+            more = self._gather_round(data[start : start + _GATHER_BYTES], recovering)
+            for body, part in zip(whole, more, strict=True):
+                body += part
+        return [bytes(body) for body in whole]
+
+    def barrier(self) -> None:
+        self._gather(b"")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [pickle.loads(data) for data in self._gather(pickle.dumps(value))]
+
+    def _all_gather_floats(self, values: Sequence[float]) -> list[tuple[float, ...]]:
+        gathered = self._gather(struct.pack(f"{len(values)}d", *values))
+        rows = [struct.unpack(f"{len(data) // 8}d", data) for data in gathered]
+        if any(len(row) != len(values) for row in rows):
+            raise ValueError(f"the ranks gave {[len(row) for row in rows]} values to one reduction")
+        return rows
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sums by position, in rank order on every rank, so that all get the same bits."""
+        return [sum(column) for column in zip(*self._all_gather_floats(values), strict=True)]
+
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        return [max(column) for column in zip(*self._all_gather_floats(values), strict=True)]
+
+    # -- gradients of tied parameters
+
+    def exchange(
+        self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
+    ) -> dict[int, Tensor]:
+        """Tensors of a few ranks, by rank, this rank's own among them. Called by all of these, in one order.
+
+        Args:
+            mine: sent to the receivers; None: nothing is sent.
+            senders: other ranks that send, each a tensor of the shape of ``like``, a parameter, in the dtype of its
+                gradients; or in its own, where it is not one.
+        """
+        found = {} if mine is None else {self.rank: mine.contiguous()}
+        places = {rank: torch.empty(like.shape, dtype=like.grad_dtype or like.dtype) for rank in senders}
+        transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
+        if mine is not None:
+            data = found[self.rank].cpu()  # a device's travel through host memory
+            transfers += [self._begin_send(data, rank) for rank in receivers]
+        for transfer in transfers:
+            transfer.wait()
+        return found | {rank: place.to(like.device) for rank, place in places.items()}
+
+    @abstractmethod
+    def _begin_send(self, data: Tensor, rank: int) -> Any: ...
+
+    @abstractmethod
+    def _begin_receive(self, data: Tensor, rank: int) -> Any: ...
+
+    # -- edges
+
+    def edge_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object:
+        """This rank's end of a directed edge. All ranks open their edges in one order that they agree on.
+
+        Args:
+            text: names the edge in errors: "activations of stage 0 to 1".
+        """
+        key = source_stage, destination_stage
+        self._peers[key] = peer_rank
+        self._edge_texts.setdefault(peer_rank, text)
+        if key not in self._ends:
+            self._ends[key] = self._open_end(source_stage, destination_stage, peer_rank, is_receiver, text)
+        return self._ends[key]
+
+    @abstractmethod
+    def _open_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object: ...
+
+    def peer_of(self, edge: tuple[int, int]) -> int:
+        """The rank at the other end of an edge (source stage, destination stage) of this rank."""
+        return self._peers[edge]
+
+    @abstractmethod
+    def transport_to(self, peer_rank: int) -> str:
+        """What carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
+
+    @staticmethod
+    def place_views(
+        end: object, payload: int, tensors: Sequence[tuple[int, int, tuple[int, ...], int]], gpu: int = -1
+    ) -> tuple[list[Tensor | None], list[bool]]:
+        """Tensors over a message that has come, and which of them require grad; None for a gradient that is none.
+
+        Args:
+            payload: address of the message's payload.
+            tensors: (dtype code, flags, sizes, offset in the payload) of each.
+            gpu: on which the payload is; -1: host memory.
+        """
+        views = [
+            None if flags & NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
+            for dtype, flags, sizes, offset in tensors
+        ]
+        return views, [bool(flags & REQUIRES_GRAD) for _, flags, _, _ in tensors]
+
+    def close(self) -> None:
+        """Drops the edges; tensors that still lie in their places stay valid."""
+        self._ends.clear()

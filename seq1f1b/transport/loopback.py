@@ -1,0 +1,98 @@
+"""Ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from seq1f1b import _core
+from seq1f1b.transport.group import ARENA_BYTES, RankGroup, map_fd, memory_fd
+
+
+class LoopbackGroup:
+    """A pipeline whose ranks are threads of this process: ``LoopbackGroup(P)[rank]`` is one rank's group.
+
+    For tests, and for looking at a schedule without launching anything.
+    """
+
+    def __init__(self, size: int, *, arena_bytes: int = ARENA_BYTES) -> None:
+        if size < 1:
+            raise ValueError(f"a pipeline has at least 1 rank, got {size}")
+        memory = _LoopbackMemory(size, arena_bytes)
+        self._ranks = [_LoopbackRank(memory, rank, size, arena_bytes) for rank in range(size)]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, rank: int) -> RankGroup:
+        return self._ranks[rank]
+
+
+class _LoopbackMemory:
+    """What the ranks of one loopback share. It knows none of them, so that all goes with the last one."""
+
+    def __init__(self, size: int, arena_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._arena_bytes = arena_bytes
+        self._arenas: dict[tuple[int, int], object] = {}
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
+        block_bytes = _core.group_block_bytes(size)
+        self.block = map_fd(memory_fd(block_bytes), block_bytes)
+
+    def arena(self, source_stage: int, destination_stage: int) -> object:
+        """The memory of an edge: whichever end comes first makes it."""
+        key = source_stage, destination_stage
+        with self._lock:
+            if key not in self._arenas:
+                self._arenas[key] = map_fd(memory_fd(self._arena_bytes), self._arena_bytes)
+            return self._arenas[key]
+
+    def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:
+        """Tensors on their way from one rank to another."""
+        with self._lock:
+            return self._boxes.setdefault((source, destination), queue.SimpleQueue())
+
+
+class _LoopbackReceive:
+    def __init__(self, group: RankGroup, box: queue.SimpleQueue[Tensor], place: Tensor) -> None:
+        self._group, self._box, self._place = group, box, place
+
+    def wait(self) -> None:
+        while True:
+            self._group.check()
+            with contextlib.suppress(queue.Empty):
+                self._place.copy_(self._box.get(timeout=0.1))
+                return
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+class _LoopbackRank(RankGroup):
+    is_thread = True
+
+    def transport_to(self, peer_rank: int) -> str:
+        return "loopback"
+
+    def __init__(self, memory: _LoopbackMemory, rank: int, size: int, arena_bytes: int) -> None:
+        group = _core.group_create(memory.block, size, rank)
+        super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
+        self._memory = memory
+
+    def _begin_send(self, data: Tensor, rank: int) -> Any:
+        self._memory.box(self.rank, rank).put(data.clone())
+        return _Done()
+
+    def _begin_receive(self, data: Tensor, rank: int) -> Any:
+        return _LoopbackReceive(self, self._memory.box(rank, self.rank), data)
+
+    def _open_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object:
+        arena = self._memory.arena(source_stage, destination_stage)
+        return _core.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)

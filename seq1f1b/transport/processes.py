@@ -1,0 +1,114 @@
+"""What ranks have in common that are processes of a torch process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import queue
+import re
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from seq1f1b.transport.group import RankGroup
+
+_open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """A watcher thread that is inside torch's store when the interpreter goes would end the process with SIGABRT."""
+    for group in list(_open_groups):
+        group.timeout_s = 1.0
+        with contextlib.suppress(Exception):
+            group.close()
+
+
+atexit.register(_close_at_exit)
+
+
+def _forget_sockets_after_fork() -> None:
+    """A forked child (a data loader's worker) that kept the sockets would hide its parent's death from the peers."""
+    for group in _open_groups:
+        for connection in group._connections.values():
+            connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_sockets_after_fork)
+
+
+def first_line(error: BaseException) -> str:
+    """Without gloo's source file and advice."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0]
+
+
+FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
+_EXCHANGE_TAG = (1 << 31) - 1  # of gradients of tied parameters: no edge of any generation has it
+_EXCHANGE = "gradients of tied parameters"
+
+
+class _Transfer:
+    """Of the process group, whose own waits end with the peer's connection and otherwise with the group's time-out."""
+
+    def __init__(self, group: RankGroup, peer: int, work: Any) -> None:
+        self._group, self._peer, self._work = group, peer, work
+
+    def wait(self) -> None:
+        done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                self._work.wait(FOREVER)
+                done.put(None)
+            except Exception as error:
+                done.put(first_line(error))
+
+        threading.Thread(target=work, name="seq1f1b tied parameters", daemon=True).start()
+        start, group = time.monotonic(), self._group
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = done.get(timeout=0.05)
+                if error is None:
+                    return
+                group.lose(self._peer, error, _EXCHANGE)
+            group.check()
+            if time.monotonic() - start > group.timeout_s:
+                group.check_progress(self._peer, _EXCHANGE)
+
+
+class ProcessRank(RankGroup):
+    """A rank that is a process of a torch process group.
+
+    Args:
+        connections: sockets to the ranks of the same host, by rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: object,
+        process_group: Any,
+        connections: dict[int, socket.socket],
+        *,
+        arena_bytes: int,
+        local_size: int,
+    ) -> None:
+        super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=local_size)
+        self._process_group, self._connections = process_group, connections
+        _open_groups.add(self)
+
+    def _begin_send(self, data: Tensor, rank: int) -> Any:
+        work = dist.isend(data, group=self._process_group, group_dst=rank, tag=_EXCHANGE_TAG)
+        return _Transfer(self, rank, work)
+
+    def _begin_receive(self, data: Tensor, rank: int) -> Any:
+        work = dist.irecv(data, group=self._process_group, group_src=rank, tag=_EXCHANGE_TAG)
+        return _Transfer(self, rank, work)

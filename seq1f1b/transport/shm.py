@@ -1,0 +1,106 @@
+"""Edges in memory that processes of one host share, and the ranks that have no others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+from seq1f1b import _core
+from seq1f1b.transport.group import RankGroup, map_fd, memory_fd
+from seq1f1b.transport.processes import ProcessRank
+
+_ARENA = struct.Struct("qqq")  # source stage, destination stage, bytes
+
+
+class ShmRank(ProcessRank):
+    """A rank whose peers are processes of the same host: one shared block, and an arena per edge."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        process_group: Any,
+        block: object,
+        connections: dict[int, socket.socket],
+        arena_bytes: int,
+    ) -> None:
+        group = _core.group_create(block, size, rank)
+        super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=size)
+
+    def transport_to(self, peer_rank: int) -> str:
+        return "shm"
+
+    def _hangup_fds(self) -> list[int]:
+        return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
+
+    def _open_end(
+        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
+    ) -> object:
+        connection = self._connections[peer_rank]
+        return open_shm_end(self, connection, source_stage, destination_stage, peer_rank, is_receiver, text)
+
+    def close(self) -> None:
+        super().close()
+        _core.group_progress(self.group, "close()")
+        for connection in self._connections.values():
+            connection.close()
+
+
+def open_shm_end(
+    group: RankGroup,
+    connection: socket.socket,
+    source_stage: int,
+    destination_stage: int,
+    peer_rank: int,
+    is_receiver: bool,
+    text: str,
+) -> object:
+    """One end of an edge between two processes that hold the ends of ``connection``; see :meth:`RankGroup.edge_end`."""
+    arena = _share_arena(connection, source_stage, destination_stage, group.arena_bytes, is_receiver, text, peer_rank)
+    return _core.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+
+
+def _share_arena(
+    connection: socket.socket, source: int, destination: int, size: int, is_receiver: bool, text: str, peer_rank: int
+) -> object:
+    """Memory of an edge: the receiver makes it and hands its descriptor to the sender."""
+    try:
+        if is_receiver:
+            fd = memory_fd(size)
+            try:
+                arena = _core.mapping_create(fd, size)
+                socket.send_fds(connection, [_ARENA.pack(source, destination, size)], [fd])
+            finally:
+                os.close(fd)
+            return arena
+        data, fds, _, _ = socket.recv_fds(connection, _ARENA.size, 1)
+    except OSError as error:
+        raise _core.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
+    if not fds:
+        raise _core.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
+    found_source, found_destination, size = _ARENA.unpack(data)
+    if (found_source, found_destination) != (source, destination):
+        os.close(fds[0])
+        raise _core.PipelineError(
+            f"{text}: rank {peer_rank} opened the edge of stage {found_source} to {found_destination} instead; "
+            "all ranks must open their edges in one order"
+        )
+    return map_fd(fds[0], size)
+
+
+def connect_shm(
+    rank: int, size: int, process_group: Any, connections: dict[int, socket.socket], arena_bytes: int
+) -> ShmRank:
+    block_bytes = _core.group_block_bytes(size)
+    if rank == 0:
+        fd = memory_fd(block_bytes)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"b"], [fd])
+    else:
+        _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
+        if not fds:
+            raise _core.PipelineError("rank 0 left during set-up")
+        fd = fds[0]
+    return ShmRank(rank, size, process_group, map_fd(fd, block_bytes), connections, arena_bytes)
