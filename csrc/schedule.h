@@ -43,6 +43,11 @@ typedef enum {
     S1F_PLACEMENT_V = 2     /* to and fro */
 } s1f_placement_kind;
 
+typedef enum {
+    S1F_BACKWARD_SPLIT = 1, /* I and W */
+    S1F_BACKWARD_WHOLE = 2  /* B */
+} s1f_backward_kind;
+
 /* What a family may be told beyond its counts. 0 or NULL: not given, the family's own choice. */
 typedef struct {
     int32_t group;        /* micro-batches that go forward, and back, together */
@@ -53,6 +58,7 @@ typedef struct {
     const double *forward_costs, *input_costs, *weight_costs;
     double transfer;           /* seconds of a message between two ranks */
     int32_t placement;         /* s1f_placement_kind */
+    int32_t backward;          /* s1f_backward_kind */
     const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward. Borrowed, as is */
     const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
 } s1f_options;
@@ -68,7 +74,8 @@ enum {
     S1F_OPTION_TRANSFER = 32,
     S1F_OPTION_PLACEMENT = 64,
     S1F_OPTION_UNIT_BYTES = 128,
-    S1F_OPTION_CAP_BYTES = 256
+    S1F_OPTION_CAP_BYTES = 256,
+    S1F_OPTION_BACKWARD = 512
 };
 extern const char *const s1f_option_names[];
 

@@ -262,10 +262,10 @@ def read_option(text: str) -> tuple[str, int | str]:
     name, _, value = text.partition("=")
     if name == "costs":
         raise ValueError(f"--option {text}: costs come from --forward, --backward and --weight, or from --model")
-    if name == "placement":
+    if name in ("placement", "backward"):
         return name, value
     if not re.fullmatch(r"[0-9]+", value):
-        raise ValueError(f"--option {text}: an option is written NAME=NUMBER, or placement=loop or v")
+        raise ValueError(f"--option {text}: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole")
     return name, int(value)
 
 

@@ -572,8 +572,9 @@ def _flat_options(
 ) -> dict[str, Any]:
     """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
     flat = dict(options or {})
-    if not isinstance(flat.get("placement", ""), str):
-        raise TypeError(f"placement is {flat['placement']!r}, must be 'loop' or 'v'")
+    for name, words in (("placement", "'loop' or 'v'"), ("backward", "'split' or 'whole'")):
+        if not isinstance(flat.get(name, ""), str):
+            raise TypeError(f"{name} is {flat[name]!r}, must be {words}")
     num_stages = num_ranks * stages_per_rank
     if "costs" in flat:
         names = ("F", "I", "W")
@@ -615,6 +616,9 @@ def build_schedule(
             ``[stage][segment]``, and of a rank, a number or one per rank.
             ``transfer``: seconds of a message between two ranks.
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
+            ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
+            splits unless told otherwise. Times take it that messages find a place: give the engine, and
+            :meth:`Schedule.simulate`, as large a ``prefetch`` as still shortens the step.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.

@@ -82,6 +82,49 @@ def test_random_problems() -> None:
     assert named > 100
 
 
+def is_whole(schedule: Schedule) -> bool:
+    return all(unit.kind in "FB" for rank in schedule.ranks for unit in rank)
+
+
+def test_random_problems_of_whole_backwards() -> None:
+    """The same where B shall not be split: against the families that do not, and a rank's own work."""
+    rng = random.Random(6)
+    named = 0
+    for _ in range(60):
+        counts, options = random_problem(rng)
+        schedule = build_schedule("auto", **counts, options=options | {"backward": "whole"})
+        assert is_whole(schedule)
+        schedule.check(max_live_units=options.get("cap"))
+        taken = makespan(schedule, options)
+        work = [0.0] * counts["num_ranks"]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            work[rank] += counts["num_microbatches"] * sum(sum(costs[stage]) for costs in options["costs"])
+        assert taken >= max(work) * (1 - 1e-9)
+        for name, other in named_orders(counts, options):
+            if (
+                is_whole(other)
+                and (other.rank_of_stage == schedule.rank_of_stage or "placement" not in options)
+                and max(other.simulate().peak) <= options.get("cap", 10**9)
+            ):
+                assert taken <= makespan(other, options) * (1 + 1e-9), (counts, options, name)
+                named += 1
+    assert named > 60
+
+
+def test_a_whole_backward_in_a_v_leaves_the_slowest_rank_no_bubble() -> None:
+    """Two ranks of two stages, the head's time on the last one: in a V its rank begins and ends the step."""
+    forward = [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0], [2.8, 2.8]]
+    costs = (forward, [[2 * f for f in row] for row in forward], 0.0)
+    options = {"costs": costs, "backward": "whole", "cap": 8}
+    schedule = build_schedule(
+        "auto", num_ranks=2, num_microbatches=4, num_segments=2, stages_per_rank=2, options=options
+    )
+    assert schedule.rank_of_stage == (0, 1, 1, 0)
+    simulation = schedule.simulate(forward, costs[1], prefetch=8)
+    assert simulation.makespan == pytest.approx(4 * 2 * 3 * (2.0 + 2.8))
+    assert max(simulation.peak) <= 8  # what 1F1B holds
+
+
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("name", ["10, 21, 3", "32k", "128k"])
 def test_never_longer_than_the_best_named_order_in_its_memory(name: str, k: int) -> None:
@@ -168,6 +211,7 @@ def test_more_memory_and_faster_links_help() -> None:
         ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
         ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),
         ({"placement": "w"}, ValueError, "placement is 'w', must be 'loop' or 'v'"),
+        ({"backward": "w"}, ValueError, "backward is 'w', must be 'split' or 'whole'"),
         ({"group": 2}, ValueError, "auto takes no option 'group'; it takes cap, costs, transfer, placement"),
     ],
 )
@@ -191,7 +235,7 @@ def test_broken_rules() -> None:
     assert AUTO.broken_rule(num_ranks=2**10, num_microbatches=2**10, num_segments=2**10) == "3 P v M k < 2^31"
 
 
-@pytest.mark.parametrize("option", ["transfer", "placement", "unit_bytes", "cap_bytes"])
+@pytest.mark.parametrize("option", ["transfer", "placement", "unit_bytes", "cap_bytes", "backward"])
 def test_options_of_another_type(option: str) -> None:
     options = {"unit_bytes": 1, "cap_bytes": 9} | {option: object()}
     with pytest.raises(TypeError):

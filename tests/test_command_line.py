@@ -39,7 +39,8 @@ def test_simulate_takes_stages_and_options(capsys):
     assert lines[5].split()[3:] == ["8", "8.00"]
     assert main(["simulate", "kfkb", "--option", "group"]) == 2
     assert (
-        capsys.readouterr().err == "seq1f1b: --option group: an option is written NAME=NUMBER, or placement=loop or v\n"
+        capsys.readouterr().err
+        == "seq1f1b: --option group: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole\n"
     )
     assert main(["simulate", "kfkb", "--option", "group=0"]) == 2
     assert main(["simulate", "interleaved-1f1b", "--microbatches", "2"]) == 2

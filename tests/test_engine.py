@@ -11,7 +11,7 @@ from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import PipelineEngine, Schedule
+from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -394,10 +394,20 @@ PAIRS = """
 """  # noqa: E501
 
 
+AUTO = build_schedule(
+    "auto",
+    num_ranks=2,
+    num_microbatches=2,
+    num_segments=2,
+    stages_per_rank=2,
+    options={"costs": ([[9, 8], [9, 8], [9, 8], [12, 9]], 20, 0), "backward": "whole", "placement": "v"},
+).to_text()
+
+
 @pytest.mark.parametrize(
     ("text", "held"),
-    [(LOOP, [[0, 2], [1, 3]]), (V, [[0, 3], [1, 2]]), (PAIRS, [[0, 3], [1, 2]])],
-    ids=["loop", "V", "pairs"],
+    [(LOOP, [[0, 2], [1, 3]]), (V, [[0, 3], [1, 2]]), (PAIRS, [[0, 3], [1, 2]]), (AUTO, [[0, 3], [1, 2]])],
+    ids=["loop", "V", "pairs", "auto"],
 )
 def test_any_checked_order_with_two_stages_per_rank(text, held):
     config = Config(kv_heads=2)

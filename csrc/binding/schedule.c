@@ -219,17 +219,18 @@ static int read_bytes(PyObject *value, Py_ssize_t count, const char *name, int64
     return *bytes != NULL;
 }
 
-static int read_placement(PyObject *value, int32_t *placement)
+/* One of two words: 1 or 2; 0 with the exception set. */
+static int read_word(PyObject *value, const char *name, const char *first, const char *second, int32_t *kind)
 {
     PyObject *text = PyUnicode_AsUTF8String(value);
     if (text == NULL)
         return 0;
-    const char *name = PyBytes_AsString(text);
-    *placement = strcmp(name, "loop") == 0 ? S1F_PLACEMENT_LOOP : strcmp(name, "v") == 0 ? S1F_PLACEMENT_V : 0;
+    const char *word = PyBytes_AsString(text);
+    *kind = strcmp(word, first) == 0 ? 1 : strcmp(word, second) == 0 ? 2 : 0;
     Py_DECREF(text);
-    if (*placement == 0)
-        PyErr_Format(PyExc_ValueError, "placement is %R, must be 'loop' or 'v'", value);
-    return *placement != 0;
+    if (*kind == 0)
+        PyErr_Format(PyExc_ValueError, "%s is %R, must be '%s' or '%s'", name, value, first, second);
+    return *kind != 0;
 }
 
 static int read_option(const char *name, PyObject *value, read_options *read)
@@ -240,7 +241,9 @@ static int read_option(const char *name, PyObject *value, read_options *read)
     if (strcmp(name, "costs") == 0)
         return read_costs(value, read);
     if (strcmp(name, "placement") == 0)
-        return read_placement(value, &options->placement);
+        return read_word(value, name, "loop", "v", &options->placement);
+    if (strcmp(name, "backward") == 0)
+        return read_word(value, name, "split", "whole", &options->backward);
     if (strcmp(name, "unit_bytes") == 0)
         return read_bytes(value, read->num_costs, name, &read->unit_bytes, &options->unit_bytes);
     if (strcmp(name, "cap_bytes") == 0)

@@ -5,7 +5,8 @@
  * walks in time: a rank that is free takes the unit its rule puts first among those that are there or, with patience,
  * will soon be; a W where that leaves time, or memory is short. No rule fills a rank with forwards that leave no room
  * for the rest of the oldest micro-batch, so ranks never wait for each other for ever [Dijkstra's banker: micro-batches
- * end in their order]. Ours; any counts, backward always split. */
+ * end in their order]. Ours; any counts. Where the backward shall be whole, its time is that of I, and W takes none and
+ * follows at once. */
 #include "families.h"
 #include "search.h"
 
@@ -30,7 +31,7 @@ typedef struct {
 typedef struct {
     s1f_problem problem;
     int32_t *rank_of_stage;
-    double *ones;
+    double *ones, *input, *weight;
     int64_t *unit_bytes, *cap_bytes;
 } owned_problem;
 
@@ -235,7 +236,11 @@ static choice choose(const lister *l, int32_t rank)
     double now = l->rank_free[rank];
     choice best = choose_on_path(l, rank, &is_full);
     s1f_unit weight = {0};
-    if (!next_weight(l, rank, &weight) || (best.begin <= now && !is_full))
+    if (!next_weight(l, rank, &weight))
+        return best;
+    if (seconds_of(l, weight) <= 0) /* frees its memory for nothing */
+        return (choice){weight, now};
+    if (best.begin <= now && !is_full)
         return best;
     if (is_full || l->rule.may_delay_w || now + seconds_of(l, weight) <= best.begin * (1 + 1e-12))
         best = (choice){weight, now};
@@ -452,6 +457,8 @@ static void free_problem(owned_problem *own)
 {
     free(own->cap_bytes);
     free(own->unit_bytes);
+    free(own->weight);
+    free(own->input);
     free(own->ones);
     free(own->rank_of_stage);
 }
@@ -464,29 +471,33 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
     int64_t cells = (int64_t)S * request->num_segments;
     own->rank_of_stage = malloc((size_t)S * sizeof *own->rank_of_stage);
     own->ones = malloc((size_t)cells * sizeof *own->ones);
+    own->input = malloc((size_t)cells * sizeof *own->input);
+    own->weight = malloc((size_t)cells * sizeof *own->weight);
     own->unit_bytes = malloc((size_t)cells * sizeof *own->unit_bytes);
     own->cap_bytes = malloc((size_t)P * sizeof *own->cap_bytes);
-    if (own->rank_of_stage == NULL || own->ones == NULL || own->unit_bytes == NULL || own->cap_bytes == NULL)
+    if (own->rank_of_stage == NULL || own->ones == NULL || own->input == NULL || own->weight == NULL ||
+        own->unit_bytes == NULL || own->cap_bytes == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", S);
     for (int32_t stage = 0; stage < S; stage++)
         own->rank_of_stage[stage] = placement(P, stage);
+    int has_costs = options->forward_costs != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
     for (int64_t i = 0; i < cells; i++) {
+        double input = has_costs ? options->input_costs[i] : 1, weight = has_costs ? options->weight_costs[i] : 1;
         own->ones[i] = 1;
+        own->input[i] = is_whole ? input + weight : input;
+        own->weight[i] = is_whole ? 0 : weight;
         own->unit_bytes[i] = options->unit_bytes != NULL ? options->unit_bytes[i] : 1;
     }
     for (int32_t rank = 0; rank < P; rank++)
         own->cap_bytes[rank] = options->cap_bytes != NULL ? options->cap_bytes[rank]
                                : options->cap != 0        ? options->cap
                                                           : INT64_MAX;
-    int has_costs = options->forward_costs != NULL;
     own->problem = (s1f_problem){.num_ranks = P,
                                  .num_stages = S,
                                  .num_microbatches = request->num_microbatches,
                                  .num_segments = request->num_segments,
                                  .rank_of_stage = own->rank_of_stage,
-                                 .seconds = {has_costs ? options->forward_costs : own->ones,
-                                             has_costs ? options->input_costs : own->ones,
-                                             has_costs ? options->weight_costs : own->ones},
+                                 .seconds = {has_costs ? options->forward_costs : own->ones, own->input, own->weight},
                                  .transfer = options->transfer,
                                  .unit_bytes = own->unit_bytes,
                                  .cap_bytes = own->cap_bytes};
@@ -496,7 +507,7 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
 static s1f_status build_placed(const s1f_request *request, s1f_placement *placement, double *makespan,
                                s1f_schedule **out)
 {
-    owned_problem own = {{0}, NULL, NULL, NULL, NULL};
+    owned_problem own = {{0}, NULL, NULL, NULL, NULL, NULL, NULL};
     s1f_search *search = NULL;
     s1f_schedule *schedule = NULL;
     s1f_status status = create_problem(request, placement, &own);
@@ -509,7 +520,7 @@ static s1f_status build_placed(const s1f_request *request, s1f_placement *placem
     if (isinf(*makespan))
         status = s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
     else if ((status = s1f_schedule_place(request, placement, &schedule)) == S1F_OK)
-        status = s1f_search_take(search, schedule);
+        status = s1f_search_take(search, request->options.backward != S1F_BACKWARD_WHOLE, schedule);
     if (status == S1F_OK) {
         *out = schedule;
         schedule = NULL;
@@ -592,7 +603,7 @@ const s1f_family s1f_family_auto = {
               .validity = "3 P v M k < 2^31",
               .stages_per_rank = 1,
               .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT |
-                         S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES},
+                         S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD},
     .broken_rule = broken_rule,
     .build = build,
 };

@@ -32,8 +32,8 @@ static const s1f_family *const families[] = {
 };
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128 };
 
-const char *const s1f_option_names[] = {"group",    "round",     "extra_warmup", "cap",       "costs",
-                                        "transfer", "placement", "unit_bytes",   "cap_bytes", NULL};
+const char *const s1f_option_names[] = {"group",     "round",      "extra_warmup", "cap",      "costs", "transfer",
+                                        "placement", "unit_bytes", "cap_bytes",    "backward", NULL};
 
 static const s1f_family *find(const char *name)
 {
@@ -122,7 +122,8 @@ static s1f_status check_options(const s1f_family *family, const s1f_request *req
                          options->transfer != 0,
                          options->placement != 0,
                          options->unit_bytes != NULL,
-                         options->cap_bytes != NULL};
+                         options->cap_bytes != NULL,
+                         options->backward != 0};
     for (int i = 0; s1f_option_names[i] != NULL; i++)
         if (given[i] && !(family->facts.options >> i & 1))
             return s1f_schedule_refuse_option(&family->facts, s1f_option_names[i]);
@@ -136,6 +137,8 @@ static s1f_status check_options(const s1f_family *family, const s1f_request *req
         return s1f_fail(S1F_ERR_ARG, "transfer is %g, must be finite and at least 0", options->transfer);
     if (options->placement < 0 || options->placement > S1F_PLACEMENT_V)
         return s1f_fail(S1F_ERR_ARG, "placement is %d, must be that of a loop, 1, or of a V, 2", options->placement);
+    if (options->backward < 0 || options->backward > S1F_BACKWARD_WHOLE)
+        return s1f_fail(S1F_ERR_ARG, "backward is %d, must be split, 1, or whole, 2", options->backward);
     if ((status = check_bytes(request)) != S1F_OK)
         return status;
     return has_costs ? check_costs(request) : S1F_OK;

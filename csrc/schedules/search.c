@@ -534,10 +534,16 @@ double s1f_search_makespan(const s1f_search *x)
     return x->num_starts > 0 ? shortest(x)->makespan : INFINITY;
 }
 
-s1f_status s1f_search_take(const s1f_search *x, s1f_schedule *schedule)
+s1f_status s1f_search_take(const s1f_search *x, int is_split, s1f_schedule *schedule)
 {
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; i < x->num_units && status == S1F_OK; i++)
-        status = s1f_schedule_append(schedule, x->units[shortest(x)->order[i]]);
+    for (int32_t i = 0; i < x->num_units && status == S1F_OK; i++) {
+        s1f_unit unit = x->units[shortest(x)->order[i]];
+        if (!is_split && unit.pass == S1F_PASS_BACKWARD_WEIGHT)
+            continue;
+        if (!is_split && unit.pass == S1F_PASS_BACKWARD_INPUT)
+            unit.pass = S1F_PASS_BACKWARD;
+        status = s1f_schedule_append(schedule, unit);
+    }
     return status;
 }

@@ -43,7 +43,8 @@ void s1f_search_offer(s1f_search *search);
 void s1f_search_run(s1f_search *search);
 /* Seconds of the shortest order so far; INFINITY: none. */
 double s1f_search_makespan(const s1f_search *search);
-/* Appends the shortest order, of which there is one, to an empty schedule with the problem's counts and placement. */
-s1f_status s1f_search_take(const s1f_search *search, s1f_schedule *schedule);
+/* Appends the shortest order, of which there is one, to an empty schedule with the problem's counts and placement: as I
+ * and W, or as a B where I is. */
+s1f_status s1f_search_take(const s1f_search *search, int is_split, s1f_schedule *schedule);
 
 #endif
