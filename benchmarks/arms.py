@@ -9,9 +9,10 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
 V_PLACEMENT = ("ZBVZeroBubble", "DualPipeV")  # the second stage of rank r is 2 P - 1 - r, else P + r
 RUNTIME = "runtime"  # torch's, with the order of seq1f1b
-TWO_STAGES = ("interleaved-1f1b", "breadth-first", "hanayo", "seq1f1b-interleaved")  # of our families
+AUTO = "auto"  # the shortest order found for measured costs, backward whole, in no more units than 1F1B holds
+TWO_STAGES = ("interleaved-1f1b", "breadth-first", "hanayo", "seq1f1b-interleaved", AUTO)  # of our families
 PIECES = 8  # equal pieces of the sequence whose cost is measured for the profiled split
 
 
@@ -142,16 +144,18 @@ class OurArm(Arm):
     ) -> None:
         """form: of torch's attention. dtype: below float32, that of autocast. sizes: in place of the split."""
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
+        self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
+        options = None
+        if spec.schedule == AUTO:
+            costs = (*_unit_costs(case, spec, sizes, rank), 0.0)
+            options = {"backward": "whole", "costs": costs, "cap": case.ranks * per_rank * k}
         try:
             order = seq1f1b.build_schedule(
                 spec.schedule, num_ranks=case.ranks, num_microbatches=case.microbatches, num_segments=k,
-                stages_per_rank=per_rank,
+                stages_per_rank=per_rank, options=options,
             )  # fmt: skip
         except ValueError as error:
             raise Unavailable(str(error)) from error
-        if sizes is None:
-            sizes = split_sizes(case, spec, rank)
-        self.sizes = sizes
         own = [stage for stage, at in enumerate(order.rank_of_stage) if at == rank]
         self.has_first, self.has_last = 0 in own, order.num_stages - 1 in own
         attention = "ours" if spec.attention == "ours" else form
@@ -162,9 +166,10 @@ class OurArm(Arm):
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)
+        prefetch = 4 if spec.schedule == AUTO else 1  # its messages come early: from 4 places on they wait for none
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
-            segment_sizes=sizes, loss_fn=loss_fn,
+            segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch,
         )  # fmt: skip
         if isinstance(loss_fn, nn.Module):
             self.modules.append(loss_fn)
@@ -206,6 +211,23 @@ def _measured_costs(case: Case, attention: str, rank: int) -> list[float]:
         arm.engine.close()
         _costs[case, attention] = [statistics.median(seconds) for seconds in zip(*tracks[1:], strict=True)]
     return _costs[case, attention]
+
+
+def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of F and of B, [stage][segment], the medians of four steps under another order of these units."""
+    arm = OurArm(case, replace(spec, schedule="seq1f1b-interleaved"), rank, sizes=sizes)
+    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for n in range(5):
+        arm.step()
+        arm.zero_grad()
+        for unit, start, end in arm.engine.report().timeline if n else ():
+            found[unit.kind, unit.stage, unit.segment].append(end - start)
+    seconds = {key: statistics.median(values) for key, values in found.items()}
+    everyones = {key: value for each in arm.engine.all_gather_object(seconds) for key, value in each.items()}
+    arm.engine.close()
+    stages = range(2 * case.ranks)
+    forward, backward = ([[everyones[kind, i, s] for s in range(spec.segments)] for i in stages] for kind in "FB")
+    return forward, backward
 
 
 # -- torch's schedules ---------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ every peer's does here. The segment is not the last one, so that ours adds as we
 torch's flash attention over the prefix and over the segment, merged: the best of torch that computes no masked block.
 
 Rows are measured in rounds, minutes apart, since a machine's slow moments last for seconds. In a repetition all take
-their turn, after the machine's peak. "of peak" is the median rate by the median peak of the
-same repetitions: of fp32 multiply-adds, in bfloat16 the faster of those and vdpbf16ps. FLOPs are those of visible keys:
-forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is
-discarded if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are
-the largest differences from fp64 by its largest element, in the first kv head; backward: the worst of dQ, dK and dV.
-The other peers leave after the repetition in which a row has used its time. Those with masks stay away from one thread
-and from more than 8192 keys, eager attention in float32 from one thread.
+their turn, after the machine's peak. "of peak" is the median rate by the median peak of the same repetitions: of fp32
+multiply-adds, in bfloat16 the faster of those and vdpbf16ps. FLOPs are those of visible keys: forward
+4 H d (s o + s (s + 1) / 2), backward 2.5 times that. Two threads are timed by the clock, and a repetition is discarded
+if others used the cores meanwhile; one thread by its CPU time. +- is half the range by the median. Errors are the
+largest differences from fp64 by its largest element, in the first kv head; backward: the worst of dQ, dK and dV. The
+other peers leave after the repetition in which a row has used its time. Those with masks stay away from one thread and
+from more than 8192 keys, eager attention in float32 from one thread.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import RUNTIME, TORCH, Case, OurArm, Spec, Unavailable, bubble, errors, make_arm, timed, whole_model
+from arms import AUTO, RUNTIME, TORCH, Case, OurArm, Spec, Unavailable, bubble, errors, make_arm, timed, whole_model
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, spawn
 from model import cross_entropy
 
@@ -242,7 +242,7 @@ def bars() -> list[Bar]:
     """
     result = []
     for attention in ("torch", "ours"):
-        families = ("seq1f1b", "seq1f1b-interleaved")
+        families = ("seq1f1b", "seq1f1b-interleaved", AUTO)
         ours = tuple(Spec(family, attention, k, "profiled") for family in families for k in (2, 4, 8))
         whose = ATTENTIONS[attention]
         for name in TORCH:
@@ -410,7 +410,7 @@ def main() -> None:
     parser.add_argument("--split", nargs="+", default=["profiled"], choices=["even", "flops", "profiled"])
     parser.add_argument("--attention", nargs="+", default=["torch", "ours"], choices=["torch", "ours"])
     parser.add_argument(
-        "--schedules", nargs="+", default=[*TORCH, RUNTIME, "seq1f1b", "seq1f1b-interleaved"],
+        "--schedules", nargs="+", default=[*TORCH, RUNTIME, "seq1f1b", "seq1f1b-interleaved", AUTO],
         help=f"of torch's ({', '.join(TORCH)}), {RUNTIME}: torch's with our order, and families of ours",
     )  # fmt: skip
     parser.add_argument(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +49,24 @@ class _TwoCalls(torch.autograd.Function):
         if k_prefix.shape[2] == 0:
             return dq, None, None, *(_of_kv_heads(ctx.kv_heads, t) for t in (dk, dv))
         dq_prefix, *grads = _flash_backward(dout, q, k_prefix, v_prefix, out, lse, 0.0, False)
-        return dq + dq_prefix, *(_of_kv_heads(ctx.kv_heads, t) for t in (*grads, dk, dv))
+        return dq.add_(dq_prefix), *(_of_kv_heads(ctx.kv_heads, t) for t in (*grads, dk, dv))
+
+
+class _TwoCallsInRows(_TwoCalls):
+    """The same over rows of a micro-batch, to which it writes the segment's keys and values.
+
+    Every segment has a graph of its own: what its backward owes to earlier segments waits in the rows for theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.offset = rows, offset
+        return _TwoCalls.forward(ctx, q, *rows.write(k, v, offset))
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dq, *gradients = _TwoCalls.backward(ctx, dout)
+        return dq, *ctx.rows.collect(gradients, ctx.offset), None, None
 
 
 def _of_all_heads(q: Tensor, t: Tensor) -> Tensor:
@@ -98,38 +116,48 @@ class _Rows:
 
     def __init__(self, slab: tuple[Tensor, Tensor], reverse: bool) -> None:
         self.slab, self.reverse = slab, reverse
-        self.gradients: tuple[Tensor, ...] = ()  # of the prefix; none before the last segment's backward
+        self.gradients: Sequence[Tensor] = ()  # of the prefix; none before the last segment's backward
 
     def part(self, t: Tensor, begin: int, end: int) -> Tensor:
         """Tokens [begin, end) of rows that begin with token 0, or end with it."""
         return t[:, :, t.shape[2] - end : t.shape[2] - begin] if self.reverse else t[:, :, begin:end]
 
+    def write(self, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, ...]:
+        """Keys and values of the prefix and of the segment, as views.
+
+        These have versions of their own, through ``data``: later rows may be written while they are saved.
+        """
+        end = offset + k.shape[2]
+        parts = [(self.part(t.data, 0, offset), self.part(t.data, offset, end)) for t in self.slab]
+        for (_, own), t in zip(parts, (k, v), strict=True):
+            own.copy_(t)
+        return *(prefix for prefix, _ in parts), *(own for _, own in parts)
+
+    def collect(self, gradients: Sequence[Tensor], offset: int) -> Sequence[Tensor]:
+        """The segment's own, with what later segments left for it; keeps those of the prefix. Adds in place."""
+        of_prefix, own = gradients[:2], gradients[2:]
+        if not self.gradients:  # nothing came from later segments
+            self.gradients = of_prefix
+            return own
+        for t, held in zip(own, self.gradients, strict=True):
+            t.add_(self.part(held, offset, offset + t.shape[2]))
+        if offset > 0:
+            for t, held in zip(of_prefix, self.gradients, strict=True):
+                self.part(held, 0, offset).add_(t)
+        return own
+
 
 class _Prefix(torch.autograd.Function):
-    """Writes a segment's keys and values to their rows; returns those of the prefix and the segment's own, as views.
-
-    Every segment has a graph of its own: what its backward owes to earlier segments waits in the rows for theirs.
-    Views through ``data`` have versions of their own, so that later rows may be written while these are saved.
-    """
+    """Keys and values of the prefix and of the segment, for any attention: a graph per segment, as above."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> tuple[Tensor, ...]:
-        end = offset + k.shape[2]
-        for own, t in zip((k, v), rows.slab, strict=True):
-            rows.part(t, offset, end).copy_(own)
-        ctx.rows, ctx.offset, ctx.end = rows, offset, end
-        return *(rows.part(t.data, 0, offset) for t in rows.slab), *(rows.part(t.data, offset, end) for t in rows.slab)
+        ctx.rows, ctx.offset = rows, offset
+        return rows.write(k, v, offset)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, of_prefix, own = ctx.rows, gradients[:2], gradients[2:]
-        if not rows.gradients:  # nothing came from later segments
-            rows.gradients = of_prefix
-        else:
-            own = tuple(t + rows.part(held, ctx.offset, ctx.end) for t, held in zip(own, rows.gradients, strict=True))
-            for t, held in zip(of_prefix, rows.gradients, strict=True):
-                rows.part(held, 0, ctx.offset).add_(t)
-        return *own, None, None
+        return *ctx.rows.collect(gradients, ctx.offset), None, None
 
 
 class InSegments:
@@ -169,8 +197,8 @@ class InSegments:
             rows = self._take(k, tokens) if segment == 0 else self._rows.pop(microbatch)
             if segment < num_segments - 1:
                 self._rows[microbatch] = rows
-            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)  # type: ignore[no-untyped-call]
             if self.form == "two calls":
                 q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
-                return two_calls(q, k_prefix, v_prefix, k, v)
+                return _TwoCallsInRows.apply(q, k, v, rows, offset)  # type: ignore[no-any-return, no-untyped-call]
+            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)  # type: ignore[no-untyped-call]
             return WHOLE[self.form](q, torch.cat((k_prefix, k), dim=2), torch.cat((v_prefix, v), dim=2))
