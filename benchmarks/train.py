@@ -1,19 +1,27 @@
 """Torch's attention against ours, both in our engine, and what takes the time of a step.
 
-Two processes of one thread each, hidden 256, 4 blocks, heads of 64, vocabulary 1024, micro-batch 1, fp32 and bf16 by
-autocast. Each pair of steps runs A B, the next B A; a pair counts only while other processes use less than 8 % of a
-core. Schedules are compared by `pipeline.py`.
+Two processes of one thread each, 2 micro-batches of one sequence of 8192 tokens in 8 segments, fp32 and bf16 by
+autocast. Models: that of the other benchmarks (hidden 256, 4 blocks, heads of 64, vocabulary 1024), and that which
+examples/train_gpt.py trains. Each pair of steps runs A B, the next B A; a pair counts only while other processes use
+less than 8 % of a core. Schedules are compared by `pipeline.py`.
 
     python benchmarks/train.py
+    python benchmarks/train.py --model example --pairs 15 --only bfloat16
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import statistics
+import sys
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +30,43 @@ from arms import Arm, Case, OurArm, Spec, timed
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, header, in_turn, spawn
 
 from seq1f1b import _core
+
+
+def load_example() -> ModuleType:
+    """examples/model.py, under another name than this folder's model.py."""
+    path = Path(__file__).resolve().parents[1] / "examples" / "model.py"
+    spec = importlib.util.spec_from_file_location("example_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class ExampleCase(Case):
+    """The model of examples/train_gpt.py, in the shape that it has there unless told otherwise."""
+
+    hidden: int = 128
+    blocks: int = 5
+    vocab: int = 1536
+
+    def stage(self, index: int, num_stages: int, attention: str, *, head: bool = True) -> Any:
+        example = load_example()
+        forms: dict[int, torch_attention.InSegments] = {}  # by layer
+
+        def attend(*qkv: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+            return forms.setdefault(int(layer), torch_attention.InSegments(attention))(*qkv)
+
+        stage = example.build_stage(
+            example.Config(vocab=self.vocab), index, num_stages, head=head,
+            **({} if attention == "ours" else {"attend": attend}),
+        )  # fmt: skip
+        stage.share_rows = lambda tokens: None  # every micro-batch has rows of its own
+        return stage
+
+
+MODELS = {"benchmark": Case, "example": ExampleCase}
 
 
 def compare(pairs: int, a: Arm, b: Arm) -> Pairs:
@@ -39,11 +84,11 @@ def compare(pairs: int, a: Arm, b: Arm) -> Pairs:
     return result
 
 
-def measure_attention(rank: int, pairs: int, only: str) -> None:
+def measure_attention(rank: int, model: str, pairs: int, only: str) -> None:
     """The same engine and order under torch's attention, in the form that is fastest here, and under ours."""
-    case, k = Case(8192, 2), 8
+    case, k = MODELS[model](8192, 2), 8
     for dtype in (torch.float32, torch.bfloat16):
-        name = f"S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"
+        name = f"{model} S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"
         if only not in name:
             continue
         arms = {"ours": OurArm(case, Spec("seq1f1b", "ours", k), rank, dtype=dtype)}
@@ -88,6 +133,7 @@ def shares(arm: OurArm, tokens: int, dtype: torch.dtype) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="benchmark")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="", help="dtypes whose name holds this")
     options = parser.parse_args()
@@ -95,7 +141,7 @@ def main() -> None:
     print(header("Torch's attention and ours in training steps, two processes of one thread"))
     # Freed memory stays: else eager attention spends its time in page faults.
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    spawn(2, measure_attention, options.pairs, options.only)
+    spawn(2, measure_attention, options.model, options.pairs, options.only)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ checkpoint knows nothing of how many stages wrote it.
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b
+
+Attend = Callable[..., Tensor]  # attend(q, k, v, layer=handle): causal attention, as seq1f1b.causal_attention
 
 
 @dataclass(frozen=True)
@@ -56,24 +59,26 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+def of_whole_sequences(q: Tensor, k: Tensor, v: Tensor, *, layer: Tensor) -> Tensor:
+    """Torch's own attention, for pipelines that run whole sequences: nothing came before."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    def __init__(self, config: Config, index: int, torch_attention: bool) -> None:
+    def __init__(self, config: Config, index: int, attend: Attend) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_dim = config.hidden // config.heads
         self.qkv = nn.Linear(config.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
         self.layer = seq1f1b.layer_handle(index)
-        self.torch_attention = torch_attention
+        self.attend = attend
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, all heads, S, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotate(q, angles), rotate(k, angles)
-        if self.torch_attention:  # torch's pipeline runs whole sequences: nothing came before
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            out = seq1f1b.causal_attention(q, k, v, layer=self.layer)
+        out = self.attend(q, k, v, layer=self.layer)
         mixed: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -93,10 +98,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, index: int, torch_attention: bool) -> None:
+    def __init__(self, config: Config, index: int, attend: Attend) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-6)
-        self.attention = Attention(config, index, torch_attention)
+        self.attention = Attention(config, index, attend)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-6)
         self.mlp = MLP(config)
 
@@ -109,12 +114,12 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """A run of blocks; the first stage also embeds tokens (B, S), the last may turn hidden states into logits."""
 
-    def __init__(self, config: Config, blocks: range, *, embed: bool, head: bool, torch_attention: bool) -> None:
+    def __init__(self, config: Config, blocks: range, *, embed: bool, head: bool, attend: Attend) -> None:
         super().__init__()
         head_dim = config.hidden // config.heads
         self.frequencies = config.rope_base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         self.embedding = nn.Embedding(config.vocab, config.hidden) if embed else None
-        self.blocks = nn.ModuleDict({str(i): Block(config, i, torch_attention) for i in blocks})
+        self.blocks = nn.ModuleDict({str(i): Block(config, i, attend) for i in blocks})
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6) if head else None
         self.head = nn.Linear(config.hidden, config.vocab, bias=False) if head else None
 
@@ -188,16 +193,16 @@ def build_stage(
     *,
     head: bool = True,
     seed: int = 0,
-    torch_attention: bool = False,
+    attend: Attend = seq1f1b.causal_attention,
 ) -> Stage:
     """Stage `stage_index` of `num_stages`; by default the whole model.
 
     Args:
         head: the last stage gives logits; False where the loss holds the head (`HeadLoss`).
-        torch_attention: F.scaled_dot_product_attention, for torch's own pipeline.
+        attend: the attention of every block; `of_whole_sequences` for torch's own pipeline.
     """
     blocks = blocks_of(config, stage_index, num_stages)
     last = stage_index == num_stages - 1
-    stage = Stage(config, blocks, embed=stage_index == 0, head=head and last, torch_attention=torch_attention)
+    stage = Stage(config, blocks, embed=stage_index == 0, head=head and last, attend=attend)
     initialise(stage, config, seed)
     return stage

@@ -33,7 +33,7 @@ import ranks
 import summary
 import torch
 import torch.distributed as dist
-from model import Config, HeadLoss, build_stage, cross_entropy
+from model import Config, HeadLoss, build_stage, cross_entropy, of_whole_sequences
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -230,7 +230,7 @@ def train(args: argparse.Namespace) -> bool:
     )
     trainers = [Trainer(engine, dict(engine.named_parameters()), place, args, "log.jsonl", start)]
     if args.compare:
-        stage = build_stage(config, place.stage, place.num_stages, seed=args.seed, torch_attention=True)
+        stage = build_stage(config, place.stage, place.num_stages, seed=args.seed, attend=of_whole_sequences)
         pipeline = compare.TorchPipeline(stage, num_microbatches=args.microbatches, loss_fn=cross_entropy)
         trainers.append(Trainer(pipeline, dict(stage.named_parameters()), place, args, "log_torch.jsonl", start))
     run = {"arguments": remembered(args), "model": asdict(config)}

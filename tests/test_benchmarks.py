@@ -92,3 +92,21 @@ def test_results_of_another_commit_are_not_mixed_in(pipeline, tmp_path):
     results.add(what="header", lines=["# another", "# commit 0", "# machine"])
     with pytest.raises(SystemExit, match="holds results of\n# another"):
         results.begin("Pipeline")
+
+
+def test_the_examples_model_has_one_gradient_under_every_attention(pipeline):
+    from arms import OurArm, Spec
+    from torch_attention import FORMS
+    from train import ExampleCase
+
+    case, found = ExampleCase(96, 2, ranks=1), {}
+    for form in ("ours", *FORMS):
+        arm = OurArm(case, Spec("seq1f1b", "ours" if form == "ours" else "torch", 3), 0, form=form)
+        loss = arm.step()
+        found[form] = loss, {name: grad.clone() for name, grad in arm.gradients().items()}
+        arm.engine.close()
+    loss, truth = found.pop("ours")
+    for form, (other_loss, gradients) in found.items():
+        assert abs(other_loss - loss) < 1e-6 * loss, form
+        for name, grad in gradients.items():
+            torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)

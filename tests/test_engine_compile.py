@@ -15,7 +15,7 @@ import seq1f1b
 from seq1f1b import PipelineEngine
 from seq1f1b.testing import run_ranks
 
-CONFIG = Config(kv_heads=2)
+CONFIG = Config(kv_heads=2, layers=2)
 M, K, LENGTH = 2, 4, 23
 UNEVEN, WITH_ONE = [9, 2, 5, 7], [13, 1, 2, 7]
 

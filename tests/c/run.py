@@ -62,7 +62,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
     setup = load_setup()
     emulated = mode == "aarch64"
     compiler = [AARCH64_TOOLS[0]] if emulated else os.environ.get("CC", "cc").split()
-    flags = [*setup.FLAGS, "-Werror", "-O1", "-g", "-UNDEBUG", *MODES[mode]]
+    flags = [*setup.FLAGS, "-Werror", "-O2", "-g", "-UNDEBUG", *MODES[mode]]
     flags += [f"-D{name}={value}" for name, value in setup.MACROS]
     files = setup.sources("aarch64" if emulated else platform.machine())
     core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
