@@ -84,23 +84,22 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* At least one slice. The first ones also wake the wide units: they are slow and do not count. */
-static double measure(rate_loop loop, double seconds)
-{
-    if (!loop.slice)
-        return 0;
-    double begin = now(), end = begin, shortest = INFINITY;
-    do {
-        double start = end;
-        loop.slice();
-        end = now();
-        if (end - start < shortest)
-            shortest = end - start;
-    } while (end - begin < seconds);
-    return loop.flops * ROUNDS / shortest;
-}
-
+/* At least one slice of each, in turn: the rates are compared, and another user of the core slows both or none. The first
+ * ones also wake the wide units: they are slow and do not count. */
 s1f_rates s1f_measure_rates(double seconds)
 {
-    return (s1f_rates){.fma = measure(fma_loop(), seconds / 2), .bf16 = measure(bf16_loop(), seconds / 2)};
+    rate_loop loops[] = {fma_loop(), bf16_loop()};
+    double shortest[] = {INFINITY, INFINITY}, begin = now(), end = begin;
+    do {
+        for (int i = 0; i < 2; i++) {
+            if (!loops[i].slice)
+                continue;
+            double start = end;
+            loops[i].slice();
+            end = now();
+            if (end - start < shortest[i])
+                shortest[i] = end - start;
+        }
+    } while (end - begin < seconds);
+    return (s1f_rates){.fma = loops[0].flops * ROUNDS / shortest[0], .bf16 = loops[1].flops * ROUNDS / shortest[1]};
 }

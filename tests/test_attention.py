@@ -82,18 +82,20 @@ def test_gradcheck() -> None:
 
 
 def test_rates_are_a_peak_that_no_product_exceeds() -> None:
-    fma, bf16 = _C.attention_rates(0.1)
-    with open("/proc/cpuinfo") as file:
-        assert (bf16 > 0) == ("avx512_bf16" in file.read())
-    assert bf16 == 0 or bf16 > fma / 4
-    a, times = torch.randn(512, 512), []
+    """The best of many short looks at both in turn: others may use the core for a while."""
+    a, times, rates = torch.randn(512, 512), [], []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for _ in range(20):
+    for _ in range(100):
+        rates.append(_C.attention_rates(0.005))
         start = time.perf_counter()
         a @ a
         times.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
+    fma, bf16 = map(max, zip(*rates, strict=True))
+    with open("/proc/cpuinfo") as file:
+        assert (bf16 > 0) == ("avx512_bf16" in file.read())
+    assert bf16 == 0 or bf16 > fma / 4
     if platform.machine() == "x86_64":  # elsewhere the compiler's vectors are measured, which a library may beat
         assert 2 * 512**3 / min(times) < fma
 
