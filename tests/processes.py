@@ -19,6 +19,9 @@ import torch.multiprocessing as mp
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "seq1f1b.engine", "pytest"])
 
+# Seconds in which what is seen at once is seen on a busy machine, too. Time-outs, where none is set, are 300 s or more.
+AT_ONCE = 10.0
+
 
 def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)

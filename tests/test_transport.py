@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-from processes import PipedProcesses, shared_memory_names  # noqa: E402
+from processes import AT_ONCE, PipedProcesses, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import PipelineError, _core, transport  # noqa: E402
@@ -188,7 +189,7 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
     begin(group, end)
     # A data loader's worker must not keep the pipeline's sockets open. (It does keep gloo's; then only time-outs help.)
     if isinstance(group, ShmRank) and os.fork() == 0:
-        time.sleep(3)
+        time.sleep(AT_ONCE + 3)
         os._exit(0)
     group.barrier()
     _core.group_progress(group.group, "F2.1")
@@ -207,7 +208,7 @@ def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
         killed = time.monotonic()
         ranks.kill(1)
         name, text, attributes, ended = ranks.result(0)
-    assert name == "PipelineError" and ended - killed < 1.0
+    assert name == "PipelineError" and ended - killed < AT_ONCE
     assert attributes[0] == 1 and attributes[2] == "gradients of stage 1 to 0"
     assert "rank 1 is gone, last seen in F2.1 (" in text and "gradients of stage 1 to 0" in text
     assert shared_memory_names() <= before
@@ -221,8 +222,9 @@ def test_silent_peer_is_named(tmp_path: Path, kind: str, limit: float) -> None:
         name, text, attributes, _ = ranks.result(0)
         ranks.pipes[1].send("end")
     assert name == "PipelineError" and attributes == [1, "F2.1", "gradients of stage 1 to 0"]
-    assert text.startswith(f"rank 1 has been in F2.1 for {int(limit)}.")
-    assert text.endswith("(waiting for gradients of stage 1 to 0, message 0)")
+    waiting = r"\(waiting for gradients of stage 1 to 0, message 0\)"
+    told = re.fullmatch(rf"rank 1 has been in F2.1 for ([0-9.]+) s {waiting}", text)
+    assert told and limit <= float(told[1]) < limit + AT_ONCE
 
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
@@ -235,7 +237,7 @@ def test_interrupt_ends_a_wait(tmp_path: Path, kind: str) -> None:
         ranks.kill(0, signal.SIGINT)
         name, _, _, ended = ranks.result(0)
         ranks.pipes[1].send("end")
-    assert name == "KeyboardInterrupt" and ended - sent < 1.0
+    assert name == "KeyboardInterrupt" and ended - sent < AT_ONCE
 
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
