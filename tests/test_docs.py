@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from processes import start_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -154,15 +156,25 @@ def write(page: Path) -> None:
 RUN = [page for page in PAGES if any(block.kind in ("python", "console") for block in blocks_of(page))]
 
 
+def check_in(rank: int, page: Path, folder: Path) -> None:
+    """In a process that has imported torch already, unlike those of the page's own commands."""
+    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    check(page)
+
+
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: Path, tmp_path: Path) -> None:
     if page.stem == "hugging-face":
         pytest.importorskip("transformers", reason="the page is about it; .ci/run comes back with the extra")
-    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, __file__, str(page)]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr
+    processes = start_processes(1, check_in, page, tmp_path)
+    try:
+        assert processes.join(280), f"{page.name} takes more than 280 s"
+    finally:
+        for process in processes.processes:
+            process.kill()
 
 
 if __name__ == "__main__":
