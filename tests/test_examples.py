@@ -3,8 +3,10 @@
 Short forms of the real commands, each rank a process of its own.
 """
 
+import contextlib
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -40,11 +42,19 @@ def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return variables
 
 
+def free_port() -> int:
+    """Not of those that the kernel gives out: another process would be given it before rank 0 listens there."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, given_out)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start(folder: Path, num_ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
     """Starts train_gpt.py on every rank as torchrun would, but leaves the signals and exit codes to the test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, str(EXAMPLES / "train_gpt.py"), *arguments],
@@ -69,9 +79,14 @@ def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]
     return codes, "".join(out for out, _ in written), "".join(err for _, err in written)
 
 
-def wait_for_rows(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+def wait_for_rows(processes: list[subprocess.Popen[str]], folder: Path, count: int) -> None:
     file = folder / "runs/gpt/log.jsonl"
-    while process.poll() is None and not (file.exists() and file.read_text().count("\n") >= count):
+    while not (file.exists() and file.read_text().count("\n") >= count):
+        if any(process.poll() is not None for process in processes):
+            for process in processes:
+                process.terminate()
+            codes, _, err = finish(processes)
+            pytest.fail(f"ended with {codes} before row {count} of the log: {err[-4000:]}")
         time.sleep(0.002)
 
 
@@ -140,7 +155,7 @@ def test_bfloat16_trains_as_torchs_does(whole_run: tuple[Path, str], tmp_path: P
 
 def test_a_signal_saves_and_a_resumed_run_is_bit_equal(whole_run: tuple[Path, str], tmp_path: Path) -> None:
     processes = start(tmp_path, 2, *SHORT)
-    wait_for_rows(processes[0], tmp_path, 3)
+    wait_for_rows(processes, tmp_path, 3)
     processes[1].send_signal(signal.SIGINT)  # one rank only: the other must learn of it
     codes, out, err = finish(processes)
     assert codes == [0, 0], err[-4000:]
@@ -162,7 +177,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(half_run: Path) -> None:
     file = half_run / "runs/gpt/log.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:10]))
     processes = start(half_run, 2, "--resume", "--steps", "100000", "--save-every", "100000")
-    wait_for_rows(processes[0], half_run, 12)
+    wait_for_rows(processes, half_run, 12)
     for process in processes:  # no file may grow beyond this: writes fail as they do on a full disk
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     processes[0].send_signal(signal.SIGTERM)
