@@ -1,6 +1,6 @@
 """Attention of a segment over its prefix, forward and backward, beside what torch offers for it on the CPU.
 
-    python benchmarks/attention.py            # everything, in a quarter of an hour
+    python benchmarks/attention.py            # everything, in half an hour
     python benchmarks/attention.py --quick    # a few shapes, in less than one
 
 Ours is the op as a model calls it inside a step, over the KV cache; the backward adds dK and dV of all keys to fp32, as
@@ -378,7 +378,7 @@ class Bar:
     what: str
     wanted: float
     got: float
-    best: float  # of the fastest repetition, where the bar is on a fraction
+    best: float = 0.0  # by the fastest repetition, of a fraction
 
     @property
     def passed(self) -> bool:
@@ -400,17 +400,16 @@ def bars(case: Case, row: Row, which: int, fraction: float, best: float, bf16_is
     ratio, checks = row.ratio("two calls", which), []
     if case.heads == 1:
         if which == BACKWARD and row.threads == 2:
-            checks.append(Bar("two calls", WANTED_ONE_HEAD_BACKWARD, ratio, ratio))
+            checks.append(Bar("two calls", WANTED_ONE_HEAD_BACKWARD, ratio))
     elif case.keys >= 2048:
         fractions, ratios = WANTED[half, which]
         if case.dim in fractions:
             checks.append(Bar("peak", fractions[case.dim], fraction, best))
-        checks.append(Bar("two calls", ratios[0 if bf16_is_faster else 1], ratio, ratio))
+        checks.append(Bar("two calls", ratios[0 if bf16_is_faster else 1], ratio))
         if half and row.times.get("eager"):
-            eager = row.ratio("eager", which)
-            checks.append(Bar("eager", 1.0, eager, eager))
+            checks.append(Bar("eager", 1.0, row.ratio("eager", which)))
     elif (case.tokens, case.prefix) == (512, 0):
-        checks.append(Bar("two calls", WANTED_FIRST_SEGMENT[half], ratio, ratio))
+        checks.append(Bar("two calls", WANTED_FIRST_SEGMENT[half], ratio))
     return checks
 
 
@@ -482,7 +481,9 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=dtypes)
     parser.add_argument("--dim", nargs="+", type=int)
     parser.add_argument("--threads", nargs="+", type=int)
-    parser.add_argument("--seconds", type=float, help="of a row, beyond which only 6 repetitions are waited for")
+    parser.add_argument(
+        "--seconds", type=float, help=f"of a row, beyond which only {MIN_REPETITIONS} repetitions are waited for"
+    )
     options = parser.parse_args()
     options.dtype = options.dtype or list(dtypes[:2] if options.quick else dtypes)
     options.dim = options.dim or ([64] if options.quick else [64, 128])
@@ -510,7 +511,7 @@ def main() -> None:
         for row in m.rows:
             for which in (FORWARD, BACKWARD):
                 verdicts += print_row(m.case, row, which, m.errors, bf16_is_faster)
-    by_median, by_best = (sum(getattr(bar, name) for bar in verdicts) for name in ("passed", "passed_by_best"))
+    by_median, by_best = sum(bar.passed for bar in verdicts), sum(bar.passed_by_best for bar in verdicts)
     discarded = sum(row.discarded for m in measured.values() for row in m.rows)
     print(f"# {by_median} of {len(verdicts)} bars passed, {by_best} with fractions of peak by the best repetition;")
     print(f"# {discarded} repetitions discarded; {time.process_time():.0f} s of CPU time")

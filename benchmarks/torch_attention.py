@@ -43,7 +43,7 @@ class _TwoCalls(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k_prefix, v_prefix, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, True)
         if k_prefix.shape[2] == 0:
@@ -59,12 +59,12 @@ class _TwoCallsInRows(_TwoCalls):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> Tensor:
         ctx.rows, ctx.offset = rows, offset
         return _TwoCalls.forward(ctx, q, *rows.write(k, v, offset))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dq, *gradients = _TwoCalls.backward(ctx, dout)
         return dq, *ctx.rows.collect(gradients, ctx.offset), None, None
 
@@ -78,7 +78,7 @@ def _of_kv_heads(kv_heads: int, gradient: Tensor) -> Tensor:
 
 
 def two_calls(q: Tensor, k_prefix: Tensor, v_prefix: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _TwoCalls.apply(q, k_prefix, v_prefix, k, v)  # type: ignore[no-any-return, no-untyped-call]
+    return _TwoCalls.apply(q, k_prefix, v_prefix, k, v)
 
 
 def explicit_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _Prefix(torch.autograd.Function):
         return rows.write(k, v, offset)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.rows.collect(gradients, ctx.offset), None, None
 
 
@@ -199,6 +199,6 @@ class InSegments:
                 self._rows[microbatch] = rows
             if self.form == "two calls":
                 q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
-                return _TwoCallsInRows.apply(q, k, v, rows, offset)  # type: ignore[no-any-return, no-untyped-call]
-            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)  # type: ignore[no-untyped-call]
+                return _TwoCallsInRows.apply(q, k, v, rows, offset)
+            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)
             return WHOLE[self.form](q, torch.cat((k_prefix, k), dim=2), torch.cat((v_prefix, v), dim=2))

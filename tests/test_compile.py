@@ -148,7 +148,7 @@ def test_every_option_compiles() -> None:
 
 
 def test_inductor() -> None:
-    """Inductor's own layouts and its memory planning around the ops; in scalar C++, which compiles in half the time."""
+    """Inductor's own layouts and its memory planning around the ops; in scalar C++, which compiles faster."""
     x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
     blocks = make_blocks(2)
     whole = x.clone().requires_grad_()

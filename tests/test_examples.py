@@ -46,7 +46,7 @@ def free_port() -> int:
     """Not of those that the kernel gives out: another process would be given it before rank 0 listens there."""
     given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.SystemRandom().randrange(10_000, given_out)
+        port = random.SystemRandom().randrange(10_000, max(given_out, 20_000))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch")  # what follows needs it, so these imports stand below
 import torch.distributed as dist  # noqa: E402
 from processes import AT_ONCE, PipedProcesses, shared_memory_names  # noqa: E402
 

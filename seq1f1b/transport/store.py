@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # taken from C by a star, which is no export
 
 from seq1f1b import _core
 from seq1f1b.transport.group import map_fd, memory_fd
