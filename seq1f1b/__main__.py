@@ -516,8 +516,13 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
     )
     command.add_argument("--best", type=int, default=5, help="how many plans to print")
+    command.add_argument(
+        "--for-engine", action="store_true", help="only orders that PipelineEngine runs: with the backward whole"
+    )
     command.add_argument("--json", action="store_true", help="print the search as JSON")
-    command.add_argument("--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE)")
+    command.add_argument(
+        "--output", metavar="FILE", help="write the best plan, for PipelineEngine(plan=FILE); implies --for-engine"
+    )
 
 
 def read_lengths(text: str) -> dict[int, int]:
@@ -578,6 +583,7 @@ def plan(options: argparse.Namespace) -> int:
         stages_per_rank=options.stages,
         recompute=options.recompute,
         best=options.best,
+        for_engine=options.for_engine or options.output is not None,
         progress=show_progress if sys.stderr.isatty() else None,
     )
     if options.output:

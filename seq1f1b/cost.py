@@ -706,14 +706,14 @@ class CostModel:
         """Logits, their fp32 copy, and its gradient."""
         return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
 
-    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int]) -> list[RankBytes]:
-        """The peak of every rank under an order."""
+    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int], *, prefetch: int = 1) -> list[RankBytes]:
+        """The peak of every rank under an order. ``prefetch``: receive places beyond the peak of live ones."""
         hw, longest = self.hardware, max(sizes)
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
         of_units = StepMemory(*self._unit_bytes(sizes))
-        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes))
+        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes), prefetch=prefetch)
         kv, gradients = self._slot_bytes(schedule, stages_of)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []

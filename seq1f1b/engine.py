@@ -85,7 +85,8 @@ class PipelineEngine:
             segment. Losses and gradients are such that their mean over these ranks is that of the whole, as in data
             parallelism: put the stage under DDP or FSDP2 over them.
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
-            num_segments and segment_sizes. Refused by name where it needs what the engine does not do.
+            num_segments and segment_sizes, and for a prefetch below its own. Refused by name where it needs what the
+            engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -117,9 +118,10 @@ class PipelineEngine:
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
         if plan is not None:
-            schedule, num_microbatches, num_segments, segment_sizes = _of_plan(
+            schedule, num_microbatches, num_segments, segment_sizes, least = _of_plan(
                 plan, (schedule, num_microbatches, num_segments, segment_sizes)
             )
+            prefetch = max(prefetch, least)
         if num_microbatches is None:
             raise TypeError("PipelineEngine needs num_microbatches=, or plan=")
         modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
@@ -812,8 +814,9 @@ def _check_choices(schedule: Any, loss_fn: Any, loss_weight: Any, grad_dtype: An
 
 
 def _of_plan(plan: Plan | str | os.PathLike[str], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Schedule, num_microbatches, num_segments and segment_sizes of a plan."""
+    """Schedule, num_microbatches, num_segments, segment_sizes and prefetch of a plan."""
     if given != ("seq1f1b", None, 1, None):
         raise ValueError("plan= stands for schedule, num_microbatches, num_segments, segment_sizes: give none of them")
     arguments = (plan if isinstance(plan, Plan) else Plan.load(plan)).engine_arguments()
-    return tuple(arguments[name] for name in ("schedule", "num_microbatches", "num_segments", "segment_sizes"))
+    names = ("schedule", "num_microbatches", "num_segments", "segment_sizes", "prefetch")
+    return tuple(arguments[name] for name in names)

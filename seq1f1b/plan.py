@@ -29,6 +29,8 @@ _CAP_TRIES = 4  # orders of "auto" for one candidate under a cap
 _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
+_SPLITS = "splits the backward, which the engine does not run"
+_EARLY = 4  # prefetch of orders made for costs: messages come early, and from so many places on wait for none
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
 
@@ -72,6 +74,7 @@ class Plan:
         peak: bytes of each rank.
         peak_high: with the uncertain bytes at their high ends.
         cap: planned for.
+        prefetch: receive places beyond the peak of live ones.
         lengths: of a mix, ascending; () where all steps have ``seq_len``. Then ``seq_len``, ``segment_sizes`` and
             ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
@@ -97,6 +100,7 @@ class Plan:
     cap: int
     optimizer_sync: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    prefetch: int = 1
     lengths: tuple[StepLength, ...] = ()
 
     @property
@@ -141,6 +145,8 @@ class Plan:
             numbers = (plan.seconds, plan.low, plan.high, plan.bubble, plan.tokens_per_second, plan.mix)
             if not all(isinstance(x, (int, float)) for x in (*numbers, *plan.peak, *plan.peak_high, plan.cap)):
                 raise TypeError("times, rates and bytes must be numbers")
+            if not isinstance(plan.prefetch, int) or plan.prefetch < 0:
+                raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
             check_segment_sizes(plan.segment_sizes, plan.seq_len)
             for each in plan.lengths:
                 check_segment_sizes(each.segment_sizes, each.seq_len)
@@ -180,6 +186,7 @@ class Plan:
             "num_segments": self.num_segments,
             "segment_sizes": {each.seq_len: list(each.segment_sizes) for each in self.lengths}
             or list(self.segment_sizes),
+            "prefetch": self.prefetch,
         }
 
 
@@ -308,7 +315,6 @@ class _Found:
     seconds: float
     bubble: float
     made: Made
-    is_split: bool
 
 
 def search_plans(
@@ -328,6 +334,7 @@ def search_plans(
     recompute: Sequence[str] | None = None,
     best: int = 5,
     within: float = 1.2,
+    for_engine: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanSearch:
     """Simulates every family that these counts allow, and keeps the fastest that fit.
@@ -352,10 +359,13 @@ def search_plans(
         recompute: None: all, or with a profile, which is of stages as they are, "none".
         segments: None: powers of two up to 16. best: how many plans to return at most, none slower than
             ``within`` times the fastest.
+        for_engine: only orders that ``PipelineEngine`` runs: families that split the backward fall out, and ``auto``
+            leaves it whole.
         progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
             plans whose uncertain terms are tried.
     Raises:
-        ValueError: a count out of range; or nothing fits: says the least that could.
+        ValueError: a count out of range; for_engine, and a family in ``names`` splits the backward; or nothing fits:
+            says the least that could.
     """
     cap = int(hardware.memory if memory is None else memory)
     for name, value in {
@@ -364,11 +374,16 @@ def search_plans(
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = _group_lengths(seq_len, lengths, layout)
-    search = _Search(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
+    search = _Search(
+        model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync, for_engine
+    )
     known = {family.name: family for family in families()}
+    splits = [name for name, family in known.items() if for_engine and search.is_split(family)]
     for name in names or ():
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+        if name in splits:
+            raise ValueError(f"{name} {_SPLITS}: leave it out, or plan without for_engine")
     if recompute is None:
         recompute = ("none",) if isinstance(hardware, ProfiledHardware) else RECOMPUTE
     for kind in recompute:
@@ -378,9 +393,10 @@ def search_plans(
     wanted = segments or [k for k in (1, 2, 4, 8, 16) if k <= shortest]
     if min(wanted) < 1 or max(wanted) > shortest:
         raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
+    left_out = {*_ONLY_BY_NAME, *splits}
     candidates = [
         _Candidate(family, v, k, 1.0, kind, balance)
-        for family in (known[name] for name in names or (name for name in known if name not in _ONLY_BY_NAME))
+        for family in (known[name] for name in names or (name for name in known if name not in left_out))
         for v in stages_per_rank
         for k in wanted
         for kind in recompute
@@ -410,7 +426,7 @@ def search_plans(
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in search.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
-        fallen |= dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
+        fallen |= dict.fromkeys(splits, _SPLITS) | dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
     return PlanSearch(plans, terms[0], fallen, len(candidates), search.num_simulated)
 
 
@@ -462,9 +478,11 @@ class _Search:
         num_microbatches: int,
         layout: Layout,
         optimizer_sync: bool,
+        for_engine: bool,
     ) -> None:
         self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
+        self.for_engine = for_engine
         self.num_simulated = 0
         self._costs: dict[tuple[int, str, int, int], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
@@ -526,7 +544,17 @@ class _Search:
         layers = self._cost(candidate, self.longest).layers
         return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
-    def _is_split(self, family: Family) -> bool:
+    def _is_left_whole(self, family: Family) -> bool:
+        """Whether the family is told to leave the backward whole, which it otherwise splits."""
+        return self.for_engine and "backward" in family.options
+
+    def _prefetch(self, family: Family) -> int:
+        return _EARLY if self._is_left_whole(family) else 1
+
+    def is_split(self, family: Family) -> bool:
+        """Whether its orders have I and W."""
+        if self._is_left_whole(family):
+            return False
         if family.name not in self._split_backward:
             self._split_backward[family.name] = _splits_backward(family)
         return self._split_backward[family.name]
@@ -553,7 +581,7 @@ class _Search:
         """Of the steps of one length: the mean of the ranks' work, and the work of each stage, where steps do not
         overlap with the first segment's way down to it and the way back up."""
         cost = self._cost(candidate, seq_len)
-        is_split = self._is_split(candidate.family)
+        is_split = self.is_split(candidate.family)
         seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
         optimizer = cost.optimizer_seconds()
         work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
@@ -599,7 +627,6 @@ class _Search:
         made = self._order(candidate, cap)
         if made.peak > cap:
             return made.peak
-        is_split = self._is_split(candidate.family)
         runs = self._periods(candidate, made.schedule)
         self.num_simulated += 1
         # A few steps in a row may still be settling.
@@ -609,7 +636,7 @@ class _Search:
         ]
         seconds = self._mean(periods)
         bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
-        return _Found(candidate, periods, seconds, bubble, made, is_split)
+        return _Found(candidate, periods, seconds, bubble, made)
 
     def _order(self, candidate: _Candidate, cap: int) -> Made:
         """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
@@ -626,13 +653,23 @@ class _Search:
             def seconds(schedule: Schedule) -> float:
                 return self._mean(period for period, _ in self._periods(candidate, schedule))
 
-            made = order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
+            made = order_for_costs(
+                candidate.family,
+                cost,
+                sizes,
+                cap,
+                build,
+                seconds,
+                leave_whole=self._is_left_whole(candidate.family),
+                prefetch=self._prefetch(candidate.family),
+            )
         shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
         most = [max(ranks, key=lambda rank: rank.total) for ranks in zip(made.ranks, *shorter, strict=True)]
         return made._replace(ranks=most)
 
     def _ranks(self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
-        return self._on(candidate, seq_len, hardware).rank_bytes(schedule, self._split(candidate, seq_len))
+        cost = self._on(candidate, seq_len, hardware)
+        return cost.rank_bytes(schedule, self._split(candidate, seq_len), prefetch=self._prefetch(candidate.family))
 
     def _on(self, candidate: _Candidate, seq_len: int, hardware: Hardware) -> CostModel:
         """The candidate with its layers on another machine."""
@@ -666,9 +703,10 @@ class _Search:
         return 2 * self.num_ranks * v * self.num_microbatches * k
 
     def _arguments(self, candidate: _Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
-        return self._on(candidate, seq_len, hardware).simulation_arguments(
-            schedule, self._split(candidate, seq_len), split_backward=self._is_split(candidate.family)
+        arguments = self._on(candidate, seq_len, hardware).simulation_arguments(
+            schedule, self._split(candidate, seq_len), split_backward=self.is_split(candidate.family)
         )
+        return arguments | {"prefetch": self._prefetch(candidate.family)}
 
     def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
@@ -745,6 +783,7 @@ class _Search:
             cap=cap,
             optimizer_sync=self.optimizer_sync,
             options=found.made.options,
+            prefetch=self._prefetch(candidate.family),
             lengths=tuple(lengths) if len(lengths) > 1 else (),
         )
 
@@ -792,21 +831,28 @@ def order_for_costs(
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     seconds: Callable[[Schedule], float],
+    *,
+    leave_whole: bool = False,
+    prefetch: int = 1,
 ) -> Made:
     """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
     fastest by ``seconds`` that fits in ``cap``, of several made for what the one before left of it.
 
     Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
     cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
+
+    leave_whole: the family is told to leave the backward whole. prefetch: receive places that bytes are counted for.
     """
-    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=True))}
+    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=not leave_whole))}
+    if leave_whole:
+        options["backward"] = "whole"
     if "transfer" in family.options:
         latencies, rates = cost.links(range(cost.num_ranks))
         message = statistics.fmean(cost.message_bytes(sizes))
         times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
         options["transfer"] = statistics.fmean(times) if times else 0.0
     schedule = build(options)
-    made = Made(schedule, options, cost.rank_bytes(schedule, sizes))
+    made = Made(schedule, options, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
     if made.peak <= cap or "cap_bytes" not in family.options:
         return made
     held, share = cost.held_bytes(sizes), 1 + cost.hardware.allocator_reserve
@@ -820,7 +866,7 @@ def order_for_costs(
         room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
         given = options | {"unit_bytes": held, "cap_bytes": room}
         schedule = build(given)
-        made = Made(schedule, given, cost.rank_bytes(schedule, sizes))
+        made = Made(schedule, given, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
         orders.append((seconds(schedule) if made.peak <= cap else math.inf, made.peak, made))
         aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower where one held too much
     return min(orders, key=lambda order: order[:2])[2]

@@ -50,8 +50,8 @@ def price(plan, machine=MACHINE, step=None):
     ]
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
     messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
-    run = order.simulate(forward, full, weights, latencies, **messages, **steps)
-    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes)]
+    run = order.simulate(forward, full, weights, latencies, **messages, **steps, prefetch=plan.prefetch)
+    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
     return run.period, bytes_of_ranks
 
 
@@ -172,6 +172,39 @@ def test_auto_is_made_for_the_cap():
     assert price(auto)[0] == pytest.approx(auto.seconds)
     with pytest.raises(ValueError, match=r"the least possible is .* auto with k 4"):
         search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
+
+
+def is_split(order):
+    return any(unit.kind != "F" and unit.kind != "B" for rank in order.ranks for unit in rank)
+
+
+def test_for_the_engine_no_backward_is_split():
+    """Families that split it fall out and say so, and nothing else changes; asked for by name they are refused."""
+    few = {"segments": [1, 4], "stages_per_rank": [1, 2], "recompute": ["none"], "best": 10_000, "within": 1e9}
+    free, engine = (search_plans(SHAPE, MACHINE, **COUNTS, **few, for_engine=which) for which in (False, True))
+    left = [plan for plan in free.plans if not is_split(plan.build())]
+    assert 0 < len(left) < len(free.plans)
+    assert engine.plans == tuple(left)
+    reason = "splits the backward, which the engine does not run"
+    splitting = {plan.schedule for plan in free.plans} - {plan.schedule for plan in left}
+    assert splitting <= {name for name, why in engine.fallen.items() if why == reason}
+    with pytest.raises(ValueError, match=f"seq-zb-h1 {reason}: leave it out, or plan without for_engine"):
+        search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b", "seq-zb-h1"], for_engine=True)
+
+
+def test_auto_for_the_engine_leaves_the_backward_whole():
+    """It beats the named families that the engine runs in the same bytes, with the places that its messages need."""
+    some = {"segments": [4], "stages_per_rank": [2], "recompute": ["none"], "best": 1, "for_engine": True}
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
+    named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq1f1b-interleaved"]).plans[0]
+    for cap in (None, max(named.peak)):
+        auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"], memory=cap).plans[0]
+        assert not is_split(auto.build()) and (auto.prefetch, named.prefetch) == (4, 1)
+        seconds, peak = price(auto)
+        assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
+        assert auto.seconds <= named.seconds and max(peak) <= (cap or MACHINE.memory)
+        assert Plan.from_json(auto.to_json()) == auto
+    assert auto.engine_arguments()["prefetch"] == 4
 
 
 MIX = {512: 90, 8192: 10}
@@ -334,6 +367,8 @@ def test_bad_plan_files():
         ({"schedule": "fast"}, "no schedule named 'fast'"),
         ({"seconds": "soon"}, "must be numbers"),
         ({"surprise": 1}, "wrong fields"),
+        ({"prefetch": -1}, "prefetch of a plan is -1"),
+        ({"prefetch": "all"}, "prefetch of a plan is 'all'"),
         ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
         ({"lengths": [{"seq_len": 16}]}, "wrong fields"),
         ({"lengths": [small_length(segment_sizes=[16])]}, "4 segments has 1 segment_sizes"),
@@ -349,7 +384,8 @@ def test_bad_plan_files():
         Plan.from_json(json.dumps(good))
 
 
-def test_the_engine_runs_a_plan(tmp_path):
+@pytest.mark.parametrize("name", ["seq1f1b", "auto"])
+def test_the_engine_runs_a_plan(name, tmp_path):
     pytest.importorskip("torch", reason="the engine needs torch")
     import torch
     from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
@@ -357,7 +393,7 @@ def test_the_engine_runs_a_plan(tmp_path):
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
+    plan = small_plan(names=[name], segments=[4], recompute=["none"], for_engine=True)
     plan.save(tmp_path / "plan.json")
     config = Config()
     model = whole_model(config)
@@ -366,16 +402,19 @@ def test_the_engine_runs_a_plan(tmp_path):
     def run(group):
         stage = stage_of(model, config, group.rank, 2)
         engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group)
-        assert (
-            engine.schedule
-            == plan.build()
-            == build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4)
-        )
+        assert engine.schedule == plan.build()
+        if name == "seq1f1b":
+            assert engine.schedule == build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=4)
         losses = engine.step(tokens, target=target)
-        return losses, engine.report().segment_sizes
+        counts = {"num_microbatches": 4, "num_segments": 4}
+        plain = PipelineEngine(stage, schedule=plan.build(), **counts, loss_fn=cross_entropy, group=group)
+        plain.step(tokens, target=target)
+        report = engine.report()
+        return losses, report.segment_sizes, report.receive_places - plain.report().receive_places
 
-    (_, sizes), (losses, _) = run_ranks(2, run)
+    (_, sizes, places), (losses, _, _) = run_ranks(2, run)
     assert sizes == plan.segment_sizes
+    assert places == plan.prefetch - 1  # of the one edge that rank 0 receives from
     torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
 
 
@@ -445,13 +484,13 @@ ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--seq", "16384", 
 
 
 def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
-    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,zbv", "--memory", "40GiB"]
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,hanayo", "--memory", "40GiB"]
     file = tmp_path / "plan.json"
     assert main([*ASKED, *few, "--best", "1", "--output", str(file)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, cap 40.0 GiB")
     assert text.count("\nuncertain: ") == 3
-    assert "\nout: zbv: needs v = 2" in text
+    assert "\nout: hanayo: needs v = 2 w" in text
     assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     plan = Plan.load(file)
@@ -507,6 +546,7 @@ def test_bad_files_of_lengths(text, message, capsys, tmp_path):
         (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
         (["--hardware", "none.json"], "none.json"),
         (["--schedules", "fast"], "there is no schedule named 'fast'"),
+        (["--schedules", "seq1f1b,zbv"], "zbv splits the backward, which the engine does not run"),
         (["--ranks", "33"], "there are 33 stages, must be in 1..32"),
     ],
 )
