@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch_attention
-from common import FOREIGN_LIMIT, ForeignLoad, header
+from common import FOREIGN_LIMIT, ForeignLoad, header, look_at_rates
 from torch import Tensor
 
 from seq1f1b import _core, causal_attention
@@ -52,7 +52,6 @@ QUICK_SHAPES = [(512, 0), (1024, 7168)]
 OTHER_HEADS_SHAPE = (2048, 6144)  # for 8 heads over 2 kv heads, and for one head
 MIN_REPETITIONS, MAX_REPETITIONS = 6, 12  # of all rounds
 MAX_DISCARDED = 30
-LOOKS, LOOK_SECONDS = 20, 0.001  # at the peak, before and after a repetition
 SLOWED = 0.9  # of the usual peak: below, others are on the core
 MASK_KEYS = 8192  # peers with masks take part up to here
 ROUNDS = 3  # of all rows, one after the other
@@ -252,7 +251,7 @@ class Peak:
 
         def measure(_: int) -> list[tuple[float, float]]:
             start.wait()
-            return [_core.attention_rates(LOOK_SECONDS) for _ in range(LOOKS)]
+            return look_at_rates()
 
         with ThreadPoolExecutor(self.threads) as pool:
             looks = list(zip(*pool.map(measure, range(self.threads)), strict=True))

@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from seq1f1b import _core
+
 FOREIGN_LIMIT = 0.08  # of one core; a step during which others used more does not count
 MIN_COUNTED = 15  # fewer counted steps per arm: "unmeasured"
+LOOKS, LOOK_SECONDS = 20, 0.001  # at what a core can multiply
 
 
 def machine_busy_seconds() -> float:
@@ -55,6 +58,12 @@ class ForeignLoad:
     def cores(self) -> float:
         wall, busy, own = (b - a for a, b in zip(self._begin, self._now(), strict=True))
         return max(0.0, busy - own) / wall if wall > 0 else 0.0
+
+
+def look_at_rates() -> list[tuple[float, float]]:
+    """FLOP/s of the calling thread on registers alone, fp32 multiply-adds and vdpbf16ps, several times: the median is a
+    rate that lasts."""
+    return [_core.attention_rates(LOOK_SECONDS) for _ in range(LOOKS)]
 
 
 @dataclass

@@ -27,9 +27,7 @@ import torch
 import torch.distributed as dist
 import torch_attention
 from arms import Arm, Case, OurArm, Spec, timed
-from common import FOREIGN_LIMIT, ForeignLoad, Pairs, header, in_turn, spawn
-
-from seq1f1b import _core
+from common import FOREIGN_LIMIT, ForeignLoad, Pairs, header, in_turn, look_at_rates, spawn
 
 
 def load_example() -> ModuleType:
@@ -123,8 +121,9 @@ def shares(arm: OurArm, tokens: int, dtype: torch.dtype) -> str:
     attention = sum(s for op, s in seconds.items() if op.startswith("seq1f1b::segment_attention"))
     layers = [m for module in arm.modules for m in module.modules() if isinstance(m, torch.nn.Linear)]
     weights = sum(m.weight.numel() for m in layers)
-    rate, fma_bf16 = 6 * weights * tokens / linear, _core.attention_rates(0.1)  # 2 FLOPs in each of 3 products
-    peak = fma_bf16[0] if dtype == torch.float32 else max(fma_bf16)
+    rate = 6 * weights * tokens / linear  # 2 FLOPs in each of 3 products
+    fma, bf16 = map(statistics.median, zip(*look_at_rates(), strict=True))
+    peak = fma if dtype == torch.float32 else max(fma, bf16)
     return (
         f"units {busy:.2f} s: linear layers {linear / busy:.0%} ({rate / 1e9:.0f} GF/s, {rate / peak:.2f} of peak), "
         f"attention {attention / busy:.0%}, the rest {1 - (linear + attention) / busy:.0%}"
