@@ -133,7 +133,7 @@ CONFIGURATIONS = [
 ]
 # setup, layers, M, S: plans for two ranks, each on a core of its own
 PLANNED = [("h256 fp32", 4, 4, 2048), ("h512 bf16", 6, 3, 1024)]
-FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f1b", "seq1f1b-interleaved"]
+FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "kfkb", "seq1f1b", "seq1f1b-interleaved", "auto"]
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -468,6 +468,7 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
             stages_per_rank=[1, 2],
             best=6,
             within=2.0,
+            for_engine=True,
         ).plans
         world.say(f"\nplans for {name}, {layers} layers, P2 M{M} S{length}")
         world.say(f"{'':>3} {'planned ms':>11}{'measured ms':>13}  plan")
