@@ -236,7 +236,7 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
             part: quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
             for part in ("layer", "embedding", "head")
         }
-        profiles.append(
+        made = [
             make_profile(
                 setup.shape(1),
                 **parts,
@@ -245,7 +245,9 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
                 dtype="bfloat16 autocast" if setup.bf16 else "float32",
                 seconds=time.perf_counter() - begin,
             )
-        )
+        ]
+        dist.broadcast_object_list(made, src=0)  # each rank's own fit differs in the last digits, and so may its plans
+        profiles.append(made[0])
     work = [statistics.fmean(quietly(world, n, lambda wait: measure_work(setup, wait))) for n in (CORES, 2 * CORES)]
     # Below 1 it is noise: no share of a core does more than its part of what a whole one does.
     return Profiles(*profiles, crowding=max(1.0, work[1] / (2 * work[0])))

@@ -316,6 +316,11 @@ class _Found:
     bubble: float
     made: Made
 
+    @property
+    def place(self) -> tuple[float, int]:
+        """Of equal times to four digits, beyond what the model knows, the one that needs least memory goes first."""
+        return float(f"{self.seconds:.4g}"), self.made.peak
+
 
 def search_plans(
     model: ModelShape,
@@ -614,12 +619,11 @@ class _Search:
         if found.seconds < self._slower.get(name, (math.inf, True))[0] or self._slower[name][1]:
             self._slower[name] = (found.seconds, False)
         alike = [other for other in fitting if other.candidate._replace(mix=candidate.mix) == candidate]
-        if any(other.seconds <= found.seconds for other in alike):
-            return  # another mix of the same is as fast
+        if any(other.place <= found.place for other in alike):
+            return  # another mix of the same is as good
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
-        # Of equal times to four digits, beyond what the model knows, the one that needs least memory goes first.
-        fitting.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.made.peak))
+        fitting.sort(key=lambda each: each.place)
         fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
 
     def _price(self, candidate: _Candidate, cap: int) -> _Found | int:
