@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get
 
 import seq1f1b
 from seq1f1b import _core
+from seq1f1b.plan import EARLY_PREFETCH
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
@@ -166,7 +167,7 @@ class OurArm(Arm):
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)
-        prefetch = 4 if spec.schedule == AUTO else 1  # its messages come early: from 4 places on they wait for none
+        prefetch = EARLY_PREFETCH if spec.schedule == AUTO else 1
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
             segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch,

@@ -30,7 +30,7 @@ _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
 _SPLITS = "splits the backward, which the engine does not run"
-_EARLY = 4  # prefetch of orders made for costs: messages come early, and from so many places on wait for none
+EARLY_PREFETCH = 4  # of orders made for costs: messages come early, and from so many places on wait for none
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
 
@@ -554,7 +554,7 @@ class _Search:
         return self.for_engine and "backward" in family.options
 
     def _prefetch(self, family: Family) -> int:
-        return _EARLY if self._is_left_whole(family) else 1
+        return EARLY_PREFETCH if self._is_left_whole(family) else 1
 
     def is_split(self, family: Family) -> bool:
         """Whether its orders have I and W."""

@@ -34,14 +34,17 @@ SOME = {
 }
 
 
+def is_split(order):
+    return any(unit.kind != "F" and unit.kind != "B" for rank in order.ranks for unit in rank)
+
+
 def price(plan, machine=MACHINE, step=None):
     """Seconds of a plan's step among others, or of one of its lengths, and bytes of ranks, by the public simulator."""
     counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
     step = step or plan
     cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
     order = plan.build()
-    is_split = any(unit.kind == "W" for rank in order.ranks for unit in rank)
-    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split)
+    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split(order))
     full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
     latencies, rates = cost.links(order.rank_of_stage)
     optimizer = [
@@ -172,10 +175,6 @@ def test_auto_is_made_for_the_cap():
     assert price(auto)[0] == pytest.approx(auto.seconds)
     with pytest.raises(ValueError, match=r"the least possible is .* auto with k 4"):
         search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
-
-
-def is_split(order):
-    return any(unit.kind != "F" and unit.kind != "B" for rank in order.ranks for unit in rank)
 
 
 def test_for_the_engine_no_backward_is_split():
