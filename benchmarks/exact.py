@@ -3,8 +3,8 @@
     python exact.py                       the gap over the cases of tests/data/exact.jsonl: some seconds
     python exact.py solve --seconds 10    solves the cases anew and writes that file (pip install "seq1f1b[exact]")
 
-The cases and their rule are in tests/exact_cases.py. Solved from the order of `auto`, so that a case that ends unproved
-still has that order and a bound; a proof is the solver's own.
+The cases and their rule are in tests/support/exact_cases.py. Solved from the order of `auto`, so that a case that ends
+unproved still has that order and a bound; a proof is the solver's own.
 """
 
 from __future__ import annotations

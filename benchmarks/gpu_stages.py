@@ -38,8 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b import _core, cuda, cuda_kernels
-from seq1f1b.devices import step_on
+from seq1f1b import _core
+from seq1f1b.device import cuda, cuda_kernels
+from seq1f1b.device.devices import step_on
 from seq1f1b.testing import run_ranks
 
 Case = tuple[str, Callable[[], dict[str, Any]]]
@@ -487,7 +488,7 @@ def engine(machine: Machine) -> Iterator[Case]:
         return {"difference of losses": f"{difference:.1e}"}
 
     def compiled() -> dict[str, Any]:
-        machine.need_cuda()  # compiling on the CPU is tests/test_engine_compile.py's
+        machine.need_cuda()  # compiling on the CPU is tests/runtime/test_engine_compile.py's
         config = tiny_model.Config(layers=2)
         stage = torch.compile(tiny_model.whole_model(config).to(machine.device, torch.bfloat16))
         tokens, target = tiny_model.batch(config, 2, 32)

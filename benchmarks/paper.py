@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import header
 
-from seq1f1b.cost import CostModel, Hardware, Layout, load_hardware, load_model
 from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.planning.cost import CostModel, Hardware, Layout, load_hardware, load_model
 from seq1f1b.schedule import Schedule, build_schedule
 
 DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "seq1f1b_paper.json")

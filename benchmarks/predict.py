@@ -1,7 +1,7 @@
 """Does a profile foretell the step, and is the planned best the best? Real steps of 2 to 4 processes on this machine.
 
-For each of four models `seq1f1b.profiler` measures a stage, the embedding and the head, alone and in as many processes
-as there are cores; and how much longer the same work takes where twice as many share them. From that alone come the
+For each of four models `seq1f1b.planning.profiler` measures a stage, the embedding and the head, alone and in as many
+processes as there are cores; and how much longer the same work takes where twice as many share them. From that alone come the
 predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a replay of
 the order in which running ranks share the cores. Nothing is fitted to steps.
 
@@ -42,10 +42,10 @@ from sharing import UnitSeconds, replay
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.cost import CostModel, Layout, ProfiledHardware, load_hardware
-from seq1f1b.plan import Plan, search_plans
-from seq1f1b.profile import Profile
-from seq1f1b.profiler import Measured, make_profile, measure_stage
+from seq1f1b.planning.cost import CostModel, Layout, ProfiledHardware, load_hardware
+from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.profiler import Measured, make_profile, measure_stage
+from seq1f1b.planning.search import Plan, search_plans
 
 MACHINE = load_hardware("cpu-zen5")
 CORES, RANKS = 2, 4

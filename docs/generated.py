@@ -11,8 +11,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import seq1f1b
-from seq1f1b.draw import timeline_svg
 from seq1f1b.schedule import families
+from seq1f1b.view.draw import timeline_svg
 
 
 class Timeline(SphinxDirective):

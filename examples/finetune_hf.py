@@ -33,7 +33,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b.packing import Packing
+from seq1f1b.ops.packing import Packing
 from seq1f1b.transformers import pipeline_stage, save_pretrained
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]

@@ -8,8 +8,8 @@ from typing import Any
 import data
 from matplotlib.figure import Figure
 
-from seq1f1b.draw import timeline_png, trace_json
-from seq1f1b.report import PipelineReport
+from seq1f1b.runtime.report import PipelineReport
+from seq1f1b.view.draw import timeline_png, trace_json
 
 
 def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:

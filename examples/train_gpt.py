@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import seq1f1b
-from seq1f1b.report import PipelineReport
+from seq1f1b.runtime.report import PipelineReport
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

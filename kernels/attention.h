@@ -12,8 +12,8 @@
 #ifndef S1F_ATTENTION_H
 #define S1F_ATTENTION_H
 
-#include "../csrc/dtype.h"
-#include "../csrc/status.h"
+#include "../csrc/core/dtype.h"
+#include "../csrc/core/status.h"
 
 #include <stdint.h>
 

@@ -13,15 +13,15 @@ from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequenc
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 
 if TYPE_CHECKING:
-    from seq1f1b.attention import causal_attention, layer_handle, positions, token_offset
-    from seq1f1b.checkpoint import PipelineState
-    from seq1f1b.context import add_loss, carry_in, carry_out
-    from seq1f1b.engine import PipelineEngine
-    from seq1f1b.packing import document_starts, pack_documents
-    from seq1f1b.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+    from seq1f1b.adapters.checkpoint import PipelineState
+    from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+    from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
+    from seq1f1b.ops.context import add_loss, carry_in, carry_out
+    from seq1f1b.ops.packing import document_starts, pack_documents
+    from seq1f1b.ops.ulysses import ulysses_attention
+    from seq1f1b.runtime.engine import PipelineEngine
+    from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup
-    from seq1f1b.ulysses import ulysses_attention
-    from seq1f1b.weighting import shift_labels
 
 __all__ = [
     "LoopbackGroup",
@@ -56,21 +56,21 @@ __version__ = "0.1.0"
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
     "LoopbackGroup": "seq1f1b.transport",
-    "PipelineEngine": "seq1f1b.engine",
-    "PipelineState": "seq1f1b.checkpoint",
-    "ScheduleSeq1F1B": "seq1f1b.pipelining",
-    "ScheduleSeqInterleaved1F1B": "seq1f1b.pipelining",
-    "add_loss": "seq1f1b.context",
-    "carry_in": "seq1f1b.context",
-    "carry_out": "seq1f1b.context",
-    "causal_attention": "seq1f1b.attention",
-    "document_starts": "seq1f1b.packing",
-    "layer_handle": "seq1f1b.attention",
-    "pack_documents": "seq1f1b.packing",
-    "positions": "seq1f1b.attention",
-    "shift_labels": "seq1f1b.weighting",
-    "token_offset": "seq1f1b.attention",
-    "ulysses_attention": "seq1f1b.ulysses",
+    "PipelineEngine": "seq1f1b.runtime.engine",
+    "PipelineState": "seq1f1b.adapters.checkpoint",
+    "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
+    "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
+    "add_loss": "seq1f1b.ops.context",
+    "carry_in": "seq1f1b.ops.context",
+    "carry_out": "seq1f1b.ops.context",
+    "causal_attention": "seq1f1b.ops.attention",
+    "document_starts": "seq1f1b.ops.packing",
+    "layer_handle": "seq1f1b.ops.attention",
+    "pack_documents": "seq1f1b.ops.packing",
+    "positions": "seq1f1b.ops.attention",
+    "shift_labels": "seq1f1b.runtime.weighting",
+    "token_offset": "seq1f1b.ops.attention",
+    "ulysses_attention": "seq1f1b.ops.ulysses",
 }
 
 

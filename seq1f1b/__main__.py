@@ -29,13 +29,23 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import seq1f1b
-from seq1f1b import Schedule, Simulation, _core, draw, page
-from seq1f1b.compare import compare, table_text
-from seq1f1b.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, load_hardware, load_model, presets
+from seq1f1b import Schedule, Simulation, _core
 from seq1f1b.partition import ModelShape, make_model
-from seq1f1b.plan import search_plans
-from seq1f1b.profile import Profile
+from seq1f1b.planning.compare import compare, table_text
+from seq1f1b.planning.cost import (
+    RECOMPUTE,
+    CostModel,
+    Hardware,
+    Layout,
+    ProfiledHardware,
+    load_hardware,
+    load_model,
+    presets,
+)
+from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import StreamedSchedule, families, nearest_name
+from seq1f1b.view import draw, page
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 MOST_STREAMED = 1_000_000_000  # that simulate never holds; they take a minute or two
@@ -617,7 +627,7 @@ def profile(options: argparse.Namespace) -> int:
     else:
         model = make_model({"layers": 1, "kv_heads": sizes.get("heads"), **sizes}, "sizes of the model")
     try:
-        profiler = importlib.import_module("seq1f1b.profiler")
+        profiler = importlib.import_module("seq1f1b.planning.profiler")
     except ModuleNotFoundError as error:
         raise ImportError("profile needs torch, which is not installed") from error
     found: Profile = profiler.profile_decoder(
@@ -657,7 +667,7 @@ def show_progress(done: int, total: int) -> None:
 
 
 def _found_nccl() -> str:
-    from seq1f1b.device_edges import find_nccl
+    from seq1f1b.device.device_edges import find_nccl
 
     try:
         version, path = _core.nccl_find(find_nccl())
@@ -673,7 +683,7 @@ def doctor(options: argparse.Namespace) -> int:
         return 0
     import torch
 
-    importlib.import_module("seq1f1b.attention")  # binds torch's functions
+    importlib.import_module("seq1f1b.ops.attention")  # binds torch's functions
 
     print(f"torch {torch.__version__}: bound, {len(_core.torch_functions())} functions of its C ABI")
     fma, bf16 = _core.attention_rates(0.02)
@@ -686,7 +696,7 @@ def doctor(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
     print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
-    for line in importlib.import_module("seq1f1b.cuda_kernels").describe():
+    for line in importlib.import_module("seq1f1b.device.cuda_kernels").describe():
         print(line)
     print(f"NCCL: {_found_nccl()}")
     print("messages between GPUs: through host memory; transport='nccl' and 'copy' never yet run on a GPU")

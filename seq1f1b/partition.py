@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seq1f1b import _core
 
 if TYPE_CHECKING:
-    from seq1f1b.profile import Profile
+    from seq1f1b.planning.profile import Profile
 
 __all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
 
@@ -42,7 +42,7 @@ class ModelShape(NamedTuple):
     def flops(self, begin: int, end: int) -> float:
         """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
 
-        The formula stands in ``csrc/partition.h``; a backward pass costs twice as much at every position.
+        The formula stands in ``csrc/core/partition.h``; a backward pass costs twice as much at every position.
         """
         return _core.model_flops(_token_shape(self), begin, end)
 

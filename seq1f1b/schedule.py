@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from seq1f1b import _core
-from seq1f1b.draw import timeline_text
+from seq1f1b.view.draw import timeline_text
 
 __all__ = [
     "Family",

@@ -3,10 +3,10 @@
 
 #include "../../kernels/attention.h"
 #include "../../kernels/rate.h"
-#include "../current_unit.h"
-#include "../kv_cache.h"
-#include "../ops.h"
-#include "../torch_abi.h"
+#include "../run/current_unit.h"
+#include "../run/kv_cache.h"
+#include "../torch/ops.h"
+#include "../torch/torch_abi.h"
 
 #include <stdlib.h>
 #include <string.h>

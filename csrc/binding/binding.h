@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../status.h"
+#include "../core/status.h"
 
 #include <stdint.h>
 

@@ -2,7 +2,7 @@
 #include "binding.h"
 
 #include "../../kernels/cuda/attention_cuda.h"
-#include "../cuda/library.h"
+#include "../device/library.h"
 
 #include <string.h>
 

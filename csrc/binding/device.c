@@ -3,9 +3,9 @@
  * A capsule keeps what its handle borrows: a watchdog its group and device, an end its control edge and watchdog. */
 #include "binding.h"
 
-#include "../executor.h"
-#include "../transport/copy_end.h"
-#include "../transport/nccl_end.h"
+#include "../device/copy_end.h"
+#include "../device/nccl_end.h"
+#include "../run/executor.h"
 
 #include <string.h>
 

@@ -4,7 +4,7 @@
  * place) and kept as long as messages there look alike. */
 #include "binding.h"
 
-#include "../executor.h"
+#include "../run/executor.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -4,8 +4,8 @@
  * place keeps the edge end's capsule, so memory goes away with the last tensor that reads it. */
 #include "binding.h"
 
-#include "../p2p.h"
-#include "../transport/arena.h"
+#include "../run/arena.h"
+#include "../run/p2p.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* partition.c - conversions for the partition room. */
-#include "../partition.h"
+#include "../core/partition.h"
 #include "binding.h"
 
 /* "O&" converter: an integer that fits in 64 bits, else ValueError (TypeError where it is no integer). */

@@ -1,9 +1,9 @@
 /* schedule.c - conversions for the schedule room: schedules and lowered programs. */
 #include "binding.h"
 
-#include "../check.h"
-#include "../lower.h"
-#include "../schedule.h"
+#include "../core/check.h"
+#include "../core/lower.h"
+#include "../core/schedule.h"
 
 #include <limits.h>
 #include <stdlib.h>

@@ -2,8 +2,8 @@
  * Long rows of doubles go out as bytes, for memoryview(...).cast("d"). */
 #include "binding.h"
 
-#include "../critical.h"
-#include "../memory.h"
+#include "../model/critical.h"
+#include "../model/memory.h"
 
 #include <stdlib.h>
 

@@ -2,7 +2,7 @@
 #ifndef S1F_FAMILIES_H
 #define S1F_FAMILIES_H
 
-#include "../schedule.h"
+#include "../core/schedule.h"
 
 /* What a builder is asked for. The counts are at least 1, the options are ones that the family takes. */
 typedef struct {

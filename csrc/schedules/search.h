@@ -9,7 +9,7 @@
 #ifndef S1F_SEARCH_H
 #define S1F_SEARCH_H
 
-#include "../schedule.h"
+#include "../core/schedule.h"
 
 enum { S1F_SPLIT_PASSES = 3 }; /* F, I, W; tables by pass have them in this order */
 

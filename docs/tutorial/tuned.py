@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import seq1f1b
-from seq1f1b.draw import timeline_text
+from seq1f1b.view.draw import timeline_text
 
 VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 256, 8
 SHAPE = seq1f1b.ModelShape(

@@ -1,6 +1,6 @@
 """How the ranks of a pipeline meet: who maps which memory, and which transport is behind each edge.
 
-Only set-up is here. Messages, waiting, progress and failures are C (``csrc/group.c``, ``csrc/transport/arena.c``).
+Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/group.c``, ``csrc/run/arena.c``).
 """
 
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup

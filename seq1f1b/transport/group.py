@@ -33,9 +33,9 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.complex64,
     torch.complex128,
 )
-"""Position = code of the type in C (``csrc/dtype.h``)."""
+"""Position = code of the type in C (``csrc/core/dtype.h``)."""
 
-REQUIRES_GRAD, NONE = 1, 2  # flags of a tensor in a message: csrc/p2p.h
+REQUIRES_GRAD, NONE = 1, 2  # flags of a tensor in a message: csrc/run/p2p.h
 _GATHER_BYTES = 4032  # S1F_GATHER_BYTES
 
 

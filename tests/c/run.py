@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 STAND_INS = ("tests/stand_ins/machine.c", "tests/stand_ins/driver.c", "tests/stand_ins/nccl.c")
-NEEDS_PYTHON_OR_TORCH = ("csrc/binding/", "csrc/torch_abi.c", "csrc/ops.c")
+NEEDS_PYTHON_OR_TORCH = ("csrc/binding/", "csrc/torch/")
 WRAPPED = ("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign")  # allocation.c
 MODES = {
     "sanitize": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
@@ -90,7 +90,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
         objects = dict(zip(sources, pool.map(compile_one, sources), strict=True))
     shared = [objects[name] for name in core]
     link = [f"-Wl,--wrap={name}" for name in WRAPPED] + [f"-l{name}" for name in setup.LIBRARIES]
-    link += [] if emulated else ["-rdynamic"]  # so that the loaders of csrc/cuda find the stand-ins
+    link += [] if emulated else ["-rdynamic"]  # so that the loaders of csrc/device find the stand-ins
 
     failed = []
     for test in tests:

@@ -6,11 +6,11 @@
  * was given back most recently, so that a buffer given back too early is overwritten at once. */
 #include "check.h"
 
-#include "executor.h"
+#include "device/copy_end.h"
+#include "device/nccl_end.h"
+#include "run/arena.h"
+#include "run/executor.h"
 #include "stand_in.h"
-#include "transport/arena.h"
-#include "transport/copy_end.h"
-#include "transport/nccl_end.h"
 
 #include "cuda_api.h"
 

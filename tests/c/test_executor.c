@@ -4,8 +4,8 @@
  * is a function of (stage, micro-batch, segment), and B does the same on the way back: whoever receives can tell. */
 #include "check.h"
 
-#include "executor.h"
-#include "transport/arena.h"
+#include "run/arena.h"
+#include "run/executor.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

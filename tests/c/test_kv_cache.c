@@ -1,6 +1,6 @@
 /* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
 #include "check.h"
-#include "kv_cache.h"
+#include "run/kv_cache.h"
 
 #include <pthread.h>
 #include <stdlib.h>

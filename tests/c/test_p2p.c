@@ -1,9 +1,9 @@
 /* test_p2p.c - do messages arrive whole and in order, and does every wait end? Ranks are threads here. */
 #include "check.h"
 
-#include "group.h"
-#include "p2p.h"
-#include "transport/arena.h"
+#include "run/arena.h"
+#include "run/group.h"
+#include "run/p2p.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

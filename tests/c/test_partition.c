@@ -1,6 +1,6 @@
 /* test_partition.c - the partition against every composition of a short sequence, its errors and its one allocation. */
 #include "check.h"
-#include "partition.h"
+#include "core/partition.h"
 
 #include <math.h>
 

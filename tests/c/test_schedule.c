@@ -1,12 +1,12 @@
 /* test_schedule.c - schedules, their text, lowered programs and simulations from C, with every allocation failing. */
 #include "check.h"
 
-#include "../../csrc/check.h"
-#include "../../csrc/critical.h"
-#include "../../csrc/lower.h"
-#include "../../csrc/memory.h"
-#include "../../csrc/schedule.h"
-#include "../../csrc/simulate.h"
+#include "../../csrc/core/check.h"
+#include "../../csrc/core/lower.h"
+#include "../../csrc/core/schedule.h"
+#include "../../csrc/model/critical.h"
+#include "../../csrc/model/memory.h"
+#include "../../csrc/model/simulate.h"
 
 #include <stdlib.h>
 

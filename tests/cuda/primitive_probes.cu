@@ -3,7 +3,7 @@
  * Warp w of the launch reads the words in[w][lane][0..15] and writes out[w][lane][0..15]; `probe` names the primitive.
  * tests/cuda/probes.py says what must come out. Of the library that benchmarks/gpu.py takes along, not of the one that
  * is installed. */
-#include "../../csrc/dtype.h"
+#include "../../csrc/core/dtype.h"
 #include "../../kernels/cuda/device.h"
 #include "../../kernels/cuda/kernel_table.h"
 

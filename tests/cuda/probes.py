@@ -1,7 +1,7 @@
 """What each primitive of kernels/cuda/device.h must give, by the PTX ISA and by fp64, and a check that it does.
 
 On a GPU, from benchmarks/gpu.py, this tells whether the hardware does what the emulation of the tests does; on the CPU,
-from tests/test_cuda_own.py, whether the emulation does what the PTX ISA says.
+from tests/device/test_cuda_own.py, whether the emulation does what the PTX ISA says.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
  *   sums[row][column] = sum over tiles and depth of q[row][depth] k[tile][column][depth]
  *
  * Nothing runs it. As it stands it must be accepted; each file of broken/ changes one thing, and must be rejected. */
-#include "../../csrc/dtype.h"
+#include "../../csrc/core/dtype.h"
 #include "../../kernels/cuda/kernel_table.h"
 
 #include <cuda_runtime.h>

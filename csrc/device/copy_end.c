@@ -1,0 +1,274 @@
+/* copy_end.c - moving payloads by copies between GPUs' memories. */
+#include "copy_end.h"
+
+#include "../run/arena.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct { /* how an event, or memory, is named for the other end */
+    s1f_cu_handle handle;
+    uint64_t pointer; /* in one process */
+} shared_name;
+
+typedef struct { /* in a place, behind the header: written by the receiver before POST */
+    shared_name memory, freed;
+    int64_t capacity;
+    uint64_t generation; /* of the memory: 0 before there is any */
+} posted_note;
+
+typedef struct { /* behind that: written by the sender before the header */
+    shared_name copied;
+} sent_note;
+
+typedef struct {
+    posted_note posted;
+    sent_note sent;
+} place_notes;
+
+_Static_assert(sizeof(s1f_message) + sizeof(place_notes) <= S1F_HEADER_BYTES, "the notes fit behind the header");
+
+typedef struct {         /* what this end knows of a place beside s1f_device_place */
+    s1f_cu_event copied; /* sender: own; receiver: the sender's */
+    /* sender: the receiver's */
+    s1f_cu_address target;
+    s1f_cu_event freed;
+    uint64_t generation;
+} copy_place;
+
+typedef struct {
+    s1f_device_end base;
+    int32_t in_process;
+    copy_place *places;
+    int32_t num_places;
+    int64_t largest; /* payload so far */
+    char *staging;
+    int64_t staging_bytes;
+} copy_end;
+
+static s1f_status checked(const copy_end *end, s1f_cu_result result, const char *what)
+{
+    return s1f_driver_status(end->base.device->driver, result, what);
+}
+
+static place_notes *notes_of(copy_end *end, int32_t place)
+{
+    return (place_notes *)((char *)s1f_arena_place(end->base.control, place) + S1F_HEADER_BYTES - sizeof(place_notes));
+}
+
+static s1f_status reserve_places(copy_end *end)
+{
+    if (end->num_places >= end->base.num_places)
+        return S1F_OK;
+    copy_place *grown = realloc(end->places, (size_t)end->base.num_places * sizeof *grown);
+    if (grown == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d places", (int)end->base.num_places);
+    memset(grown + end->num_places, 0, (size_t)(end->base.num_places - end->num_places) * sizeof *grown);
+    end->places = grown;
+    end->num_places = end->base.num_places;
+    return S1F_OK;
+}
+
+static s1f_status name_event(const copy_end *end, s1f_cu_event event, shared_name *name)
+{
+    name->pointer = (uint64_t)(uintptr_t)event;
+    return end->in_process
+               ? S1F_OK
+               : checked(end, end->base.device->driver->ipc_export_event(&name->handle, event), "cuIpcGetEventHandle");
+}
+
+static s1f_status find_event(const copy_end *end, const shared_name *name, s1f_cu_event *event)
+{
+    if (end->in_process || *event != NULL) {
+        if (end->in_process)
+            *event = (s1f_cu_event)(uintptr_t)name->pointer;
+        return S1F_OK;
+    }
+    return checked(end, end->base.device->driver->ipc_open_event(event, name->handle), "cuIpcOpenEventHandle");
+}
+
+/* -- receiver ------------------------------------------------------------------------------------------------------ */
+
+static s1f_status copy_post(s1f_device_end *base, int32_t number)
+{
+    copy_end *end = (copy_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    s1f_device_place *place = &base->places[number];
+    posted_note *note = &notes_of(end, number)->posted;
+    s1f_status status = s1f_device_place_grow(base, place, end->largest);
+    if (status == S1F_OK && place->generation != note->generation && !end->in_process)
+        status = checked(end, driver->ipc_export_memory(&note->memory.handle, place->address), "cuIpcGetMemHandle");
+    if (status == S1F_OK && place->generation != note->generation)
+        status = name_event(end, place->freed, &note->freed);
+    note->memory.pointer = place->address;
+    note->capacity = place->capacity;
+    if (status == S1F_OK)
+        note->generation = place->generation;
+    return status;
+}
+
+static s1f_status copy_receive_staged(s1f_device_end *base, int32_t number, const void *payload)
+{
+    copy_end *end = (copy_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    const s1f_device_place *place = &base->places[number];
+    int64_t bytes = place->message->payload_bytes;
+    end->largest = bytes > end->largest ? bytes : end->largest;
+    s1f_status status = checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK && bytes > 0)
+        status = checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, base->stream),
+                         "cuMemcpyHtoDAsync");
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(base->stream), "cuStreamSynchronize") : status;
+}
+
+static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
+{
+    copy_end *end = (copy_end *)base;
+    s1f_status status = reserve_places(end);
+    if (status != S1F_OK)
+        return status;
+    end->largest = message->payload_bytes > end->largest ? message->payload_bytes : end->largest;
+    status = find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied);
+    return status == S1F_OK
+               ? checked(end, base->device->driver->stream_wait_event(base->stream, end->places[number].copied, 0),
+                         "cuStreamWaitEvent")
+               : status;
+}
+
+/* -- sender -------------------------------------------------------------------------------------------------------- */
+
+static s1f_status stage(copy_end *end, s1f_message *message, const void **tensors)
+{
+    s1f_device_end *base = &end->base;
+    const s1f_driver *driver = base->device->driver;
+    if (message->payload_bytes > end->staging_bytes) {
+        free(end->staging);
+        end->staging = malloc((size_t)message->payload_bytes);
+        end->staging_bytes = end->staging == NULL ? 0 : message->payload_bytes;
+        if (end->staging == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
+                            (long long)message->payload_bytes);
+    }
+    s1f_status status = checked(end, driver->event_record(base->ready, base->device->compute), "cuEventRecord");
+    if (status == S1F_OK)
+        status = checked(end, driver->stream_wait_event(base->stream, base->ready, 0), "cuStreamWaitEvent");
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        char *host = end->staging + tensor->offset;
+        if (tensor->bytes > 0)
+            status = checked(
+                end,
+                driver->copy_to_host(host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
+                "cuMemcpyDtoHAsync");
+        tensors[i] = host;
+    }
+    message->on_device = 0;
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(base->stream), "cuStreamSynchronize") : status;
+}
+
+/* The receiver's place, opened here once per memory that it has had. */
+static s1f_status find_target(copy_end *end, const posted_note *note, copy_place *place)
+{
+    const s1f_driver *driver = end->base.device->driver;
+    s1f_status status = find_event(end, &note->freed, &place->freed);
+    if (status != S1F_OK || place->generation == note->generation)
+        return status;
+    if (end->in_process) {
+        place->target = note->memory.pointer;
+    } else {
+        if (place->generation != 0)
+            driver->ipc_close_memory(place->target);
+        place->generation = 0;
+        status = checked(end, driver->ipc_open_memory(&place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS),
+                         "cuIpcOpenMemHandle");
+    }
+    if (status == S1F_OK)
+        place->generation = note->generation;
+    return status;
+}
+
+static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int32_t number, s1f_message *message,
+                                    const void **tensors)
+{
+    copy_end *end = (copy_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    s1f_status status = s1f_arena_wait_posted(base->control, sequence);
+    if (status != S1F_OK || (status = reserve_places(end)) != S1F_OK)
+        return status;
+    place_notes *notes = notes_of(end, number);
+    copy_place *place = &end->places[number];
+    if (message->payload_bytes > notes->posted.capacity)
+        return stage(end, message, tensors);
+    if (message->payload_bytes > 0)
+        status = find_target(end, &notes->posted, place);
+    if (status == S1F_OK && place->copied == NULL)
+        status =
+            checked(end, driver->event_create(&place->copied, S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS),
+                    "cuEventCreate");
+    return status == S1F_OK ? name_event(end, place->copied, &notes->sent.copied) : status;
+}
+
+static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_message *message,
+                            const void *const *tensors)
+{
+    copy_end *end = (copy_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    const copy_place *place = &end->places[number];
+    s1f_status status = checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent");
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        if (tensor->bytes > 0)
+            status = checked(end,
+                             driver->copy(place->target + (uint64_t)tensor->offset,
+                                          (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
+                             "cuMemcpyAsync");
+    }
+    return status == S1F_OK ? checked(end, driver->event_record(place->copied, base->stream), "cuEventRecord") : status;
+}
+
+/* -- both ---------------------------------------------------------------------------------------------------------- */
+
+static void copy_close(s1f_device_end *base)
+{
+    copy_end *end = (copy_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    for (int32_t i = 0; i < end->num_places; i++) {
+        copy_place *place = &end->places[i];
+        int owns_copied = !base->head.is_receiver || !end->in_process;
+        if (place->copied != NULL && owns_copied)
+            driver->event_destroy(place->copied);
+        if (place->freed != NULL && !end->in_process)
+            driver->event_destroy(place->freed);
+        if (place->generation != 0 && !end->in_process)
+            driver->ipc_close_memory(place->target);
+    }
+    free(end->places);
+    free(end->staging);
+}
+
+static const s1f_mover copy_mover = {
+    .name = "copy",
+    .post = copy_post,
+    .receive_staged = copy_receive_staged,
+    .prepare_send = copy_prepare_send,
+    .receive = copy_receive,
+    .send = copy_send,
+    .is_one_sided = 1,
+    .close = copy_close,
+};
+
+s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, int32_t in_process, s1f_edge_end **out)
+{
+    copy_end *end = calloc(1, sizeof *end);
+    if (end == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
+    end->in_process = in_process;
+    end->base.retires_memory = 1; /* the sender may have it open */
+    s1f_status status = s1f_device_end_init(&end->base, &copy_mover, control, watchdog);
+    if (status != S1F_OK) {
+        s1f_edge_end_free(&end->base.head);
+        return status;
+    }
+    *out = &end->base.head;
+    return S1F_OK;
+}

@@ -1,0 +1,702 @@
+/* device_end.c - the order of host, streams and events around a transfer between GPUs; and the watchdog. */
+#include "device_end.h"
+
+#include "../run/arena.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static const int64_t WATCH_PERIOD_NS = 20 * 1000 * 1000;
+static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for transfers still under way at the end */
+
+struct s1f_watchdog {
+    s1f_group *group;
+    s1f_device *device;
+    pthread_t thread;
+    pthread_mutex_t lock; /* of its ends: what both threads touch, and every call of a mover */
+    pthread_cond_t ending;
+    int32_t is_ending, has_thread;
+    int64_t timeout_ns, progress_ns;
+    s1f_device_end *ends;
+};
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
+{
+    return s1f_driver_status(end->device->driver, result, what);
+}
+
+/* The GPU's context and the watchdog's lock, for calls that do not wait. */
+static s1f_status enter(s1f_device_end *end)
+{
+    if (end->is_closed)
+        return s1f_fail(S1F_ERR_STATE, "the edge is closed");
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    pthread_mutex_lock(&end->watchdog->lock);
+    if (!end->is_aborted)
+        return S1F_OK;
+    pthread_mutex_unlock(&end->watchdog->lock);
+    s1f_device_leave(end->device);
+    status = s1f_group_check(end->head.group);
+    return status != S1F_OK ? status
+                            : s1f_fail(S1F_ERR_STATE, "its transfers were aborted when a step failed: build the engine "
+                                                      "again to go on");
+}
+
+static s1f_status leave(s1f_device_end *end, s1f_status status)
+{
+    pthread_mutex_unlock(&end->watchdog->lock);
+    s1f_device_leave(end->device);
+    return status;
+}
+
+void s1f_device_end_lock(s1f_device_end *end)
+{
+    pthread_mutex_lock(&end->watchdog->lock);
+}
+
+void s1f_device_end_unlock(s1f_device_end *end)
+{
+    pthread_mutex_unlock(&end->watchdog->lock);
+}
+
+static void abort_transfers(s1f_device_end *end)
+{
+    if (!end->is_aborted && end->mover->abort != NULL) {
+        end->is_aborted = 1;
+        end->mover->abort(end);
+    }
+}
+
+/* -- transfers ----------------------------------------------------------------------------------------------------- */
+
+static int is_over(const s1f_device_end *end, int64_t sequence)
+{
+    const s1f_transfer *transfer = &end->transfers[sequence];
+    return transfer->is_over || end->device->driver->event_query(transfer->done) == S1F_CU_SUCCESS;
+}
+
+static void count_over(s1f_device_end *end)
+{
+    while (end->over < end->started && is_over(end, end->over))
+        end->over++;
+}
+
+static void unit_text(const s1f_transfer *transfer, char *text, size_t bytes)
+{
+    static const char passes[] = "FBIW";
+    snprintf(text, bytes, "%c%d.%d", passes[transfer->pass & 3], (int)transfer->microbatch, (int)transfer->segment);
+}
+
+/* The next transfer, with its events. Under the lock: the watchdog reads the list. */
+static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message, s1f_transfer **out)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (end->started == end->capacity) {
+        int64_t capacity = end->capacity == 0 ? 16 : 2 * end->capacity;
+        s1f_transfer *grown = realloc(end->transfers, (size_t)capacity * sizeof *grown);
+        if (grown == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld transfers", (long long)capacity);
+        memset(grown + end->capacity, 0, (size_t)(capacity - end->capacity) * sizeof *grown);
+        end->transfers = grown;
+        end->capacity = capacity;
+    }
+    s1f_transfer *transfer = &end->transfers[end->started];
+    s1f_status status = S1F_OK;
+    if (transfer->started == NULL)
+        status = checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    if (status == S1F_OK && transfer->done == NULL)
+        status = checked(end, driver->event_create(&transfer->done, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    transfer->pass = message->pass;
+    transfer->microbatch = message->microbatch;
+    transfer->segment = message->segment;
+    transfer->is_over = message->payload_bytes == 0 || !message->on_device;
+    *out = transfer;
+    return status;
+}
+
+/* Seen by the watchdog from here on. */
+static s1f_status end_transfer(s1f_device_end *end)
+{
+    s1f_status status = enter(end);
+    if (status != S1F_OK)
+        return status;
+    status = checked(end, end->device->driver->event_record(end->transfers[end->started].done, end->stream),
+                     "cuEventRecord");
+    if (status == S1F_OK)
+        end->started++;
+    return leave(end, status);
+}
+
+static s1f_wait_reason reason_of(const s1f_device_end *end, const char *purpose, int64_t sequence)
+{
+    return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
+                             .hangup_fd = end->hangup_fd,
+                             .purpose = purpose,
+                             .edge = end->head.text,
+                             .sequence = sequence};
+}
+
+static void fail_transfer(s1f_device_end *end, int64_t sequence, const char *why)
+{
+    s1f_failure failure = {.rank = end->head.peer_rank};
+    char unit[sizeof failure.unit] = "a unit";
+    if (sequence >= 0)
+        unit_text(&end->transfers[sequence], unit, sizeof unit);
+    snprintf(failure.unit, sizeof failure.unit, "%s", unit);
+    snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
+    if (sequence >= 0)
+        snprintf(failure.text, sizeof failure.text, "%s, message %lld (%s), %s rank %d: %s", end->head.text,
+                 (long long)sequence, unit, end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
+    else
+        snprintf(failure.text, sizeof failure.text, "%s, %s rank %d: %s", end->head.text,
+                 end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
+    s1f_group_fail_with(end->watchdog->group, &failure);
+}
+
+/* An error of the mover is everybody's: the peer of a transfer that failed would wait for it. */
+static s1f_status moved(s1f_device_end *end, s1f_status status)
+{
+    if (status != S1F_ERR_STATE)
+        return status;
+    char why[256];
+    snprintf(why, sizeof why, "%s", s1f_last_error());
+    count_over(end); /* the oldest that is not over is what has failed, or the one that is being started */
+    fail_transfer(end, end->over < end->capacity ? end->over : -1, why);
+    return s1f_group_check(end->head.group);
+}
+
+static int is_settled(void *context)
+{
+    s1f_device_end *end = context;
+    pthread_mutex_lock(&end->watchdog->lock);
+    int settled = end->is_aborted ? -1 : end->mover->settled(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
+    return settled != 0;
+}
+
+s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence)
+{
+    if (end->mover->settled == NULL)
+        return S1F_OK;
+    s1f_wait_reason reason = reason_of(end, purpose, sequence);
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    status = s1f_group_poll(end->head.group, is_settled, end, &reason);
+    s1f_device_leave(end->device);
+    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
+        return status;
+    return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
+}
+
+static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (end->retires_memory) {
+        s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
+        if (grown == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
+        end->retired = grown;
+        grown[end->num_retired++] = place->address;
+        place->capacity = 0;
+        return S1F_OK;
+    }
+    /* Those who read it have been started on the stream that computes. */
+    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    if (status == S1F_OK)
+        status = checked(end, driver->memory_free(place->address), "cuMemFree");
+    place->capacity = 0;
+    return status;
+}
+
+s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (bytes <= place->capacity)
+        return S1F_OK;
+    if (end->retires_memory && bytes < place->capacity + place->capacity / 2)
+        bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
+    s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
+    if (status == S1F_OK)
+        status = checked(end, driver->memory_allocate(&place->address, (size_t)bytes), "cuMemAlloc");
+    if (status != S1F_OK)
+        return s1f_fail_prefixed(status, "%lld bytes for a message: ", (long long)bytes);
+    place->capacity = bytes;
+    place->generation++;
+    return S1F_OK;
+}
+
+/* -- the transport ------------------------------------------------------------------------------------------------- */
+
+static s1f_status check_place(const s1f_device_end *end, int32_t place)
+{
+    if (place >= 0 && place < end->num_places)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_STATE, "place %d of %d", (int)place, (int)end->num_places);
+}
+
+static s1f_status set_places(s1f_device_end *end, int32_t num_places)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_status status = S1F_OK;
+    if (num_places <= end->num_places) /* those beyond stay for a step that needs them */
+        return S1F_OK;
+    s1f_device_place *places = realloc(end->places, (size_t)num_places * sizeof *places);
+    if (places == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d places", (int)num_places);
+    end->places = places;
+    for (; status == S1F_OK && end->num_places < num_places; end->num_places++) {
+        places[end->num_places] = (s1f_device_place){0};
+        if (end->head.is_receiver)
+            status = checked(end,
+                             driver->event_create(&places[end->num_places].freed,
+                                                  S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS),
+                             "cuEventCreate");
+    }
+    return status;
+}
+
+static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = s1f_p2p_begin_step(end->control, num_places);
+    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
+        return status;
+    status = set_places(end, num_places);
+    end->started = end->over = end->seen_over = 0;
+    end->seen_started = 0;
+    end->is_finished = 0;
+    return leave(end, status);
+}
+
+static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t number)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    const s1f_driver *driver = end->device->driver;
+    s1f_status status = check_place(end, number);
+    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
+        return status;
+    s1f_device_place *place = &end->places[number];
+    if (s1f_group_poison(head->group) && place->capacity > 0)
+        status = checked(end, driver->fill(place->address, 0xFF, (size_t)place->capacity, end->device->compute),
+                         "cuMemsetD8Async");
+    if (status == S1F_OK)
+        status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
+    status = leave(end, status);
+    if (status == S1F_OK && end->mover->post != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
+        status = end->mover->post(end, number);
+        s1f_device_leave(end->device);
+    }
+    return status == S1F_OK ? s1f_p2p_post(end->control, sequence, number) : status;
+}
+
+static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, int32_t number)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_transfer *transfer;
+    s1f_status status = begin_transfer(end, place->message, &transfer);
+    if (status == S1F_OK)
+        status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK && end->device->unit_started)
+        status = checked(end, driver->stream_wait_event(end->stream, end->device->unit_start, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK)
+        status = checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord");
+    if (status == S1F_OK && !transfer->is_over)
+        status = moved(end, end->mover->receive(end, number, place->message));
+    return status;
+}
+
+static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = check_place(end, number);
+    if (status != S1F_OK)
+        return status;
+    if (sequence != end->started)
+        return s1f_fail(S1F_ERR_STATE, "received out of turn: message %lld is next", (long long)end->started);
+    s1f_device_place *place = &end->places[number];
+    status = end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload);
+    if (status == S1F_OK)
+        status = s1f_message_check_sound(place->message, sequence);
+    if (status == S1F_OK && !place->message->on_device && end->mover->receive_staged == NULL)
+        status = s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
+    if (status != S1F_OK || (status = s1f_device_enter(end->device)) != S1F_OK)
+        return status;
+    status = s1f_device_place_grow(end, place, place->message->payload_bytes);
+    if (status == S1F_OK && !place->message->on_device)
+        status = end->mover->receive_staged(end, number, place->host_payload);
+    s1f_device_leave(end->device);
+    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
+        return status;
+    status = leave(end, start_receive(end, place, number));
+    if (status == S1F_OK)
+        status = s1f_device_end_settle(end, "starting to receive", sequence);
+    return status == S1F_OK ? end_transfer(end) : status;
+}
+
+static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
+                              const void **payload)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = check_place(end, number);
+    if (status == S1F_OK && sequence >= end->started)
+        status = s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
+                                         "receives");
+    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
+        return status;
+    if (!end->transfers[sequence].is_over)
+        status =
+            checked(end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[sequence].done, 0),
+                    "cuStreamWaitEvent");
+    *message = end->places[number].message;
+    *payload = (const void *)(uintptr_t)end->places[number].address;
+    return leave(end, status);
+}
+
+static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_message *message,
+                             const void *const *tensors)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_transfer *transfer;
+    s1f_status status = begin_transfer(end, message, &transfer);
+    if (status == S1F_OK)
+        status = checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord");
+    if (status == S1F_OK)
+        status = checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK)
+        status = checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord");
+    if (status == S1F_OK && !transfer->is_over)
+        status = moved(end, end->mover->send(end, number, message, tensors));
+    return status;
+}
+
+static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number, const s1f_message *message,
+                           const void *const *tensors)
+{
+    s1f_status status = enter(end);
+    if (status == S1F_OK)
+        status = leave(end, start_send(end, number, message, tensors));
+    if (status == S1F_OK)
+        status = s1f_device_end_settle(end, "starting to send", sequence);
+    return status == S1F_OK ? end_transfer(end) : status;
+}
+
+/* Where the data needs the peer its header goes first: the peer then starts its receive. */
+static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message *message,
+                              const void *const *tensors)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_message sent = *message;
+    const void *data[S1F_MAX_TENSORS];
+    memcpy(data, tensors, (size_t)message->num_tensors * sizeof *data);
+    sent.on_device = 1;
+    s1f_status status = check_place(end, number);
+    if (status == S1F_OK && end->mover->prepare_send != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
+        status = end->mover->prepare_send(end, sequence, number, &sent, data);
+        s1f_device_leave(end->device);
+    }
+    if (status == S1F_OK && end->mover->is_one_sided)
+        status = move_out(end, sequence, number, &sent, data);
+    if (status == S1F_OK)
+        status = end->control->transport->send(end->control, sequence, number, &sent, data);
+    if (status == S1F_OK && !end->mover->is_one_sided)
+        status = move_out(end, sequence, number, &sent, data);
+    return status;
+}
+
+static s1f_status device_count_sent(s1f_edge_end *head, int64_t *count)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = enter(end);
+    if (status != S1F_OK)
+        return status;
+    count_over(end);
+    *count = end->is_finished ? INT64_MAX : end->over;
+    return leave(end, S1F_OK);
+}
+
+static int has_all(void *context)
+{
+    s1f_device_end *end = context;
+    int64_t before = end->over;
+    pthread_mutex_lock(&end->watchdog->lock);
+    if (!end->is_aborted)
+        count_over(end);
+    if (end->over != before) { /* hosts may wait for the GPU as long as it works */
+        char unit[32], what[S1F_WHAT_BYTES];
+        unit_text(&end->transfers[end->over - 1], unit, sizeof unit);
+        snprintf(what, sizeof what, "%s on the GPU", unit);
+        s1f_group_progress(end->head.group, what);
+    }
+    int done = end->over == end->started || end->is_aborted;
+    pthread_mutex_unlock(&end->watchdog->lock);
+    return done;
+}
+
+static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = enter(end);
+    if (status != S1F_OK)
+        return status;
+    if (failed)
+        abort_transfers(end);
+    if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
+        status = checked(
+            end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[end->started - 1].done, 0),
+            "cuStreamWaitEvent");
+    end->is_finished = 1;
+    status = leave(end, status);
+    if (failed || status != S1F_OK || !head->is_receiver)
+        return status;
+    s1f_wait_reason reason = reason_of(end, "waiting on the GPU for", end->started - 1);
+    reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
+    if ((status = s1f_device_enter(end->device)) != S1F_OK)
+        return status;
+    status = s1f_group_poll(head->group, has_all, end, &reason);
+    s1f_device_leave(end->device);
+    return status == S1F_OK ? s1f_group_check(head->group) : status;
+}
+
+/* Waits a while until nothing of the end is under way: aborted transfers end as well. */
+static int is_idle(s1f_device_end *end)
+{
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    for (int64_t until = now_ns() + FAREWELL_NS; now_ns() < until; nanosleep(&pause, NULL)) {
+        count_over(end);
+        if (end->over == end->started)
+            return 1;
+    }
+    return 0;
+}
+
+static void unlink_end(s1f_device_end *end)
+{
+    s1f_device_end **link = &end->watchdog->ends;
+    while (*link != NULL && *link != end)
+        link = &(*link)->next;
+    if (*link == end)
+        *link = end->next;
+}
+
+static void destroy_events(s1f_device_end *end)
+{
+    const s1f_driver *driver = end->device->driver;
+    for (int32_t i = 0; i < end->num_places; i++)
+        if (end->places[i].freed != NULL)
+            driver->event_destroy(end->places[i].freed);
+    for (int64_t i = 0; i < end->capacity; i++) {
+        if (end->transfers[i].started != NULL)
+            driver->event_destroy(end->transfers[i].started);
+        if (end->transfers[i].done != NULL)
+            driver->event_destroy(end->transfers[i].done);
+    }
+    if (end->ready != NULL)
+        driver->event_destroy(end->ready);
+    if (end->stream != NULL)
+        driver->stream_destroy(end->stream);
+    end->started = end->over = end->capacity = 0;
+}
+
+void s1f_device_end_close(s1f_edge_end *head)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    if (end->is_closed)
+        return;
+    int entered = s1f_device_enter(end->device) == S1F_OK, idle = is_idle(end);
+    s1f_device_end_lock(end);
+    unlink_end(end);
+    if (!idle)
+        abort_transfers(end);
+    s1f_device_end_unlock(end);
+    if (idle || is_idle(end)) /* then units that read its places end as well */
+        end->device->driver->stream_synchronize(end->device->compute);
+    end->mover->close(end);
+    destroy_events(end);
+    end->is_closed = 1;
+    if (entered)
+        s1f_device_leave(end->device);
+}
+
+static void device_free(s1f_edge_end *head)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    const s1f_driver *driver = end->device->driver;
+    s1f_device_end_close(head);
+    int entered = s1f_device_enter(end->device) == S1F_OK;
+    for (int32_t i = 0; i < end->num_places; i++)
+        if (end->places[i].capacity > 0)
+            driver->memory_free(end->places[i].address);
+    for (int32_t i = 0; i < end->num_retired; i++)
+        driver->memory_free(end->retired[i]);
+    if (entered)
+        s1f_device_leave(end->device);
+    free(end->places);
+    free(end->retired);
+    free(end->transfers);
+    free(end);
+}
+
+const s1f_transport s1f_device_transport = {
+    .name = "device",
+    .begin_step = device_begin_step,
+    .post = device_post,
+    .receive = device_receive,
+    .wait = device_wait,
+    .send = device_send,
+    .count_sent = device_count_sent,
+    .finish = device_finish,
+    .free = device_free,
+};
+
+s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_edge_end *control,
+                               s1f_watchdog *watchdog)
+{
+    end->head = *control;
+    end->head.transport = &s1f_device_transport;
+    end->mover = mover;
+    end->control = control;
+    end->watchdog = watchdog;
+    end->device = watchdog->device;
+    end->hangup_fd = s1f_arena_hangup_fd(control);
+    const s1f_driver *driver = end->device->driver;
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    int least = 0, greatest = 0;
+    driver->stream_priorities(&least, &greatest);
+    status = checked(end, driver->stream_create(&end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest),
+                     "cuStreamCreateWithPriority");
+    if (status == S1F_OK && !end->head.is_receiver)
+        status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    s1f_device_leave(end->device);
+    pthread_mutex_lock(&watchdog->lock);
+    end->next = watchdog->ends;
+    watchdog->ends = end;
+    pthread_mutex_unlock(&watchdog->lock);
+    return status;
+}
+
+/* -- the watchdog ---------------------------------------------------------------------------------------------------- */
+
+/* Looks at an end's oldest transfer. */
+static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
+{
+    int64_t before = end->seen_over;
+    while (end->seen_over < end->started && is_over(end, end->seen_over))
+        end->seen_over++;
+    if (end->seen_over != before) {
+        watchdog->progress_ns = now;
+        end->seen_started = 0;
+    }
+    if (end->seen_over == end->started)
+        return;
+    if (!end->seen_started) {
+        if (end->device->driver->event_query(end->transfers[end->seen_over].started) != S1F_CU_SUCCESS)
+            return;
+        end->seen_started = 1;
+        end->stuck_since_ns = now;
+    }
+    int64_t since = end->stuck_since_ns > watchdog->progress_ns ? end->stuck_since_ns : watchdog->progress_ns;
+    if (now - since <= watchdog->timeout_ns)
+        return;
+    char why[96];
+    snprintf(why, sizeof why, "its transfer has been under way for %.1f s", (double)(now - since) * 1e-9);
+    fail_transfer(end, end->seen_over, why);
+}
+
+static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
+{
+    s1f_wait_reason reason = reason_of(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
+    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK)
+        return;
+    if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
+        fail_transfer(end, reason.sequence, s1f_last_error());
+        return;
+    }
+    watch_transfer(watchdog, end, now);
+}
+
+static void *watch(void *context)
+{
+    s1f_watchdog *watchdog = context;
+    int relaxed = S1F_CU_CAPTURE_RELAXED; /* so that its queries are allowed while somebody captures a graph */
+    if (s1f_device_enter(watchdog->device) != S1F_OK)
+        return NULL;
+    watchdog->device->driver->capture_mode(&relaxed);
+    pthread_mutex_lock(&watchdog->lock);
+    while (!watchdog->is_ending) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        int64_t now = (int64_t)until.tv_sec * 1000000000 + until.tv_nsec, then = now + WATCH_PERIOD_NS;
+        for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
+            watch_end(watchdog, end, now);
+        if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
+            for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
+                abort_transfers(end);
+        until = (struct timespec){.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
+        while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
+            continue;
+    }
+    pthread_mutex_unlock(&watchdog->lock);
+    s1f_device_leave(watchdog->device);
+    return NULL;
+}
+
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out)
+{
+    s1f_watchdog *watchdog = calloc(1, sizeof *watchdog);
+    if (watchdog == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a watchdog");
+    watchdog->group = group;
+    watchdog->device = device;
+    watchdog->timeout_ns = timeout_ns;
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&watchdog->lock, NULL);
+    pthread_cond_init(&watchdog->ending, &attributes);
+    pthread_condattr_destroy(&attributes);
+    int error = pthread_create(&watchdog->thread, NULL, watch, watchdog);
+    watchdog->has_thread = error == 0;
+    if (error != 0) {
+        s1f_watchdog_free(watchdog);
+        return s1f_fail(S1F_ERR_SYSTEM, "no thread for the watchdog: %s", strerror(error));
+    }
+    *out = watchdog;
+    return S1F_OK;
+}
+
+void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns)
+{
+    pthread_mutex_lock(&watchdog->lock);
+    watchdog->timeout_ns = timeout_ns;
+    pthread_mutex_unlock(&watchdog->lock);
+}
+
+void s1f_watchdog_free(s1f_watchdog *watchdog)
+{
+    if (watchdog == NULL)
+        return;
+    pthread_mutex_lock(&watchdog->lock);
+    watchdog->is_ending = 1;
+    pthread_cond_signal(&watchdog->ending);
+    pthread_mutex_unlock(&watchdog->lock);
+    if (watchdog->has_thread)
+        pthread_join(watchdog->thread, NULL);
+    pthread_cond_destroy(&watchdog->ending);
+    pthread_mutex_destroy(&watchdog->lock);
+    free(watchdog);
+}

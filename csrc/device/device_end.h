@@ -1,0 +1,109 @@
+/* device_end.h - edges whose payloads stay in GPU memory: what NCCL's and the copy engine's have in common.
+ *
+ * Headers go over a control edge, which is an edge of host memory (arena.h): so credits, checks of messages, waiting,
+ * failures and a lost peer are those of every other edge, and a rank knows each message before its data. The host never
+ * waits for the GPU between two units: what a transfer needs is said to the GPU by events. Each end has a stream of its
+ * own, on which its transfers run in order of message:
+ *
+ *     POST n     event `freed` on the stream that computes: all readers of the place have been started before
+ *     RECEIVE n  host: waits for header n. Stream: after `freed`, and after the start of the last unit that was started,
+ *                so that no transfer occupies the GPU long before it is due: receive, event `done`
+ *     WAIT n     the stream that computes waits for `done`
+ *     SEND n     host: waits for POST n, sends the header. Stream: after an event on the stream that computes: send, `done`
+ *     finish     host: waits until what it received is there (so that no optimizer's step reads half a gradient)
+ *
+ * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
+ * allocated. A thread per rank, the watchdog, looks after what the host does not wait for: a failed group, a peer that
+ * is gone, an error of a transfer, a transfer that has started and does not end. It ends the step on every rank, and
+ * aborts the transfers, so that a host which waits for the GPU elsewhere comes back. */
+#ifndef S1F_DEVICE_END_H
+#define S1F_DEVICE_END_H
+
+#include "../run/p2p.h"
+#include "device.h"
+
+#include <pthread.h>
+
+typedef struct s1f_watchdog s1f_watchdog;
+typedef struct s1f_device_end s1f_device_end;
+
+/* One per rank and device; both borrowed. timeout_ns: a transfer that has started and does not end for so long, while no
+ * other of the rank ended either, is a failure. */
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out);
+void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
+void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns);
+
+typedef struct {
+    s1f_cu_address address;
+    int64_t capacity;    /* bytes, 0: none yet */
+    uint64_t generation; /* counts the memories it has had */
+    s1f_cu_event freed;  /* receiver: of the last POST */
+    const s1f_message *message;
+    const void *host_payload; /* of a message that came over the host */
+} s1f_device_place;
+
+typedef struct { /* one message of this step; events are made once and used again by every step */
+    s1f_cu_event started, done;
+    int32_t pass, microbatch, segment; /* of the unit that produced it */
+    int32_t is_over;                   /* nothing to wait for: it had no bytes, or went through host memory */
+} s1f_transfer;
+
+typedef struct { /* how bytes move. Called with the GPU's context current. */
+    const char *name;
+    /* The next three may wait; NULL: nothing to do. */
+    s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
+    s1f_status (*receive_staged)(s1f_device_end *end, int32_t place, const void *payload); /* it came over the host */
+    /* Sender. May put *message into host memory (on_device 0, tensors[] in host memory) where the GPU's cannot take it. */
+    s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
+                               const void **tensors);
+    /* Enqueue on end->stream, under the watchdog's lock. */
+    s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
+    s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
+    int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
+    /* 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once.
+     * Under the lock. */
+    int (*settled)(s1f_device_end *end);
+    void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once, under the lock; may be NULL */
+    void (*close)(s1f_device_end *end); /* nothing is under way */
+} s1f_mover;
+
+struct s1f_device_end { /* head of each mover's own struct */
+    s1f_edge_end head;
+    const s1f_mover *mover;
+    s1f_edge_end *control; /* borrowed */
+    s1f_watchdog *watchdog;
+    s1f_device *device;
+    s1f_cu_stream stream;
+    s1f_cu_event ready; /* sender: the result is computed */
+    s1f_device_place *places;
+    int32_t num_places;
+    s1f_transfer *transfers; /* by message */
+    int64_t capacity, started, over;
+    int32_t retires_memory; /* memory that a place outgrew stays until the end is freed */
+    s1f_cu_address *retired;
+    int32_t num_retired;
+    int hangup_fd;
+    int32_t is_aborted, is_finished, is_closed;
+    struct s1f_device_end *next; /* of the watchdog's */
+    /* the watchdog's: */
+    int64_t seen_over, seen_started, stuck_since_ns;
+};
+
+/* Fills the head: stream, events, the control edge (borrowed, must outlive the end), and puts it under the watchdog's
+ * eyes. After an error the end is freed as usual. */
+s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_edge_end *control,
+                               s1f_watchdog *watchdog);
+extern const s1f_transport s1f_device_transport;
+/* Ends what the end does, after a while for what is under way; its memory stays until it is freed, as tensors may lie
+ * there. Freeing does it as well. */
+void s1f_device_end_close(s1f_edge_end *end);
+/* Around calls of a mover's own, so that the watchdog makes none meanwhile. */
+void s1f_device_end_lock(s1f_device_end *end);
+void s1f_device_end_unlock(s1f_device_end *end);
+
+/* Waits until the mover's last call is enqueued. */
+s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
+/* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
+s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
+
+#endif

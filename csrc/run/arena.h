@@ -1,0 +1,56 @@
+/* arena.h - edges whose places lie in mapped memory.
+ *
+ * Shared by both ends: loopback (threads) and shm (processes; nothing differs but who maps it), the sender writes
+ * straight into the receiver's place. Private to each end, with a relay in between: c10d. */
+#ifndef S1F_ARENA_H
+#define S1F_ARENA_H
+
+#include "p2p.h"
+
+/* Address space of one edge. Pages appear as they are touched, so it may be far larger than memory: no message outgrows
+ * its place and no handshake is needed (place bytes = arena bytes / places). Pages stay from step to step; a step with
+ * another number of places gives them back. */
+#define S1F_ARENA_BYTES (INT64_C(1) << 40)
+
+typedef struct { /* memory mapped from a file descriptor (memfd), shared */
+    void *memory;
+    int64_t bytes;
+} s1f_mapping;
+
+/* Maps `bytes` of fd, which stays the caller's. S1F_ERR_MEMORY where address space is limited (ulimit -v). */
+s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out);
+void s1f_mapping_free(s1f_mapping *mapping); /* NULL is fine */
+
+/* An end over an arena that both ranks map. memory: a mapping, zero-filled at first, `bytes` long, borrowed.
+ * hangup_fd: a socket whose hang-up means that the peer died (borrowed), or -1. */
+s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, int hangup_fd, int32_t peer_rank,
+                                int32_t is_receiver, const char *text, s1f_edge_end **out);
+
+/* For transports that use an arena for headers only, and leave notes of their own between header and payload. Both ends
+ * map it; the receiver owns a place until it posts it, the sender from then (s1f_arena_wait_posted) until it has sent. */
+void *s1f_arena_place(s1f_edge_end *end, int32_t place);
+s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence);
+int s1f_arena_hangup_fd(const s1f_edge_end *end);
+
+/* Moves messages between two arenas that are not shared, each private to its end. Called by the thread of the end,
+ * without the GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
+typedef struct {
+    const char *name;
+    s1f_status (*begin_step)(void *context, int64_t step, int32_t num_places);
+    s1f_status (*post)(void *context, int64_t sequence, void *place); /* receiver: fill this place */
+    s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
+    void (*free)(void *context);
+} s1f_relay;
+
+/* The end owns context (freed by relay->free), once created. */
+s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
+                                int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out);
+/* Message `sequence` of `step` is complete: it has come (receiver), or its place may be reused (sender). In order. */
+void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence);
+/* Sender: waits until every place may be reused. */
+s1f_status s1f_relay_flush(s1f_edge_end *end);
+
+/* Physical bytes of a place that holds this payload, in whole pages: what a plan reports. */
+int64_t s1f_arena_place_bytes(int64_t payload_bytes);
+
+#endif

@@ -1,0 +1,68 @@
+/* executor.h - walks one rank's program: posts, waits, calls back, sends, frees. It decides nothing.
+ *
+ * Runs on the caller's thread, without Python's GIL; compute is a callback. One executor per (engine, program): the
+ * training order and the forward-only one each have theirs and share edge ends and cache. */
+#ifndef S1F_EXECUTOR_H
+#define S1F_EXECUTOR_H
+
+#include "../core/lower.h"
+#include "../device/device.h"
+#include "current_unit.h"
+#include "kv_cache.h"
+#include "p2p.h"
+
+typedef struct { /* what a unit hands to a neighbouring stage */
+    int32_t num_tensors;
+    s1f_tensor_header tensors[S1F_MAX_TENSORS]; /* dtype, flags, ndim, sizes, bytes */
+    const void *data[S1F_MAX_TENSORS];          /* contiguous; NULL where flagged S1F_TENSOR_NONE */
+    void *keep;                                 /* the callback's; released once it is sent */
+} s1f_result;
+
+typedef struct {                /* how a unit's input came */
+    const s1f_message *message; /* NULL: the first stage's own, a loss, or handed over within the rank */
+    const void *payload;
+    int32_t edge, place;
+} s1f_input;
+
+typedef struct {
+    void *context;
+    /* Computes the unit. `result` is zeroed before and read only where a SEND follows (is_sent). */
+    s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *input, int32_t is_sent,
+                      s1f_result *result);
+    void (*release)(void *context, void *keep);
+    /* Segment sizes for a sequence length that another rank chose: fills sizes[num_segments]. */
+    s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
+} s1f_compute;
+
+typedef struct { /* one walked instruction, on the monotonic clock */
+    int64_t start_ns, end_ns;
+} s1f_span;
+
+typedef struct { /* measured at one stage during the last step */
+    int32_t peak_live_units;
+    int64_t peak_live_tokens;
+} s1f_stage_measure;
+
+typedef struct s1f_executor s1f_executor;
+
+/* program, group, cache and ends are borrowed and must outlive the executor. ends[i]: this rank's end of edge i, NULL where
+ * it has none. thread_scope: 1 where ranks are threads of one process. */
+s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_group *group, s1f_kv_cache *cache,
+                               s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
+                               s1f_executor **out);
+void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
+/* The GPU on which units compute, borrowed; NULL, as at first: none. */
+void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
+
+/* Runs one step. sequence_length 0: learn it from the first message. sizes[num_segments]: of the segments, NULL with 0.
+ * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */
+s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
+                             const int64_t *sizes);
+
+/* The unit that ran, or was about to, when the last step ended. */
+s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
+/* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end. Borrowed. */
+const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);
+s1f_stage_measure s1f_executor_stage_measure(const s1f_executor *executor, int32_t stage);
+
+#endif

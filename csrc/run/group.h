@@ -1,0 +1,103 @@
+/* group.h - what the ranks of a pipeline share beside messages: progress, failure, small collectives.
+ *
+ * All of it lives in one block of plain memory that every rank of a host maps: a row per rank that only this rank
+ * writes, and one place for the first failure. So a rank that waits can see what its peer does, how long it has been
+ * doing it, and whom the peer itself waits for, without a thread that sends heartbeats. */
+#ifndef S1F_GROUP_H
+#define S1F_GROUP_H
+
+#include "../core/status.h"
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct s1f_group s1f_group; /* one rank's view */
+typedef struct s1f_wait_reason s1f_wait_reason;
+
+enum {
+    S1F_WHAT_BYTES = 48, /* of a progress text, with its terminator */
+    S1F_EDGE_TEXT_BYTES = 48,
+    S1F_FAILURE_BYTES = 1024,
+    S1F_GATHER_BYTES = 4032 /* most that one rank gives to one gather */
+};
+
+/* Bytes of the shared block for num_ranks ranks; zero-filled memory is a valid empty block. */
+size_t s1f_group_block_bytes(int32_t num_ranks);
+/* One rank's view of a block (borrowed, must outlive the group): memory of this process for threads and for ranks on
+ * several hosts (a watcher thread then copies what others publish), shared memory for processes of one host.
+ * interrupted: called about ten times a second while waiting, returns S1F_OK to go on (signals); may be NULL.
+ * A group is used by one thread, except set_progress, fail and check, which a watcher may call beside it. */
+s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_status (*interrupted)(void *context),
+                            void *context, s1f_group **out);
+void s1f_group_free(s1f_group *group); /* NULL is fine */
+/* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
+ * At first 300 s and 20 us. */
+void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
+/* Fills a place with 0xFF when it is posted again, so that a reader of a freed place meets NaN: for debugging. */
+void s1f_group_set_poison(s1f_group *group, int32_t poison);
+int32_t s1f_group_poison(const s1f_group *group);
+/* The step that this rank enters; 1 or more, agreed by all ranks, rising. Positions on edges are (step, sequence), so
+ * that nothing a failed step left behind is mistaken for the new one. */
+void s1f_group_begin_step(s1f_group *group, int64_t step);
+int64_t s1f_group_step(const s1f_group *group);
+
+/* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
+void s1f_group_progress(s1f_group *group, const char *what);
+/* The same for another rank, as learnt by a watcher. age_ns: how long ago it was; waiting_for: a rank or -1. */
+void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for);
+/* What a rank does, since how long, and whom it waits for (-1: nobody). Age -1: it never reported. */
+void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
+                            int32_t *waiting_for);
+
+/* Ends the step on every rank: the first failure wins; waiters find it within 20 ms. The unit is what
+ * the failed rank last reported. */
+void s1f_group_fail(s1f_group *group, int32_t rank, const char *text);
+typedef struct {
+    int32_t rank;                                                                  /* that failed first, -1: nobody */
+    char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
+} s1f_failure;
+/* The same with all that is known, as learnt by a watcher. Returns 0 if another failure came first. */
+int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
+/* S1F_ERR_PEER with rank and text once somebody failed. */
+s1f_status s1f_group_check(const s1f_group *group);
+int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
+void s1f_group_failure(const s1f_group *group, s1f_failure *out);
+/* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
+s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);
+void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have left the step */
+
+/* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
+ * (epoch, round) is the same on all ranks and rises; rounds of an epoch count from 0. Needs a block that all ranks
+ * share. recovering: goes on while a failure stands. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
+s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
+                            int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
+
+/* What a rank can wait for: a 64-bit position that another thread or process raises. Futex on its low half. */
+typedef struct {
+    _Atomic uint64_t position;
+    _Atomic uint32_t sleepers;
+} s1f_signal;
+
+struct s1f_wait_reason { /* who is waited for and why: for errors */
+    int32_t peer_rank;
+    int32_t recovering;  /* a standing failure does not end the wait */
+    int32_t patient;     /* the time-out does not: somebody else looks after that */
+    int hangup_fd;       /* a socket whose hang-up means that the peer died, or -1 */
+    const char *purpose; /* "waiting for" */
+    const char *edge;    /* "activations of stage 0 to 1" */
+    int64_t sequence;    /* -1: none */
+};
+
+/* Waits until signal->position >= target. Spins, then sleeps in slices of 20 ms; each looks for a failure, the peer's
+ * hang-up (S1F_ERR_PEER), interruption, and the time-out (S1F_ERR_TIMEOUT), which counts from the last progress of
+ * the peer, or of whoever the peer in turn waits for. Hang-up and time-out are published as failures of the group. */
+s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason);
+/* The same for what raises no signal, as work on a GPU: asks is_done, at first without pause, then every 50 us.
+ * is_done may report progress of this rank. */
+s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void *context,
+                          const s1f_wait_reason *reason);
+/* Raises the position and wakes who sleeps on it. */
+void s1f_signal_raise(s1f_signal *signal, uint64_t position);
+
+#endif

@@ -1,0 +1,1 @@
+"""Other people's interfaces: torch's pipelining and checkpoints, transformers, torchtitan."""

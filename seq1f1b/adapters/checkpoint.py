@@ -1,0 +1,155 @@
+"""What torch.distributed.checkpoint (DCP) saves and loads of a pipeline, under the names of the unsplit model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.runtime.engine import PipelineEngine
+
+__all__ = ["PipelineState"]
+
+
+class PipelineState:
+    """Weights and optimizer state of this rank's stages, by the parameter names of the unsplit model.
+
+    A ``Stateful`` of DCP: ``dcp.save({"train": state}, checkpoint_id=folder)`` on every rank, and ``dcp.load`` the same
+    way, on any number of ranks, stages per rank and replicas, under DDP, FSDP2 or neither: DCP writes once what
+    replicas share, and cuts shards anew. The optimizer's entries are named as torch's
+    ``get_optimizer_state_dict`` does with ``flatten_optimizer_state_dict=True``, so a script without this package reads
+    the checkpoint as well.
+
+    Parameters of ``tied_parameters`` are one entry, under the name that their copies have in common.
+
+    Args:
+        engine: its stages' parameters and persistent buffers, and those of a loss that holds the head. Collective over
+            the pipeline.
+        optimizers: one, or several, over parameters of this rank; none: weights alone.
+    Raises:
+        ValueError: two parameters have one name and are not tied, so that one would be lost; or an optimizer holds a
+            parameter that is none of the engine's.
+    """
+
+    def __init__(
+        self, engine: PipelineEngine, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
+        self._names: dict[Tensor, str] = {}
+        own: list[tuple[str, str, tuple[int, ...]]] = []
+        for module in engine.modules():
+            tied = {p: name for part in module.modules() for name, p in getattr(part, "tied_parameters", {}).items()}
+            for kind, name, tensor in _tensors_of(module):
+                if tensor not in self._names:
+                    if tensor in tied:
+                        kind, name = "tied", tied[tensor]
+                    self._names[tensor] = name
+                    self._tensors.setdefault(name, []).append(tensor)
+                    own.append((kind, name, tuple(tensor.shape)))
+        held: dict[str, tuple[int, str]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rank, theirs in enumerate(engine.all_gather_object(own)):
+            for kind, name, shape in theirs:
+                first, first_kind = held.setdefault(name, (rank, kind))
+                is_again = name in shapes
+                if shapes.setdefault(name, shape) != shape or (is_again and "parameter" in (kind, first_kind)):
+                    raise ValueError(
+                        f"{name!r} is a parameter of a stage on rank {first} and of one on rank {rank}: stages keep "
+                        "the names of the whole model, and copies of one parameter are listed in tied_parameters"
+                    )
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in self._names:
+                        raise ValueError(
+                            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the "
+                            "engine's: make it of engine.parameters(), after fully_shard"
+                        )
+        self._model = json.dumps(shapes, sort_keys=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors, which DCP reads or fills: ``model``, ``optimizer``; ``shapes``: of the whole model."""
+        model = {name: tensors[0].detach() for name, tensors in self._tensors.items()}
+        optimizer: dict[str, Any] = {}
+        for each in self._optimizers:
+            _initialise(each)
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    name = self._names[parameter]
+                    if parameter is self._tensors[name][0]:
+                        state = each.state.get(parameter, {})
+                        optimizer.update({f"state.{name}.{key}": value for key, value in state.items()})
+                        options = {key: value for key, value in group.items() if key != "params"}
+                        optimizer.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+        return {"model": model, "optimizer": optimizer, "shapes": self._model}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what DCP has read.
+
+        Raises:
+            ValueError: the checkpoint is of another model, that has this one's parameters and more. (DCP itself raises
+                where one is missing or of another shape, before it reads anything.)
+        """
+        theirs, ours = json.loads(state["shapes"]), json.loads(self._model)
+        if theirs != ours:
+            differing = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+            raise ValueError(
+                f"the checkpoint is of another model, of {len(theirs)} parameters and buffers, this one has "
+                f"{len(ours)}: {len(differing)} differ, first {differing[0]!r}"
+            )
+        for name, tensors in self._tensors.items():
+            for tensor in tensors:
+                tensor.copy_(state["model"][name])
+        for optimizer in self._optimizers:
+            _initialise(optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name, own = self._names[parameter], optimizer.state.get(parameter, {})
+                    for key, value in own.items():
+                        loaded = state["optimizer"][f"state.{name}.{key}"]
+                        own[key] = value.copy_(loaded) if isinstance(value, Tensor) else loaded
+                    for key in group.keys() - {"params"}:
+                        group[key] = state["optimizer"][f"param_groups.{name}.{key}"]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and tensor of what a state dict holds; torch.compile adds to the names."""
+    for name, parameter in module.named_parameters():
+        yield "parameter", name.replace("_orig_mod.", ""), parameter
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield "buffer", f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), buffer
+
+
+@torch.no_grad()
+def _initialise(optimizer: torch.optim.Optimizer) -> None:
+    """Parameters that never had a gradient get the state of a first step, all zero: there is something to fill."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    new = [p for p in parameters if p.requires_grad and p not in optimizer.state]
+    if not new:
+        return
+    gradients = [p.grad for p in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    optimizer.step()
+    for parameter in new:
+        state = optimizer.state[parameter]
+        if "step" in state:
+            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate

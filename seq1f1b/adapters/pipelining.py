@@ -1,0 +1,264 @@
+"""Seq1F1B for scripts that use torch.distributed.pipelining: schedules that take its stages and are called as its own.
+
+Torch's classes split the batch and merge the outputs here as they do for their own schedules; the engine runs the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
+
+from seq1f1b.partition import ModelShape
+from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.splitting import Rule
+from seq1f1b.schedule import Schedule, build_schedule
+
+__all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
+
+
+class _Segmented:
+    """What both have in common: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
+
+    _n_microbatches: int
+    _loss_fn: Callable[..., Tensor] | None
+    scale_grads: bool
+    _has_backward: bool
+    _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
+    _merge_outputs: Callable[[list[Any]], Any]
+    _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
+
+    def _plan(self, name: str, stages: Sequence[Any], n_microbatches: int, n_segments: int, **options: Any) -> None:
+        """Before torch's constructor, which asks for the order."""
+        ranks, rest = divmod(stages[0].num_stages, len(stages))
+        if rest:
+            raise ValueError(f"{stages[0].num_stages} stages do not fill ranks of {len(stages)} stages each")
+        self._order: Schedule = build_schedule(
+            name,
+            num_ranks=ranks,
+            num_microbatches=n_microbatches,
+            num_segments=n_segments,
+            stages_per_rank=len(stages),
+        )
+        for stage in stages:
+            rank, group_rank = self._order.rank_of_stage[stage.stage_index], stage.group_rank
+            if rank != group_rank:
+                raise ValueError(f"stage {stage.stage_index} of {name} belongs to rank {rank}, it is on {group_rank}")
+        self._own_stages = list(stages)
+        self._engine_options = {"grad_dtype": None if n_segments == 1 else torch.float32} | options
+        self._engine: PipelineEngine | None = None
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
+        if self._engine is None:
+            self._engine = PipelineEngine(
+                [stage.submod for stage in self._own_stages],
+                schedule=self._order,
+                num_microbatches=self._n_microbatches,
+                num_segments=self._order.num_segments,
+                loss_fn=self._loss_fn,
+                scale_grads=False,  # after the last backward, as torch does
+                group=self._own_stages[0].group,
+                **self._engine_options,
+            )
+        return self._engine
+
+    def close(self) -> None:
+        """Leaves the pipeline's transports."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One step over the whole batch, as torch's schedules take it.
+
+        Args:
+            args, kwargs: of the whole batch; args on the first stage's rank. Split into micro-batches along dimension 0
+                or by the chunk specs, then into segments along ``seq_dim``: args all, kwargs by ``arg_rules``.
+            target: of the whole batch, on the last stage's rank.
+            losses: gets the M losses.
+            return_outputs: whether to keep what the last stage returns; False saves its memory.
+            loss_kwargs: of ``loss_fn``, given with every segment.
+            arg_mbs, kwarg_mbs, target_mbs: lists of M micro-batches, in place of args, kwargs and target.
+        Returns:
+            The last stage's output for the whole batch on its rank, None elsewhere.
+        """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError("step() computes gradients, which torch.no_grad() forbids: call eval() instead")
+        whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
+            if microbatches is not None and not (value is None or value in ((), {})):
+                raise ValueError(f"{name} stands for the whole batch's: give one of the two")
+        split_args, split_kwargs = self._split_inputs(args, kwargs)
+        arg_mbs = split_args if arg_mbs is None else arg_mbs
+        kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
+        if target_mbs is None and target is not None:
+            target_mbs = list(torch.tensor_split(target, self._n_microbatches))
+        rows = self._run(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        return self._merge_outputs(rows) if rows is not None else None
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Forward only and without gradients; arguments as of ``step``."""
+        has_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = has_backward
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self._run(arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs)
+
+    def _run(
+        self,
+        arg_mbs: list[Any] | None,
+        kwarg_mbs: list[Any] | None,
+        target_mbs: list[Any] | None,
+        losses: list[Tensor] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> list[Any] | None:
+        """Outputs of the M micro-batches, where they are asked for and this rank has them."""
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        engine = self.engine
+        inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
+        if engine.has_first and not any(inputs or ()):
+            raise ValueError("the rank of the first stage needs the model's positional arguments")
+        grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
+        with grad_mode:
+            found, rows = engine.run(
+                self._has_backward,
+                inputs,
+                target_mbs if engine.has_last else None,
+                kwarg_mbs,
+                loss_kwargs=loss_kwargs,
+                return_outputs=return_outputs,
+            )
+        if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
+            losses[:] = found
+        if self._has_backward and self.scale_grads:
+            for parameter in engine.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._n_microbatches)
+        return rows
+
+    def _get_pipeline_order(self) -> dict[int, list[_Action | None]]:
+        """Torch's actions, segments counted as micro-batches (m * n_segments + s); None while a rank waits.
+
+        Columns are those of passes that take one unit of time each.
+        """
+        simulation = self._order.simulate(forward=1.0, backward=1.0)
+        columns = round(simulation.makespan)
+        order: dict[int, list[_Action | None]] = {rank: [None] * columns for rank in range(self._order.num_ranks)}
+        cells = (line.split(",") for line in self._order.to_csv().splitlines())
+        for rank, (actions, track) in enumerate(zip(cells, simulation.timeline, strict=True)):
+            for action, (_, start, _) in zip(actions, track, strict=True):
+                order[rank][round(start)] = _Action.from_str(action)
+        return order
+
+
+class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
+    """Seq1F1B in the place of torch's ``Schedule1F1B``: the same stage, arguments and calls.
+
+    With ``n_segments=1`` it is 1F1B, and its losses and gradients are those of ``Schedule1F1B`` bit for bit; fewer
+    micro-batches than stages work too. Unlike torch's it runs the module in the step alone, never to learn its shapes,
+    and takes sequences of another length in every step.
+
+    Args:
+        stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
+            ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
+            called per segment.
+        n_segments: k, parts of every sequence. Its attention must be :func:`seq1f1b.causal_attention`, and other state
+            along the sequence must be handed on by ``carry_in`` and ``carry_out``.
+        segment_sizes, model_shape, seq_dim, arg_rules, loss_reduction, loss_weight, transport, timeout, grad_dtype: as
+            of :class:`seq1f1b.PipelineEngine`. ``arg_rules`` is needed for tensor keyword arguments where
+            n_segments > 1. ``grad_dtype`` is by default the parameters' own where n_segments = 1, else fp32.
+        engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
+    Raises:
+        ValueError, TypeError: arguments that break a rule.
+    Source: Seq1F1B, arXiv:2406.03488.
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        n_segments: int = 1,
+        segment_sizes: str | Sequence[int] | None = None,
+        model_shape: ModelShape | None = None,
+        seq_dim: int = 1,
+        arg_rules: Mapping[str, Rule] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
+        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
+        self._plan("seq1f1b", [stage], n_microbatches, n_segments, **engine_options)
+        super().__init__(
+            stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+
+
+class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
+    """Interleaved Seq1F1B in the place of torch's ``ScheduleInterleaved1F1B``: several stages per rank.
+
+    Arguments as of :class:`ScheduleSeq1F1B`, with the rank's stages in ascending order in place of one. Stage s lies on
+    rank s modulo the number of ranks.
+    """
+
+    def __init__(
+        self,
+        stages: list[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        n_segments: int = 1,
+        segment_sizes: str | Sequence[int] | None = None,
+        model_shape: ModelShape | None = None,
+        seq_dim: int = 1,
+        arg_rules: Mapping[str, Rule] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
+        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
+        self._plan("seq1f1b-interleaved", stages, n_microbatches, n_segments, **engine_options)
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        self.pipeline_order = self._get_pipeline_order()

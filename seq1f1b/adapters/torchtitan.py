@@ -1,0 +1,274 @@
+"""Seq1F1B in torchtitan: its attention by ours, and the pipelining function of a ``ModelSpec``.
+
+A function of a train config's registry changes the spec of the one that it starts from::
+
+    from seq1f1b.torchtitan import segmented
+
+    def llama3_8b_seq1f1b() -> Trainer.Config:
+        config = llama3_8b()
+        config.model_spec = segmented(config.model_spec, n_segments=4)
+        config.parallelism.pipeline_parallel_schedule = "1F1B"
+        return config
+
+Tested with torchtitan 0.3 (extra ``torchtitan``) on the CPU: its real ``Trainer`` over gloo, with its device set to the
+CPU. It has not run on a GPU, so not with NCCL, Float8, MXFP8 or asynchronous tensor parallelism; nor under tensor
+parallelism, whose ``fully_shard`` torch 2.13 does not have. ``docs/how-to/torchtitan.md`` says more.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, get_schedule_class
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    GQAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+from seq1f1b.ops.attention import causal_attention, layer_handle
+from seq1f1b.ops.attention import positions as token_positions
+from seq1f1b.partition import ModelShape
+
+__all__ = ["convert", "pipelining_fn", "segmented", "shape_of"]
+
+
+def segmented(
+    spec: ModelSpec, *, n_segments: int, segment_sizes: str | Sequence[int] | None = None, **engine_options: Any
+) -> ModelSpec:
+    """The same model, whose pipeline runs every micro-batch in segments along the sequence.
+
+    Args:
+        spec: of a decoder with grouped-query attention: Llama 3, Qwen3. It stays as it is.
+        n_segments, segment_sizes, engine_options: as of :func:`pipelining_fn`.
+    Returns:
+        A spec with the names, parameters and checkpoints of ``spec``. It also trains without a pipeline.
+    Raises:
+        ValueError: the model's attention, or something else in it, cannot run by segments, by name.
+    """
+    if spec.pipelining_fn is None:
+        raise ValueError(f"{spec.name} has no pipelining_fn: torchtitan cannot cut it into stages")
+    return dataclasses.replace(
+        spec,
+        model=convert(spec.model),
+        pipelining_fn=pipelining_fn(
+            n_segments=n_segments, segment_sizes=segment_sizes, base=spec.pipelining_fn, **engine_options
+        ),
+    )
+
+
+def pipelining_fn(
+    *,
+    n_segments: int,
+    segment_sizes: str | Sequence[int] | None = None,
+    base: Callable[..., Any] = pipeline_llm,
+    **engine_options: Any,
+) -> Callable[..., Any]:
+    """A ``pipelining_fn`` for a ``ModelSpec`` whose model :func:`convert` made.
+
+    ``base`` cuts the model and parallelizes its parts; :class:`seq1f1b.ScheduleSeq1F1B` runs them, and
+    :class:`seq1f1b.ScheduleSeqInterleaved1F1B` where a rank has several. ``pipeline_parallel_schedule`` says which,
+    ``"1F1B"`` or ``"Interleaved1F1B"``, and ``local_batch_size / pipeline_parallel_microbatch_size`` the number of
+    micro-batches.
+
+    Args:
+        n_segments: k, parts of every sequence; a ``ChunkedLossWrapper`` chunks each of them in turn, and needs it.
+        segment_sizes: None (even), ``"balanced"`` by the model's FLOPs, or a list of k lengths.
+        base: the spec's own ``pipelining_fn``.
+        engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
+    Raises:
+        ValueError: when torchtitan calls it, for a parallelism that segments cannot do, by name.
+    """
+
+    def pipeline(
+        model: nn.Module,
+        *,
+        parallel_dims: Any,
+        training: Any,
+        parallelism: Any,
+        device: Any,
+        model_config: Any,
+        loss_fn: Callable[..., Any],
+        **others: Any,
+    ) -> tuple[Any, list[nn.Module], bool, bool]:
+        _check_parallelism(parallelism, training, n_segments)
+        _, parts, has_first, has_last = base(
+            model,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            device=device,
+            model_config=model_config,
+            loss_fn=loss_fn,
+            **others,
+        )
+        mesh = parallel_dims.get_mesh("pp")
+        rank, size = mesh.get_local_rank(), mesh.size()
+        stages = [
+            PipelineStage(part, rank + i * size, size * len(parts), device, group=mesh.get_group())
+            for i, part in enumerate(parts)
+        ]
+        options: dict[str, Any] = {"model_shape": shape_of(model_config) if segment_sizes == "balanced" else None}
+        options |= {"segment_sizes": segment_sizes, "arg_rules": {"positions": "slice"}, **engine_options}
+        M = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+
+        def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
+            loss, _ = loss_fn(*args, **kwargs)  # and its metrics
+            return loss  # type: ignore[no-any-return]
+
+        # Its losses are sums over tokens divided by the count of the whole step.
+        options |= {"scale_grads": False, "loss_reduction": "sum", "n_segments": n_segments}
+        schedule: Any
+        if _is_interleaved(parallelism):
+            schedule = ScheduleSeqInterleaved1F1B(stages, M, scalar_loss, **options)
+        else:
+            schedule = ScheduleSeq1F1B(stages[0], M, scalar_loss, **options)
+        return schedule, parts, has_first, has_last
+
+    return pipeline
+
+
+def convert(model_config: Decoder.Config) -> Decoder.Config:
+    """A copy of a model's config whose attention is :func:`seq1f1b.causal_attention`, document by document.
+
+    Raises:
+        ValueError: a layer is something else than grouped-query attention over all earlier tokens, by name.
+    """
+    if not isinstance(model_config, Decoder.Config):
+        raise ValueError(f"{type(model_config).__qualname__} is not the config of a decoder")
+    if getattr(model_config, "vision_encoder", None) is not None:
+        raise ValueError("a vision encoder sees whole sequences: its model cannot run by segments")
+    converted = copy.deepcopy(model_config)
+    for i, layer in enumerate(converted.layers):
+        layer.attention = _convert_attention(layer.attention, i)
+    return converted
+
+
+class SegmentAttention(GQAttention):  # type: ignore[misc]
+    """Grouped-query attention of the current segment over all before it.
+
+    torchtitan's data loaders give each token its position in its document; without any a sequence is one document.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):  # type: ignore[misc]
+        pass
+
+    # Names of arguments are torchtitan's, which shards them by name.
+    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            documents, positions = None, token_positions(x_BLD)[None]
+        else:
+            documents = token_positions(positions) - positions  # where each token's document begins, in any segment
+            documents = documents.expand(x_BLD.shape[0], -1)
+        return super().forward(x_BLD, documents, positions)  # type: ignore[no-any-return]
+
+
+class InnerAttention(Module):  # type: ignore[misc]
+    """What stands in the place of ``FlexAttention`` and ``VarlenAttention``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        layer: int
+        window: int | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.layer = layer_handle(config.layer)
+        self.window = config.window
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        out = causal_attention(q, k, v, layer=self.layer, scale=scale, window=self.window, doc_ids=attention_masks)
+        return out.transpose(1, 2)
+
+
+def _convert_attention(config: Any, index: int) -> SegmentAttention.Config:
+    inner = getattr(config, "inner_attention", None)
+    if type(config) is not GQAttention.Config:
+        name = "no attention" if config is None else type(config).__qualname__.removesuffix(".Config")
+        raise ValueError(
+            f"layer {index} has {name}, only torchtitan's GQAttention runs by segments: write other attention, and "
+            "other state along the sequence, with seq1f1b.causal_attention and seq1f1b.carry_in"
+        )
+    window = None
+    if isinstance(inner, VarlenAttention.Config):
+        left, right = inner.window_size
+        if right != 0:
+            raise ValueError(f"layer {index} has window_size {inner.window_size}: its attention is not causal")
+        window = left + 1 if left >= 0 else None
+    elif not isinstance(inner, (FlexAttention.Config, ScaledDotProductAttention.Config)):
+        raise ValueError(f"layer {index} has inner attention {type(inner).__qualname__.removesuffix('.Config')}")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    fields["inner_attention"] = InnerAttention.Config(
+        layer=index, window=window, param_init=inner.param_init, sharding_config=inner.sharding_config
+    )
+    return SegmentAttention.Config(**fields)
+
+
+def _check_parallelism(parallelism: Any, training: Any, n_segments: int) -> None:
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError("pipeline_parallel_schedule_csv says an order without segments: leave it empty")
+    name = parallelism.pipeline_parallel_schedule
+    if get_schedule_class(name) not in (Schedule1F1B, ScheduleInterleaved1F1B):
+        raise ValueError(
+            f"pipeline_parallel_schedule is {name!r}, must be '1F1B', or 'Interleaved1F1B' for several stages per "
+            "rank, in whose place Seq1F1B runs"
+        )
+    if parallelism.context_parallel_degree > 1:
+        raise ValueError("context parallelism cuts the sequence too: set context_parallel_degree to 1")
+    if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
+        raise ValueError(
+            f"stages under spmd_backend {parallelism.spmd_backend!r} hand DTensors to one another: tensor parallelism "
+            "needs 'spmd_types'"
+        )
+    if not 1 <= n_segments <= training.seq_len:
+        raise ValueError(
+            f"n_segments is {n_segments}, must be from 1 to the sequence's length: seq_len is {training.seq_len}"
+        )
+
+
+def _is_interleaved(parallelism: Any) -> bool:
+    return get_schedule_class(parallelism.pipeline_parallel_schedule) is ScheduleInterleaved1F1B
+
+
+def shape_of(config: Any) -> ModelShape:
+    """What a balanced split, and ``plan``, need to know of a dense model.
+
+    Raises:
+        ValueError: it has experts.
+    """
+    layer = config.layers[0]
+    if layer.feed_forward is None:
+        raise ValueError('segment_sizes="balanced" of a mixture of experts needs model_shape=')
+    attention = layer.attention
+    return ModelShape(
+        hidden=config.dim,
+        layers=len(config.layers),
+        heads=attention.n_heads,
+        kv_heads=attention.n_kv_heads or attention.n_heads,
+        ffn=layer.feed_forward.w1.out_features,
+        vocab=config.vocab_size,
+        head_dim=attention.head_dim or 0,
+    )

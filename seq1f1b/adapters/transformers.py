@@ -1,0 +1,595 @@
+"""Hugging Face transformers: its attention by ours, and its decoder-only models cut into pipeline stages.
+
+Importing this module registers the attention function ``"seq1f1b"`` with transformers, and with it the masks that it
+needs: none. Needs the extra ``transformers``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.runtime.engine import PipelineEngine
+
+__all__ = ["CausalLMStage", "attention", "pipeline_stage", "save_pretrained"]
+
+_NAME = "seq1f1b"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """:func:`seq1f1b.causal_attention` as transformers calls an attention function, ``attn_implementation="seq1f1b"``.
+
+    Args:
+        module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
+        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim).
+        attention_mask: None; or doc_ids of packed documents as (batch, 1, 1, tokens), int32: four dimensions, for
+            models hand on such a mask to every layer as it is.
+        scaling, sliding_window, softcap: scale, window and softcap of ``causal_attention``.
+    Returns:
+        (batch, tokens, heads, head_dim), and None for the attention weights.
+    Raises:
+        ValueError: dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
+    """
+    if dropout:
+        _refuse(f"attention dropout (here {dropout})", "set attention_dropout to 0 in the config, or call eval()")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse("attention that is not causal", "use another attn_implementation")
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        _refuse("an attention mask", _ABOUT_PADDING)
+    for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
+        if others.get(name) is not None:
+            _refuse(f"{text} ({name})", "use another attn_implementation")
+    if others.get("output_attentions"):
+        _refuse("output_attentions: it never forms the weights", "leave it off")
+    if key.shape[2] != query.shape[2]:
+        _refuse(
+            f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
+            "set use_cache=False, or generate with another attn_implementation",
+        )
+    layer, slides = getattr(module, "seq1f1b_layer", None), getattr(module, "seq1f1b_slides", None)
+    if layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
+        layer, slides = _identify(module)
+    if sliding_window is None and slides:
+        _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
+    doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    out = causal_attention(
+        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
+    )
+    return out.transpose(1, 2), None
+
+
+def _identify(module: Any) -> tuple[int, bool]:
+    """Index of an attention's layer, and whether its config says that it slides."""
+    index: int | None = getattr(module, "layer_idx", None)
+    if index is None:
+        _refuse(f"{type(module).__name__}, which has no layer_idx", "use another attn_implementation")
+    types: Any = getattr(getattr(module, "config", None), "layer_types", None)
+    return index, bool(types) and types[index] == "sliding_attention"
+
+
+_ABOUT_PADDING = (
+    "pad on the right, where causal attention does not see it, give padding the label -100 and leave attention_mask out"
+)
+
+
+def _no_mask(
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> None:
+    """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
+    if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
+        _refuse("an attention_mask with padding", _ABOUT_PADDING)
+    if not allow_is_causal_skip:
+        _refuse(
+            "a mask of the model's own over the causal one, or position_ids of packed documents",
+            "pass the documents' doc_ids to a stage of pipeline_stage",
+        )
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        _refuse(f"chunked attention (chunks of {local_size} tokens)", "use another attn_implementation")
+    if local_size is None and mask_function is not causal_mask_function:
+        _refuse("a mask that is not causal", "use another attn_implementation")
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise ValueError(f'attn_implementation="{_NAME}" does not support {what}: {remedy}')
+
+
+transformers.AttentionInterface.register(_NAME, attention)
+AttentionMaskInterface.register(_NAME, _no_mask)
+
+
+def pipeline_stage(
+    model: nn.Module, rank: int, num_ranks: int, *, balance: Sequence[int] | None = None
+) -> CausalLMStage:
+    """Stage ``rank`` of ``num_ranks`` of a decoder-only language model.
+
+    The stage runs the model's own forward with the other stages' layers left out, so whatever the model does to its
+    embeddings and logits it does here. The model is switched to the attention ``"seq1f1b"``; the stage shares its
+    modules, so keep no other reference to it: layers of other stages are freed then. A model on the meta device, made
+    from its config without memory, is cut all the same; :meth:`CausalLMStage.materialize` gives the stage memory.
+
+    Args:
+        model: ``...ForCausalLM`` of transformers.
+        rank, num_ranks: index and number of stages, where a rank holds several; else of ranks.
+        balance: layers of each stage; default: even, the first stages take the rest.
+    Raises:
+        ValueError: the model does not follow the library's conventions, or has what segments cannot do, by name.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
+    _check_config(model)
+    path, layers = _find_layers(model)
+    cuts = _cuts(balance, len(layers), num_ranks)
+    model.set_attn_implementation(_NAME)
+
+    skeleton, owners = _skeleton(model, path)
+    before, after, kept = _sides(model, skeleton, path, owners)
+    stage_of = dict.fromkeys(before, 0) | dict.fromkeys(after, num_ranks - 1)
+    for stage in range(num_ranks):
+        stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
+    tied = _tied(model, stage_of)
+
+    start, stop = cuts[rank], cuts[rank + 1]
+    entry = _Entry() if rank > 0 else None
+    exit = _Exit() if rank < num_ranks - 1 else None
+    for name, stage in stage_of.items():
+        if stage != rank:
+            _set(skeleton, name, _NoEmbedding() if name in before else _Elsewhere())
+            continue
+        module = model.get_submodule(name)
+        if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
+            module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
+        _set(skeleton, name, module)
+    for name in kept:
+        _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
+    if exit is not None:
+        _set(skeleton, f"{path}.{stop}", exit)
+    if entry is not None:
+        _set(skeleton, f"{path}.{start - 1}", entry)
+    _number_layers(skeleton.get_submodule(path), start, stop)
+
+    parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+    copies = {
+        name: next(parameters[other] for other in _names(model, p) if other in parameters)
+        for name, (p, holders) in tied.items()
+        if rank in holders
+    }
+    return CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+
+
+class CausalLMStage(nn.Module):
+    """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
+
+    Takes token ids (batch, tokens) on the first stage, hidden states (batch, tokens, hidden) on later ones; returns
+    hidden states, or logits (batch, tokens, vocabulary) on the last. Positions are those of the current segment, within
+    packed documents those of the document: ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`, on every
+    stage.
+
+    Attributes:
+        causal_lm: the model of transformers of which this stage has its part.
+        tied_parameters: of this stage, those that other stages hold a copy of, by their first name in the model.
+    """
+
+    causal_lm: Any
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        decoder: str,
+        entry: _Entry | None,
+        exit: _Exit | None,
+        tied: dict[str, nn.Parameter],
+        is_first: bool,
+    ) -> None:
+        super().__init__()
+        # The same children, under the same names, as the model's, which is itself not a child.
+        self.__dict__["causal_lm"] = causal_lm
+        for name, child in causal_lm.named_children():
+            self.add_module(name, child)
+        self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
+        self._decoder, self._is_first = decoder, is_first
+        self._tied = {name: _name_of(causal_lm, p) for name, p in tied.items()}
+        self.train(causal_lm.training)
+
+    @property
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: self.get_parameter(own) for name, own in self._tied.items()}
+
+    def materialize(self, device: torch.device | str = "cpu") -> None:
+        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would."""
+        self.to_empty(device=device)
+        for thing in (*self.modules(), *self.parameters(), *self.buffers()):
+            thing.__dict__.pop("_is_hf_initialized", None)
+        self.causal_lm.initialize_weights()
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        arguments: dict[str, Any] = {
+            "input_ids" if self._is_first else "inputs_embeds": x,
+            "position_ids": positions(x)[None] if doc_ids is None else positions(x, doc_ids=doc_ids),
+            "attention_mask": None if doc_ids is None else doc_ids.to(torch.int32)[:, None, None],
+            "use_cache": False,
+            "return_dict": True,
+        }
+        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
+        if entry is not None:
+            entry.hidden = x
+        if exit is None:
+            logits: Tensor = self.causal_lm(**arguments).logits
+            out = logits
+        else:
+            self.get_submodule(self._decoder)(**arguments)
+            out = exit.hidden
+            exit.hidden = None
+        if entry is not None:
+            entry.hidden = None
+        return out
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
+
+    def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+        return hidden_states if x is None else x
+
+
+class _NoEmbedding(nn.Module):
+    """Stands for an embedding on later stages: zeros that change neither shape nor dtype of what they are added to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((1, 1, 1), dtype=torch.uint8)
+
+
+class _Entry(nn.Module):
+    """In the place of the layer before a stage's first one: gives the hidden states that came from the stage before."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hidden
+
+
+class _Exit(nn.Module):
+    """In the place of the layer after a stage's last one: takes what goes to the next stage."""
+
+    hidden: Any = None
+
+    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.hidden = hidden_states
+        return hidden_states
+
+
+_POSITIONAL = ("position_ids", "position_embeddings", "cache_position")
+
+
+class _Probe(nn.Module):
+    """A layer while it is found out what a model runs before and after its layers."""
+
+    def __init__(self, index: int, calls: list[Any]) -> None:
+        super().__init__()
+        self.index, self.calls = index, calls
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.index and hidden_states is not self.calls[-1][1]:
+            raise ValueError("its layers do not simply follow one another")
+        given = {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs}
+        for name, value in given.items():
+            if name not in _POSITIONAL and value is not None and not isinstance(value, (bool, int, float, str)):
+                raise ValueError(
+                    f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on"
+                )
+        self.calls.append((self.index, hidden_states.clone()))
+        return self.calls[-1][1]  # type: ignore[no-any-return]
+
+
+def _check_config(model: transformers.PreTrainedModel) -> None:
+    config = model.config
+    name = type(model).__name__
+    head: Any = model.get_output_embeddings()
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"{name} cannot be cut into stages that run by segments: {what}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder")
+    if head is None:
+        refuse("it has no language model head; give a ...ForCausalLM")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        refuse("its attention is not causal")
+    if not model._supports_attention_backend:
+        refuse("its attention is its own and not that of transformers' AttentionInterface")
+    if getattr(config, "alibi", False):
+        refuse("its attention has ALiBi biases")
+    if getattr(config, "output_router_logits", False):
+        refuse("its router loss needs the logits of all layers in one place; set output_router_logits=False")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _LAYER_TYPES:
+            refuse(f"it has layers of type {kind}, whose state is not carried from segment to segment")
+    if getattr(config, "attention_chunk_size", None):
+        refuse("it has chunked attention")
+    for rotation in _rotations(getattr(config, "rope_parameters", None)):
+        if rotation in _ROTATIONS:
+            refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            refuse(f"{path} is a convolution, which a segment's border would cut")
+
+
+def _rotations(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rotations(value)
+
+
+def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of decoder layers, and its name: each of its modules holds one attention that says its layer_idx."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(len(_attentions(layer)) == 1 and _attentions(layer)[0].layer_idx == i for i, layer in enumerate(module))
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} lists of decoder layers with an attention each that says its "
+            "layer_idx and is_causal, must be 1: it does not follow the conventions of transformers' decoders"
+        )
+    return found[0]
+
+
+def _attentions(layer: nn.Module) -> list[Any]:
+    return [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+
+
+def _cuts(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
+    if balance is None:
+        each, rest = divmod(num_layers, num_stages)
+        if each == 0:
+            raise ValueError(f"{num_layers} layers do not fill {num_stages} stages")
+        balance = [each + (stage < rest) for stage in range(num_stages)]
+    elif len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
+        raise ValueError(
+            f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {num_layers}, none below 1"
+        )
+    return [sum(balance[:stage]) for stage in range(num_stages + 1)]
+
+
+def _skeleton(model: nn.Module, path: str) -> tuple[Any, list[str]]:
+    """Copies of the modules that contain the list of layers, and of the list, which share everything below."""
+    skeleton = _shallow(model)
+    names = path.split(".")
+    for i in range(len(names)):
+        name = ".".join(names[: i + 1])
+        _set(skeleton, name, _shallow(model.get_submodule(name)))
+    return skeleton, [".".join(names[:i]) for i in range(len(names))]
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    new = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        new.__dict__[name] = dict(module.__dict__[name])
+    if isinstance(module, transformers.PreTrainedModel):
+        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # of modules that lie on other stages
+    return new
+
+
+def _set(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    root.get_submodule(parent)._modules[child] = module
+
+
+def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Names of the modules with parameters that the model runs before and after its layers, and of those without any.
+
+    Found by running the model on two tokens with its layers left out.
+    """
+    calls: list[Any] = []
+    for i in range(len(model.get_submodule(path))):
+        _set(skeleton, f"{path}.{i}", _Probe(i, calls))
+    others = {}
+    for owner in owners:
+        parent = model.get_submodule(owner)
+        if next(parent.parameters(recurse=False), None) is not None:
+            raise ValueError(f"{type(parent).__name__} holds parameters beside its modules, which no stage would own")
+        for child, module in parent.named_children():
+            name = f"{owner}.{child}" if owner else child
+            if not f"{path}.".startswith(f"{name}."):
+                others[name] = module
+
+    seen: dict[str, bool] = {}  # whether a module runs after the layers
+    for name, module in others.items():
+        _set(skeleton, name, _watched(module, partial(_note, seen, name, calls)))
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            # The mask says that nothing is padded or packed, which cannot be seen on the meta device.
+            skeleton(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        if [index for index, _ in calls] != list(range(len(model.get_submodule(path)))):
+            raise ValueError("it does not run its layers once each, in their order")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{type(model).__name__} does not run as transformers' decoders do: {error}") from error
+    kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
+    idle = [name for name in others if name not in kept and name not in seen]
+    if idle:
+        raise ValueError(f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}")
+    sided = [name for name in others if name not in kept]
+    return [n for n in sided if not seen[n]], [n for n in sided if seen[n]], kept
+
+
+def _note(seen: dict[str, bool], name: str, calls: list[Any]) -> None:
+    seen.setdefault(name, bool(calls))
+
+
+def _watched(module: nn.Module, note: Callable[[], None]) -> nn.Module:
+    """The module with a hook of its own."""
+    new = _shallow(module)
+    new._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
+
+    def hook(*_: Any) -> None:
+        note()
+
+    new.register_forward_pre_hook(hook)
+    return new
+
+
+def _tied(model: nn.Module, stage_of: dict[str, int]) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Parameters that several stages hold, by their first name, with these stages."""
+    holders: dict[int, set[int]] = {}
+    for name, stage in stage_of.items():
+        for parameter in model.get_submodule(name).parameters():
+            holders.setdefault(id(parameter), set()).add(stage)
+    return {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
+
+
+def _names(model: nn.Module, parameter: nn.Parameter) -> list[str]:
+    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+
+
+def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
+    return _names(model, parameter)[0]
+
+
+def _number_layers(layers: nn.Module, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        module = _attentions(layers.get_submodule(str(i)))[0]
+        module.seq1f1b_layer, module.seq1f1b_slides = layer_handle(i), _identify(module)[1]
+
+
+def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
+    """Writes one checkpoint of transformers that ``from_pretrained`` loads. Collective over the pipeline.
+
+    Every rank writes its own stages' weights (safetensors) to the folder, which all must see; rank 0 adds index, config
+    and generation config. What the folder held before stays until all new files are written.
+
+    Raises:
+        TypeError: a stage was not made by :func:`pipeline_stage`.
+        OSError: on every rank, where any could not write.
+    """
+    stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
+    if len(stages) != len(engine.modules()):
+        raise TypeError("save_pretrained takes an engine whose stages pipeline_stage made")
+    gather = engine.all_gather_object
+    folder = os.fspath(folder)
+    unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
+    shards: list[str] = []
+
+    def write() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        elsewhere = engine.tied_elsewhere()
+        for i, stage in enumerate(stages):
+            part = os.path.join(unfinished, str(i))
+            own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
+            state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
+            # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
+            stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
+            try:
+                stage.causal_lm.save_pretrained(part, state_dict=state)
+            finally:
+                del stage.causal_lm.should_save_on_this_rank
+            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
+            if not written:
+                raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
+            shards.extend(written)
+
+    _together(gather, folder, engine.rank, write)
+    contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
+    total = sum(map(len, contents))
+    before = sum(map(len, contents[: engine.rank]))
+    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [_SINGLE]
+
+    def move() -> None:
+        for i, shard in enumerate(shards):
+            os.replace(shard, os.path.join(folder, names[before + i]))
+        if engine.rank == 0:
+            for name in os.listdir(os.path.join(unfinished, "0")):
+                if name.endswith(".json") and name != _INDEX:
+                    os.replace(os.path.join(unfinished, "0", name), os.path.join(folder, name))
+            flat = [tensors for rank in contents for tensors in rank]
+            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
+
+    try:
+        _together(gather, folder, engine.rank, move)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+_SINGLE, _INDEX, _WEIGHTS = "model.safetensors", "model.safetensors.index.json", ".safetensors"
+
+
+def _together(gather: Callable[[Any], list[Any]], folder: str, rank: int, action: Callable[[], None]) -> None:
+    """Does this rank's part; an error of any rank is raised on all."""
+    problem = None
+    try:
+        action()
+    except Exception as error:
+        problem = f"rank {rank}: {type(error).__name__}: {error}"
+    problems = [text for text in gather(problem) if text]
+    if problems:
+        shutil.rmtree(os.path.join(folder, f".unfinished-{rank}"), ignore_errors=True)
+        raise OSError(f"no checkpoint was written to {folder}: {'; '.join(problems)}")
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return own in module.get_submodule(owner)._parameters
+
+
+def _tensor_bytes(file: str) -> dict[str, int]:
+    with safe_open(file, framework="pt") as tensors:
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, not a dict
+    return {name: t.nbytes for name, t in found.items()}
+
+
+def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str) -> None:
+    """The index, if there is more than one shard; removes weights that the folder held before."""
+    for name in os.listdir(folder):
+        if name not in shards and (name in (_SINGLE, _INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)):
+            os.remove(os.path.join(folder, name))
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
+        "weight_map": {tensor: name for name, tensors in shards.items() for tensor in sorted(tensors)},
+    }
+    with open(unfinished, "w", encoding="utf-8") as out:
+        json.dump(index, out, indent=2, sort_keys=True)
+    os.replace(unfinished, os.path.join(folder, _INDEX))

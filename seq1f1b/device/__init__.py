@@ -1,0 +1,1 @@
+"""GPUs: CUDA kernels of attention, devices of a stage, edges between GPUs."""

@@ -1,0 +1,333 @@
+"""Causal attention of the current segment over everything before it, and the positions of its tokens.
+
+The same module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
+sequence. Inside one, the engine has set the current unit: keys and values go to that unit's rows of the KV cache, and
+the segment attends to the rows of all segments so far. Which of the two is decided per call, never by an argument, so
+that any model can be checked against itself run whole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seq1f1b import _core
+from seq1f1b.device import cuda
+
+__all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
+
+_core.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+_ops = torch.ops.seq1f1b
+_cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
+cuda.register(_cuda_kernels)
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+# Whether the code that torch.compile traces now is meant for a pipeline step. Traced code cannot ask C for the current
+# unit; it reads this instead and is guarded on it, so that one module has a graph for either.
+stepping = False
+
+
+def set_stepping(flag: bool) -> None:
+    """Says whether code traced from now on runs inside pipeline steps. For engines."""
+    global stepping
+    stepping = flag
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer: Tensor | int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the current segment over itself and everything before it.
+
+    Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
+    Outside a pipeline step: plain causal attention. On CUDA by torch's own ops, see
+    ``seq1f1b/device/cuda.py``, which nobody has run on a GPU yet.
+
+    Args:
+        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. On the CPU or a
+            CUDA device, as everything else but ``layer``.
+        k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads.
+        layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
+        scale: of the products of queries and keys; default 1 / sqrt(head_dim).
+        window: keys that a query sees, itself included; default all.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
+        alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
+        doc_ids: (batch, tokens) integers of the segment's tokens; a query sees the keys of its own document only.
+    Returns:
+        (batch, heads, tokens, head_dim) of q's dtype, in memory (batch, tokens, heads, head_dim).
+    Raises:
+        ValueError, TypeError: shapes or dtypes disagree, or an option is out of range.
+        RuntimeError: inside a step, where the KV cache is used out of order, e.g. one layer twice in a forward.
+    Source: Seq1F1B, arXiv:2406.03488.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v, alibi_slopes, doc_ids)
+    # Two tensors for "none": dynamo refuses one tensor in two places of an autograd.Function.
+    slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
+    docs = q.new_empty(0) if doc_ids is None else doc_ids.to(torch.int32)
+    options = (slopes, docs, *_options(q, scale, window, softcap))
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    in_step = stepping if torch.compiler.is_compiling() else _core.in_step()
+
+    if in_step:
+        handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
+        if records:
+            return _SegmentAttention.apply(q, k, v, handle, *options)  # type: ignore[no-any-return, no-untyped-call]
+        return _ops.segment_attention.default(q, k, v, handle, *options)[0]  # type: ignore[no-any-return]
+    if records:
+        return _CausalAttention.apply(q, k, v, *options)  # type: ignore[no-any-return, no-untyped-call]
+    return _ops.causal_attention.default(q, k, v, *options)[0]  # type: ignore[no-any-return]
+
+
+def layer_handle(index: int) -> Tensor:
+    """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
+
+    A handle is a tensor and not an int, so that ``torch.compile`` compiles a block once for all layers; it is not a
+    buffer, for it has to stay on the CPU. Distinct calls of a stage take distinct indices; stages do not share them.
+
+    Raises:
+        ValueError: index is negative.
+    """
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
+    _core.layer_register(index)
+    return torch.tensor(index, dtype=torch.int64, device="cpu")
+
+
+def token_offset(*, shard: tuple[int, int] | None = None) -> int:
+    """Position of the current segment's first token; 0 outside a step. For eager code, see ``positions``.
+
+    Args:
+        shard: (rank, size) where each of several ranks holds a part of the segment: position of the rank's first token.
+    """
+    if shard is None:
+        return _core.token_offset()
+    rank, size = check_shard(shard)
+    unit = _core.current_unit()
+    if unit is None and rank > 0:
+        raise ValueError(
+            f"token_offset(shard=({rank}, {size})) outside a step, where no length is known: use positions"
+        )
+    offset, length = (0, 0) if unit is None else unit[6:8]
+    return offset + rank * (length // size)
+
+
+def positions(
+    x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, shard: tuple[int, int] | None = None
+) -> Tensor:
+    """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
+
+    An op that reads the offset when it runs, so that compiled code need not be traced again for another segment.
+
+    Args:
+        doc_ids: (batch, tokens) of packed documents, as :func:`seq1f1b.document_starts` makes them for whole rows: the
+            result is (batch, tokens), and 0 where a document begins, be it in an earlier segment.
+        shard: (rank, size) where x holds the rank's part of the segment, as under sequence parallelism; the parts are
+            equally long.
+    Raises:
+        ValueError: x is not as long as the segment, or its shard; doc_ids that are no positions of first tokens.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
+    rank, size = (0, 1) if shard is None else check_shard(shard)
+    x = x.detach()
+    docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else doc_ids.to(torch.int32)
+    return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
+
+
+def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    """(rank, size), or the error that names the rule."""
+    if not (isinstance(shard, tuple) and len(shard) == 2 and 0 <= shard[0] < shard[1]):
+        raise ValueError(f"shard is {shard!r}, must be (rank, size) with 0 <= rank < size")
+    return shard
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, *options: Any) -> Tensor:
+        out, lse = _ops.causal_attention.default(q, k, v, slopes, docs, *options)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, docs)
+        ctx.options = options
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, slopes, docs = ctx.saved_tensors
+        grads = _ops.causal_attention_backward.default(dout, q, k, v, out, lse, slopes, docs, *ctx.options)
+        return (*grads, None, None, None, None, None)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """Saves no key and no value: they stay in the KV cache, whose rows the backward reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, *options: Any
+    ) -> Tensor:
+        out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, *options)
+        ctx.save_for_backward(_compact(q), out, lse, layer, slopes, docs)
+        ctx.options = options
+        ctx.kv_heads = k.shape[1]
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, lse, layer, slopes, docs = ctx.saved_tensors
+        grads = _ops.segment_attention_backward.default(
+            dout, q, out, lse, layer, slopes, docs, *ctx.options, ctx.kv_heads
+        )
+        return (*grads, None, None, None, None, None, None)
+
+
+def _compact(q: Tensor) -> Tensor:
+    """A copy of ``q`` where it is a part of a larger storage, as one projection makes q, k and v.
+
+    To save the part would keep the whole, and keys and values lie in the cache already. Compiled code has buffers
+    of its own.
+    """
+    if torch.compiler.is_compiling() or q.untyped_storage().nbytes() == q.nbytes:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, casts as torch's own attention does: everything floating but float64."""
+    device = q.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+    return cast(q), cast(k), cast(v)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor | None) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ValueError(f"{name} is {_text(t)}, must be (batch, heads, tokens, head_dim)")
+        if t.device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"{name} is on {t.device}: attention runs on the CPU and on CUDA devices")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} has layout {t.layout}, must be torch.strided")
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q is {q.dtype}, must be float64, float32, bfloat16 or float16")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
+    batch, heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1:
+        raise ValueError(f"q is {_text(q)}, k is {_text(k)}: no size may be 0")
+    if head_dim > _MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}, must be at most {_MAX_HEAD_DIM}")
+    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim or v.shape != k.shape:
+        raise ValueError(f"k is {_text(k)}, v is {_text(v)}: must agree with q {_text(q)} in all but heads")
+    if heads % kv_heads != 0:
+        raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
+    if slopes is not None:
+        if slopes.requires_grad:
+            raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
+        if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
+            raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
+    if docs is not None:
+        if docs.is_floating_point() or docs.is_complex():
+            raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
+        if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
+            raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
+
+
+def _options(q: Tensor, scale: float | None, window: int | None, softcap: float | None) -> tuple[float, int, float]:
+    """What the ops take for scale, window and softcap, where 0 stands for none."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, must be at least 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, must be above 0")
+    return float(scale) if scale is not None else q.shape[3] ** -0.5, window or 0, softcap or 0.0
+
+
+def _text(t: Tensor) -> str:
+    return str(tuple(t.shape))
+
+
+# -- fake kernels: shapes, dtypes and layouts of the results, for tracing ------------------------------------------
+
+
+def _token_major(like: Tensor, heads: int) -> Tensor:
+    batch, _, tokens, head_dim = like.shape
+    return like.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def _check_devices(*tensors: Tensor) -> None:
+    if any(t.device != tensors[0].device for t in tensors):
+        raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
+
+
+def _fake_forward(q: Tensor) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _token_major(q, q.shape[1]), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _fake_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    _check_devices(q, k, v, slopes, doc_ids)
+    return _fake_forward(q)
+
+
+def _fake_segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float, window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_devices(q, k, v, slopes, doc_ids)
+    return _fake_forward(q)
+
+
+def _fake_causal_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids)
+    return _token_major(q, q.shape[1]), _token_major(k, k.shape[1]), _token_major(k, k.shape[1])
+
+
+def _fake_segment_attention_backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float,
+    window: int, softcap: float, kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, out, lse, slopes, doc_ids)
+    return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads)
+
+
+def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
+    shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
+    return x.new_empty(shape, dtype=torch.int64)
+
+
+for _name, _fake in (
+    ("causal_attention", _fake_causal_attention),
+    ("causal_attention_backward", _fake_causal_attention_backward),
+    ("segment_attention", _fake_segment_attention),
+    ("segment_attention_backward", _fake_segment_attention_backward),
+    ("positions", _fake_positions),
+):
+    torch.library.register_fake(f"seq1f1b::{_name}", _fake)

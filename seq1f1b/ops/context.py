@@ -1,0 +1,174 @@
+"""What a module may ask of the step it runs in: state carried along the sequence, and auxiliary losses.
+
+Outside a step the same calls make the module ordinary torch: ``carry_in`` gives the default, the other two do nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.ops import attention
+
+__all__ = ["add_loss", "carry_in", "carry_out"]
+
+
+class LiveUnit:
+    """What F(m.s) leaves behind for B(m.s)."""
+
+    __slots__ = (
+        "auxiliary", "carried_in", "carried_out", "forward", "leaves", "microbatch", "outputs", "previous",
+        "roots", "saved_bytes", "seeds", "segment", "stage", "training",
+    )  # fmt: skip
+
+    def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
+        self.stage = stage
+        self.microbatch = microbatch
+        self.segment = segment
+        self.training = training
+        self.forward = True  # False while B runs: recomputation reads and never writes
+        self.previous = previous  # segment s - 1, for what it carried out
+        self.leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
+        self.roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
+        self.seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
+        self.outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
+        self.saved_bytes = 0  # by its graph, in the steps that measure
+        self.carried_in: dict[int, Tensor] | None = None
+        self.carried_out: dict[int, Tensor] | None = None
+        self.auxiliary: list[Tensor] | None = None
+
+
+class _Ambient(threading.local):
+    """The unit of this thread: ranks that are threads of one process."""
+
+    unit: LiveUnit | None = None
+
+
+_thread = _Ambient()
+_process: LiveUnit | None = None  # the engine inside a step; autograd's device threads find it here
+
+
+def set_thread_current(unit: LiveUnit | None) -> None:
+    _thread.unit = unit
+
+
+def set_process_current(unit: LiveUnit | None) -> None:
+    global _process
+    _process = unit
+
+
+_steps_lock = threading.Lock()
+_steps_inside = 0  # engines of this process inside a step: more than one only where ranks are threads
+
+
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """Code that is traced meanwhile is compiled for use inside steps."""
+    global _steps_inside
+    with _steps_lock:
+        _steps_inside += 1
+        attention.set_stepping(True)
+    try:
+        yield
+    finally:
+        with _steps_lock:
+            _steps_inside -= 1
+            attention.set_stepping(_steps_inside > 0)
+
+
+def current() -> LiveUnit | None:
+    return _thread.unit if _thread.unit is not None else _process
+
+
+def _key(layer: Tensor | int) -> int:
+    return layer if isinstance(layer, int) else int(layer.item())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
+    """State that the previous segment left by :func:`carry_out`.
+
+    Of packed documents, a layer forgets its state where a document begins, wherever in the segment that is, the first
+    token included: there ``positions(x, doc_ids=doc_ids)`` is 0.
+
+    Args:
+        layer: handle or int that names the state; attention has its own names.
+        default: the state before the first token: returned for the first segment, and outside a step.
+    Returns:
+        A tensor of any shape, the one that ``carry_out`` got in the previous segment. Its gradient flows back to it.
+    Raises:
+        RuntimeError: the previous segment left nothing under this name.
+    """
+    unit = current()
+    if unit is None or unit.segment == 0:
+        return default
+    key = _key(layer)
+    if unit.carried_in is None:
+        unit.carried_in = {}
+    known = unit.carried_in.get(key)
+    if known is not None:  # recomputation, or a second reader
+        return known
+    left = None if unit.previous is None else unit.previous.carried_out
+    state = None if left is None else left.get(key)
+    if state is None:
+        raise RuntimeError(
+            f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} reads carried state {key}, "
+            f"which segment {unit.segment - 1} did not leave by carry_out"
+        )
+    leaf = state.detach()
+    if unit.training and state.requires_grad:
+        leaf.requires_grad_()
+    unit.carried_in[key] = leaf
+    return leaf
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def carry_out(layer: Tensor | int, state: Tensor) -> None:
+    """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
+
+    Raises:
+        RuntimeError: gradients are off in a training forward (reentrant checkpointing): use ``use_reentrant=False``.
+        ValueError: the same name twice in one segment.
+    """
+    unit = current()
+    if unit is None or not unit.forward:
+        return
+    if unit.training and not torch.is_grad_enabled():
+        raise RuntimeError(
+            "carry_out with gradients off in a training step: its gradient would be lost. "
+            "Under torch.utils.checkpoint pass use_reentrant=False"
+        )
+    key = _key(layer)
+    if unit.carried_out is None:
+        unit.carried_out = {}
+    if key in unit.carried_out:
+        raise ValueError(f"carried state {key} is left twice in one segment; use one name per state")
+    unit.carried_out[key] = state
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def add_loss(tensor: Tensor) -> None:
+    """Adds an auxiliary loss of any stage (expert balance, for one): one more root of the segment's backward.
+
+    A loss that is a mean over the segment's tokens gets the segment's share of the sequence as its weight, and 1 / M
+    like the main one, so that over a micro-batch it is the mean over all its tokens. With ``loss_reduction="sum"``
+    it is added as it is. It is no part of the losses that ``step`` returns.
+
+    Args:
+        tensor: one element.
+    Raises:
+        ValueError: more than one element.
+    """
+    if tensor.numel() != 1:
+        raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")
+    unit = current()
+    if unit is None or not unit.forward or not unit.training or not tensor.requires_grad:
+        return
+    if unit.auxiliary is None:
+        unit.auxiliary = []
+    unit.auxiliary.append(tensor)

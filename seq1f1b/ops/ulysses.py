@@ -1,0 +1,110 @@
+"""Sequence parallelism inside a stage: ranks share the tokens of each segment, and for attention its heads.
+
+An all-to-all before attention turns each rank's tokens of all heads into all tokens of its heads, another one after it
+turns them back. Everything else of a stage works on tokens alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from seq1f1b import _core
+from seq1f1b.ops.attention import _autocast, _check, causal_attention
+
+__all__ = ["ulysses_attention"]
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    layer: Tensor | int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """:func:`seq1f1b.causal_attention` where the N ranks of a group each hold 1/N of the segment's tokens.
+
+    Rank r holds part r of the segment, as ``PipelineEngine(shard=(r, N))`` gives it; parts are equally long. The KV
+    cache of each rank then holds 1/N of the heads, for all tokens. Where N does not divide kv_heads, they are repeated
+    until it does: of 2 heads each of 8 ranks holds one.
+
+    Args:
+        q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
+        k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads.
+        group: of ranks that hold the same stage; None: all tokens are here, as in a model run whole.
+        layer, scale, window, softcap, alibi_slopes: as of ``causal_attention``, of all heads.
+        doc_ids: (batch, tokens), or (batch, N * tokens), those of the whole segment, which saves a gather per call.
+    Returns:
+        (batch, heads, tokens, head_dim), this rank's tokens of all heads.
+    Raises:
+        ValueError: heads that N does not divide, tokens that are not 1/N of the segment's, and what
+            ``causal_attention`` refuses.
+        RuntimeError: a rank of the group was lost, or did not come within the group's time-out.
+    Source: DeepSpeed-Ulysses, arXiv:2309.14509.
+    """
+    if group is None:
+        return causal_attention(
+            q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+            doc_ids=doc_ids,
+        )  # fmt: skip
+    size = dist.get_world_size(group)
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v, alibi_slopes, None)
+    _check_shards(q, doc_ids, size)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    copies = next(c for c in range(1, size + 1) if kv_heads * c % size == 0)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    own, own_kv = heads // size, kv_heads * copies // size
+
+    # One message for the three: (rank, tokens, batch, heads of the rank, head_dim).
+    blocks = torch.cat([_in_parts(t, 1, size).permute(1, 3, 0, 2, 4) for t in (q, k, v)], 3)
+    whole = _all_to_all(blocks, group).flatten(0, 1).permute(1, 2, 0, 3)
+    q, k, v = torch.split(whole, [own, own_kv, own_kv], 1)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.narrow(-1, dist.get_rank(group) * own, own)
+    if doc_ids is not None and doc_ids.shape[1] != q.shape[2]:
+        doc_ids = _all_to_all(doc_ids.to(torch.int32).t().expand(size, -1, -1), group).flatten(0, 1).t()
+    out = causal_attention(
+        q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, doc_ids=doc_ids
+    )
+    blocks = _in_parts(out.permute(2, 0, 1, 3), 0, size)
+    return _all_to_all(blocks, group).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _in_parts(t: Tensor, dim: int, size: int) -> Tensor:
+    return torch.unflatten(t, dim, (size, t.shape[dim] // size))
+
+
+def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Block j goes to rank j; block i of the result came from rank i. So does its gradient, back."""
+    out = collectives.all_to_all_single_autograd(blocks.contiguous(), None, None, group)
+    return out.wait() if isinstance(out, collectives.AsyncCollectiveTensor) else out
+
+
+def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
+    """Before the first message: a rank that sends another number of bytes than its peers expect would hang them."""
+    batch, heads, tokens, _ = q.shape
+    if heads % size:
+        raise ValueError(
+            f"q has {heads} heads, which the {size} ranks of the group do not divide: take a group of fewer ranks"
+        )
+    if doc_ids is not None and tuple(doc_ids.shape) not in ((batch, tokens), (batch, size * tokens)):
+        raise ValueError(
+            f"doc_ids is {tuple(doc_ids.shape)}, must be ({batch}, {tokens}), as q, or of the whole segment, "
+            f"({batch}, {size * tokens})"
+        )
+    unit = None if torch.compiler.is_compiling() else _core.current_unit()
+    if unit is not None and tokens * size != unit[7]:
+        raise ValueError(
+            f"q has {tokens} tokens on this rank, the segment has {unit[7]}: must be 1/{size} of them; give the engine "
+            f"shard=(rank, {size})"
+        )

@@ -1,0 +1,766 @@
+"""What a unit costs: seconds and bytes of F, I and W of every (stage, segment), from a model's shape and a machine.
+
+Presets are data files: ``data/models`` holds shapes, ``data/hardware`` machines. Every number of a machine has its
+source beside it, and a range where it is not certain; what a machine does not state comes from ``default.json``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from seq1f1b.partition import ModelShape, make_model, partition_sequence
+from seq1f1b.planning.profile import Part, Profile
+from seq1f1b.schedule import Schedule, StepMemory, StreamedSchedule, nearest_name
+
+__all__ = [
+    "CostModel",
+    "Hardware",
+    "Layout",
+    "ProfiledHardware",
+    "RankBytes",
+    "UnitSeconds",
+    "load_hardware",
+    "load_model",
+    "presets",
+]
+
+RECOMPUTE = ("none", "ffn", "full")
+"""What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
+
+_ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what joins it to others. Rates per second, in FLOP and bytes; times in seconds.
+
+    Attributes:
+        memory: bytes of a device.
+        peak: rate of matrix products in the training dtype.
+        bandwidth: of its memory.
+        node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
+        link_efficiency: share of a link's rate that messages and collectives reach.
+        linear_efficiency, attention_*_efficiency: shares of ``peak``.
+        launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
+        unit_overhead: the engine's own time per unit.
+        split_backward_extra: share by which I + W take longer than B.
+        *_exposed: share of that parallelism's communication that no computation hides.
+        activation_factor: saved activations over the tensors counted here.
+        allocator_reserve: share of what changes during a step that fragments lose.
+        context_bytes: held beside tensors.
+        element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
+        spread: (low, high) of every field that is not certain.
+        sources: where each field comes from.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    bandwidth: float
+    node_size: float
+    inside_bandwidth: float
+    between_bandwidth: float
+    inside_latency: float
+    between_latency: float
+    link_efficiency: float
+    linear_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    launch: float
+    forward_kernels: float
+    input_kernels: float
+    weight_kernels: float
+    unit_overhead: float
+    split_backward_extra: float
+    tensor_exposed: float
+    expert_exposed: float
+    data_exposed: float
+    activation_factor: float
+    allocator_reserve: float
+    context_bytes: float
+    element_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfiledHardware(Hardware):
+    """A machine on which the units of a model were measured: ``profile`` stands for rates, launches and efficiencies.
+
+    Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
+
+    Attributes:
+        measured_forward, measured_backward, measured_ends: factors on the measured seconds of a layer's F and of its
+            B, and of embedding and head; 1, within the spread of the fit and of the runs.
+    """
+
+    profile: Profile | None = None
+    measured_forward: float = 1.0
+    measured_backward: float = 1.0
+    measured_ends: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
+        """The profile, and of the machine what no profile measures."""
+        spread = dict(machine.spread)
+        for passes in ("forward", "backward", "ends"):
+            share = min(profile.spread(passes), 0.99)
+            if share > 0:
+                spread[f"measured_{passes}"] = (1 - share, 1 + share)
+        for name in ("unit_overhead", "activation_factor"):
+            spread.pop(name, None)
+        values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
+        values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
+        return cls(**values, profile=profile)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid over devices, beside the pipeline.
+
+    Attributes:
+        tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
+            parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
+            ``data`` ones; the optimizer's state is sharded over ``data``.
+        layers: of every stage; None: as even as can be, earlier stages have one more.
+        recompute: one of ``RECOMPUTE``.
+        documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
+        head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
+            all live segments.
+        copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
+            instead of a cache per micro-batch.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    layers: tuple[int, ...] | None = None
+    recompute: str = "none"
+    documents: tuple[int, ...] | None = None
+    head_in_loss: bool = True
+    copies_prefix: bool = False
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of every unit, each [stage][segment]. B takes ``input`` + ``weight``."""
+
+    forward: list[list[float]]
+    input: list[list[float]]
+    weight: list[list[float]]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank at its peak.
+
+    Attributes:
+        static: weights, gradients, optimizer state.
+        activations: of live units, with their logits and, where the backward is split, what I leaves to W.
+        kv, kv_gradients: slots of the cache.
+        receive: places of incoming messages.
+        workspace: one unit's own.
+        reserve: the allocator's share, and what is held beside tensors.
+    """
+
+    static: int
+    activations: int
+    kv: int
+    kv_gradients: int
+    receive: int
+    workspace: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+def presets(kind: str) -> tuple[str, ...]:
+    """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
+    folder = resources.files("seq1f1b") / "data" / kind
+    names = sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return tuple(name for name in names if name != "default")
+
+
+def _read(kind: str, name: str) -> dict[str, Any]:
+    """A preset by its name, or any file whose path ends in .json."""
+    if name.endswith(".json"):
+        try:
+            text = Path(name).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: not JSON: {error}") from None
+    elif name in presets(kind) or name == "default":
+        text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
+    else:
+        raise ValueError(
+            f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
+        )
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: must hold an object of named fields")
+    return data
+
+
+def load_model(name: str) -> ModelShape:
+    """A shape of ``data/models``, or of a file of the same form.
+
+    Raises:
+        ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field.
+        OSError: the file cannot be read.
+    """
+    data = _read("models", name)
+    data.pop("source", None)
+    return make_model(data, name)
+
+
+def load_hardware(name: str) -> Hardware:
+    """A machine of ``data/hardware``, or of a file of the same form, over the defaults.
+
+    A field is ``{"value": number, "source": text}``, with ``"low"`` and ``"high"`` where it is not certain.
+
+    Raises:
+        ValueError: no such preset; a field that is unknown, missing, not a number, or outside its range.
+        OSError: the file cannot be read.
+    """
+    data = {**_read("hardware", "default"), **_read("hardware", name)}
+    numbers = [f.name for f in fields(Hardware) if f.name not in ("name", "spread", "sources")]
+    unknown, missing = sorted(set(data) - set(numbers)), [f for f in numbers if f not in data]
+    if unknown or missing:
+        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(numbers)}")
+    values, spread, sources = {}, {}, {}
+    for key, entry in data.items():
+        if not isinstance(entry, dict) or not set(entry) <= {"value", "low", "high", "source"} or "value" not in entry:
+            raise ValueError(f'{name}: {key} is {entry!r}, must be {{"value": number, "source": text}}')
+        ends: tuple[Any, ...] = tuple(entry.get(part, entry["value"]) for part in ("low", "value", "high"))
+        low, value, high = ends
+        if not all(type(x) in (int, float) and math.isfinite(x) for x in (low, value, high)):
+            raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
+        if not 0 <= low <= value <= high or (value == 0 and key not in _MAY_BE_ZERO):
+            raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")
+        values[key], sources[key] = float(value), str(entry.get("source", ""))
+        if low < high:
+            spread[key] = (float(low), float(high))
+    return Hardware(name=name, spread=spread, sources=sources, **values)
+
+
+_MAY_BE_ZERO = frozenset(
+    {
+        *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
+        *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes"),
+    }
+)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+class CostModel:
+    """Seconds and bytes of the units of a pipeline.
+
+    One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
+    F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
+    products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
+    and the floor of its kernel launches. The first stage has the embedding (bytes only), the last the head.
+    On a :class:`ProfiledHardware` seconds, activations, cache and messages are the measured ones, and F of the last
+    stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
+
+    Args:
+        model: a shape; hardware: a machine; layout: degrees and choices.
+        num_ranks, stages_per_rank: of the pipeline. seq_len: tokens of a micro-batch, of which there is one sequence.
+    Raises:
+        ValueError: a degree below 1 or one that does not divide what it shards, layers that do not sum to the model's,
+            documents that do not sum to the sequence, an unknown recompute; a profile of another model, or of less
+            than the layout asks for.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        *,
+        num_ranks: int,
+        seq_len: int,
+        stages_per_rank: int = 1,
+        layout: Layout | None = None,
+    ) -> None:
+        self.model, self.hardware, self.layout = model, hardware, layout or Layout()
+        num_stages = num_ranks * stages_per_rank
+        self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
+        self.profile = hardware.profile if isinstance(hardware, ProfiledHardware) else None
+        self._check()
+        if self.profile is not None:
+            self._check_profile(self.profile)
+        self.layers = self.layout.layers or tuple(
+            model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
+        )
+        head_dim = model.head_dim or model.hidden // model.heads
+        self._q, self._g = model.heads * head_dim, model.kv_heads * head_dim
+        self._f = model.ffn * model.experts_per_token
+        self._shards = self.layout.tensor * self.layout.context  # of a token's work
+
+    @classmethod
+    def balanced(
+        cls, model: ModelShape, hardware: Hardware, *, stages_per_rank: int = 1, layout: Layout, **counts: int
+    ) -> CostModel:
+        """With :meth:`balanced_layers`, unless the layout says which layers a stage has. Arguments as of the class."""
+        cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
+        if layout.layers is None:
+            layout = replace(layout, layers=cost.balanced_layers())
+            cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
+        return cost
+
+    def _check(self) -> None:
+        model, layout = self.model, self.layout
+        if self.seq_len < 1:
+            raise ValueError(f"seq_len is {self.seq_len}, must be at least 1")
+        model.flops(0, self.seq_len)  # raises unless shape and length are sound
+        if self.num_stages < 1 or self.num_stages > model.layers:
+            raise ValueError(f"there are {self.num_stages} stages, must be in 1..{model.layers}, the model's layers")
+        for name in ("tensor", "context", "expert", "data"):
+            degree = getattr(layout, name)
+            if degree < 1:
+                raise ValueError(f"{name} is {degree}, must be at least 1")
+        for degree, name, whole in (
+            (layout.tensor, "tensor", model.heads),
+            (layout.expert, "expert", model.experts),
+            (layout.expert, "expert", layout.data),
+        ):
+            if whole % degree != 0:
+                raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
+        if layout.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {layout.recompute!r}, must be one of {', '.join(RECOMPUTE)}")
+        if layout.layers is not None and (
+            len(layout.layers) != self.num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
+        ):
+            raise ValueError(
+                f"layers are {list(layout.layers)}: must be {self.num_stages} numbers, one per stage, "
+                f"that sum to the model's {model.layers}"
+            )
+        documents = layout.documents
+        if documents is not None and (sum(documents) != self.seq_len or min(documents, default=0) < 1):
+            raise ValueError(
+                f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {self.seq_len}"
+            )
+
+    def _check_profile(self, profile: Profile) -> None:
+        wanted, found = (shape._replace(layers=1, tied=False) for shape in (self.model, profile.model))
+        if wanted != found:
+            differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
+            raise ValueError(
+                f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
+                f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
+            )
+        layout = self.layout
+        if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
+            raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+        if layout.recompute != "none" or layout.copies_prefix:
+            raise ValueError(
+                f"a profile is of stages that recompute nothing and share a cache: recompute is {layout.recompute!r}, "
+                f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
+            )
+
+    # -- seconds
+
+    def pairs(self, begin: int, end: int) -> float:
+        """Pairs of a token of ``[begin, end)`` and a token that it attends to, itself included."""
+        first, pairs = 0, 0.0
+        for length in self.layout.documents or (self.seq_len,):
+            low, high = max(begin - first, 0), min(end - first, length)
+            if low < high:
+                pairs += (high * (high + 1) - low * (low + 1)) / 2
+            first += length
+        return pairs
+
+    def _layer_work(self, begin: int, end: int) -> tuple[float, float, float, float]:
+        """F, I and W of one layer over tokens ``[begin, end)`` and the collectives of F and of I, without floors."""
+        hw, h, tokens = self.hardware, self.model.hidden, (end - begin) / self._shards
+        if self.profile is not None:
+            return *self._measured(self.profile.layer, begin, end, floor=False), 0.0
+        linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
+        attention, attention_back = self._attention_seconds(begin, end)
+        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
+        traffic = 2 * self._saved_bytes("none") * tokens / hw.bandwidth
+        collectives = self._tensor_seconds(end - begin) + self._expert_seconds(tokens)
+        forward = linear + attention + traffic
+        again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
+        back = linear + attention_back + 1.5 * traffic + again[self.layout.recompute]
+        return forward, back, linear, collectives
+
+    def _attention_seconds(self, begin: int, end: int) -> tuple[float, float]:
+        """Of one layer, F and I."""
+        hw = self.hardware
+        flops = 4 * self._q * self.pairs(begin, end) / self._shards
+        back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
+        return flops / (hw.peak * hw.attention_forward_efficiency), back
+
+    def layer_seconds(self, begin: int, end: int) -> tuple[float, float, float]:
+        """F, I and W of one layer over tokens ``[begin, end)``."""
+        hw = self.hardware
+        if self.profile is not None:
+            return self._measured(self.profile.layer, begin, end)
+        forward, back, weight, collectives = self._layer_work(begin, end)
+        attention, attention_back = self._attention_seconds(begin, end)
+        ring = self._ring_seconds(begin, end)  # hidden behind attention as far as that lasts
+        return (
+            max(forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention),
+            max(back, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back),
+            max(weight, hw.launch * hw.weight_kernels),
+        )
+
+    def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of a part of the profile."""
+        hw = self.hardware
+        assert isinstance(hw, ProfiledHardware)
+        if part is None or end == begin:
+            return 0.0, 0.0, 0.0
+        forward, back, weight = part.seconds(end - begin, self.pairs(begin, end), floor)
+        is_layer = self.profile is not None and part is self.profile.layer
+        ahead, behind = (hw.measured_forward, hw.measured_backward) if is_layer else (hw.measured_ends,) * 2
+        return forward * ahead, back * behind, weight * behind
+
+    def _ffn_share(self) -> float:
+        h = self.model.hidden
+        return 3 * h * self._f / (2 * h * self._q + 2 * h * self._g + 3 * h * self._f)
+
+    def _link(self, devices: int) -> float:
+        """Bytes per second among so many neighbouring devices."""
+        hw = self.hardware
+        return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
+
+    def _tensor_seconds(self, tokens: int) -> float:
+        """A layer's two all-gathers and two reduce-scatters of hidden states in one direction."""
+        hw, t = self.hardware, self.layout.tensor
+        moved = 4 * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
+        return hw.tensor_exposed * moved / self._link(t)
+
+    def _expert_seconds(self, tokens: float) -> float:
+        """Tokens to their experts and back."""
+        hw, e = self.hardware, self.layout.expert
+        if self.model.experts == 1:
+            return 0.0
+        moved = 2 * (e - 1) / e * tokens * self.model.experts_per_token * self.model.hidden * hw.element_bytes
+        return hw.expert_exposed * moved / self._link(e * self.layout.tensor * self.layout.context)
+
+    def _ring_seconds(self, begin: int, end: int) -> float:
+        """Keys and values of the prefix that the other devices of the ring hold."""
+        c, hw = self.layout.context, self.hardware
+        moved = (c - 1) / c * end * 2 * self._g / self.layout.tensor * hw.element_bytes
+        return moved / self._link(c * self.layout.tensor)
+
+    def unit_seconds(self, sizes: Sequence[int], *, split_backward: bool = False) -> UnitSeconds:
+        """Costs of every unit for these segment sizes; ``split_backward`` adds what I and W cost more than B."""
+        hw, ends = self.hardware, _ends(sizes)
+        ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        layer = [self.layer_seconds(*tokens) for tokens in ranges]
+        head = [self._head_seconds(*tokens) for tokens in ranges]
+        embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
+        extra = 1 + hw.split_backward_extra if split_backward else 1.0
+        overhead = (hw.unit_overhead, hw.unit_overhead, hw.unit_overhead if split_backward else 0.0)
+        by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
+        rows = []
+        for stage, layers in enumerate(self.layers):
+            is_first, is_last = stage == 0, stage == self.num_stages - 1
+            kind = (layers, is_first, is_last)
+            if kind not in by_kind:
+                by_kind[kind] = [
+                    [
+                        (layers * costs[i] + is_first * embedding[s][i] + is_last * head[s][i]) * (extra if i else 1.0)
+                        + overhead[i]
+                        for s, costs in enumerate(layer)
+                    ]
+                    for i in range(3)
+                ]
+            rows.append(by_kind[kind])
+        return UnitSeconds(*([row[i] for row in rows] for i in range(3)))
+
+    def _head_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of the head: each a product, and logits written and read in fp32."""
+        if self.profile is not None:
+            passes = self._measured(self.profile.head, begin, end, floor)
+            return (sum(passes), 0.0, 0.0) if self.layout.head_in_loss else passes
+        hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
+        each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
+        return each, each, each
+
+    def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W of the embedding, whose traffic counts only where it was measured."""
+        return (0.0, 0.0, 0.0) if self.profile is None else self._measured(self.profile.embedding, begin, end, floor)
+
+    def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
+        """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
+        pieces = min(self.seq_len, _PIECES)
+        bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
+        costs = []
+        for begin, end in itertools.pairwise(bounds):
+            forward, back, weight, collectives = self._layer_work(begin, end)
+            layer = forward + back + weight + 2 * collectives
+            ends = sum(self._head_seconds(begin, end, floor=False)) + sum(
+                self._embedding_seconds(begin, end, floor=False)
+            )
+            costs.append(self.model.layers * layer + ends)
+        return partition_sequence(
+            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
+        )
+
+    def balanced_layers(self) -> tuple[int, ...]:
+        """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
+        forward, back, weight, collectives = self._layer_work(0, self.seq_len)
+        layer, head = forward + back + weight + 2 * collectives, sum(self._head_seconds(0, self.seq_len))
+        others = self.num_stages - 1
+        if others == 0:
+            return (self.model.layers,)
+        most = self.model.layers - others  # each stage but the last has one
+
+        def slowest(last: int) -> float:
+            return max(last * layer + head, -(-(self.model.layers - last) // others) * layer)
+
+        last = min(range(most + 1), key=lambda n: (slowest(n), -n))
+        rest = self.model.layers - last
+        return (*(rest // others + (stage < rest % others) for stage in range(others)), last)
+
+    def message_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes of the message of each segment, on one of the devices that share a stage."""
+        if self.profile is not None:
+            return [math.ceil(size * self.profile.layer.message_bytes) for size in sizes]
+        scale = self.model.hidden * self.hardware.element_bytes / self._shards
+        return [math.ceil(size * scale) for size in sizes]
+
+    def links(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Latency and bytes per second of the edges between stages s and s + 1, [s]: ``Schedule.simulate`` takes them.
+
+        Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
+        The next data-parallel replica comes behind the last rank.
+        """
+        hw = self.hardware
+        ranks_per_node = max(1, int(hw.node_size) // self._shards)
+        nodes = [rank // ranks_per_node for rank in rank_of_stage]
+        inside = [a == b for a, b in itertools.pairwise(nodes)]
+        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
+        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
+        return latencies, rates
+
+    def optimizer_seconds(self) -> list[float]:
+        """What follows the pipeline in every step, of each stage: exposed reduction of gradients, and the optimizer. A
+        rank needs the sum of its stages."""
+        hw, d = self.hardware, self.layout.data
+        moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
+        rate = self._link(d * self._shards * self.num_ranks)
+        touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
+        of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
+        return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
+
+    def simulation_arguments(
+        self, schedule: Schedule | StreamedSchedule, sizes: Sequence[int], *, split_backward: bool
+    ) -> dict[str, Any]:
+        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, bytes, the optimizer."""
+        seconds = self.unit_seconds(sizes, split_backward=split_backward)
+        both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
+        latencies, rates = self.links(schedule.rank_of_stage)
+        optimizer = [0.0] * schedule.num_ranks
+        for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
+            optimizer[rank] += value
+        return {
+            "forward": seconds.forward,
+            "backward": both,
+            "weight": seconds.weight,
+            "transfer": latencies,
+            "bandwidth": rates,
+            "message_bytes": self.message_bytes(sizes),
+            "optimizer": optimizer,
+        }
+
+    def step_seconds(self) -> float:
+        """:meth:`optimizer_seconds` of the slowest rank, stages going round the ranks."""
+        seconds = self.optimizer_seconds()
+        return max(sum(seconds[rank :: self.num_ranks]) for rank in range(self.num_ranks))
+
+    # -- bytes
+
+    def parameters(self, stage: int) -> float:
+        """Parameters that one device of those that share the stage holds."""
+        m, h = self.model, self.model.hidden
+        dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
+        layer = dense / self.layout.tensor + 3 * h * m.ffn * m.experts / self.layout.expert / self.layout.tensor
+        ends = (stage == 0) + (stage == self.num_stages - 1)
+        if m.tied and self.num_stages == 1:
+            ends = 1
+        return self.layers[stage] * layer + ends * h * m.vocab / self.layout.tensor
+
+    def _saved_bytes(self, recompute: str) -> float:
+        """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
+        and their product. Keys and values are counted with the cache."""
+        m, e = self.model, self.hardware.element_bytes
+        if recompute == "full":
+            return e * m.hidden
+        saved = e * (4 * m.hidden + 2 * self._q) + 4 * m.heads
+        if recompute == "none":
+            saved += e * 3 * self._f
+        if m.experts > 1:
+            saved += 2 * e * m.hidden * m.experts_per_token  # tokens as sent to the experts, and what came back
+        return saved
+
+    def _left_bytes(self) -> tuple[float, float]:
+        """What W reads, of one token and layer: the inputs of the products that F saved, and what I leaves beside them:
+        gradients of q, k, v, gate, up and two outputs, and inputs that were computed again."""
+        m, e = self.model, self.hardware.element_bytes
+        routed = e * m.hidden * m.experts_per_token if m.experts > 1 else 0.0
+        inputs = {"norms": e * (2 * m.hidden + self._q) + routed, "ffn": e * self._f}
+        gradients = e * (2 * m.hidden + self._q + 2 * self._g + 2 * self._f) + routed
+        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.recompute]
+        left = gradients + sum(inputs[name] for name in again)
+        return sum(inputs.values()) + gradients - left, left
+
+    def step_memory(self, sizes: Sequence[int]) -> StepMemory:
+        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's.
+
+        A profile does not know which part W reads: what F saved counts to the end of W.
+        """
+        hw = self.hardware
+        activations, kept, left = self._unit_bytes(sizes)
+        slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
+        parameters = [self.parameters(stage) for stage in range(self.num_stages)]
+        return StepMemory(
+            activations=activations,
+            kept_activations=kept,
+            output_gradients=left,
+            kv=[math.ceil(n * self.seq_len * slot) for n in self.layers],
+            kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
+            weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
+            optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
+            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
+        )
+
+    def held_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Most that a unit holds before or after I, [stage][segment]; the first segment's also its micro-batch's cache,
+        which goes when it is through. For orders made for a cap in bytes."""
+        tables = zip(*self._unit_bytes(sizes), strict=True)
+        held = [[max(a, kept + left) for a, kept, left in zip(*rows, strict=True)] for rows in tables]
+        if not self.layout.copies_prefix:
+            for row, layers in zip(held, self.layers, strict=True):
+                row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
+        return held
+
+    def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Activations, what W reads of them, and what I leaves to W."""
+        if self.profile is not None:
+            saved_bytes = self._measured_bytes(self.profile, sizes)
+            return saved_bytes, saved_bytes, [[0] * len(sizes)] * self.num_stages
+        saved = self._saved_bytes(self.layout.recompute)
+        kept, left = self._left_bytes()
+        copies = 2 * self._g * self.hardware.element_bytes / self._shards if self.layout.copies_prefix else 0.0
+        words = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
+        logit_gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
+        return (
+            self._per_unit(sizes, saved, words, copies),
+            self._per_unit(sizes, kept),
+            self._per_unit(sizes, left, logit_gradients / self._shards),
+        )
+
+    def _per_unit(self, sizes: Sequence[int], layer: float, head: float = 0.0, prefix: float = 0.0) -> list[list[int]]:
+        """[stage][segment] bytes: of a layer per token and per token of its prefix, and of the last stage's head."""
+        per_token, last = self.hardware.activation_factor * layer / self._shards, self.num_stages - 1
+        segments = list(zip(sizes, _ends(sizes), strict=True))
+        return [
+            [
+                math.ceil(layers * (per_token * n + prefix * end) + (head * n if s == last else 0.0))
+                for n, end in segments
+            ]
+            for s, layers in enumerate(self.layers)
+        ]
+
+    def _measured_bytes(self, profile: Profile, sizes: Sequence[int]) -> list[list[int]]:
+        layer = profile.layer
+        rows = [[n * (layer.saved_bytes + layer.saved_token_bytes * s) for s in sizes] for n in self.layers]
+        head = None if self.layout.head_in_loss else profile.head
+        for row, part in ((rows[0], profile.embedding), (rows[-1], head)):
+            if part is not None:
+                row[:] = [x + part.saved_bytes + part.saved_token_bytes * s for x, s in zip(row, sizes, strict=True)]
+        return [[math.ceil(x) for x in row] for row in rows]
+
+    def _cache_bytes(self) -> tuple[float, float]:
+        """Keys and values of one token and layer, and their gradients."""
+        if self.profile is not None:
+            return self.profile.layer.kv_bytes, self.profile.layer.kv_gradient_bytes
+        row = 2 * self._g / self._shards
+        return row * self.hardware.element_bytes, row * 4
+
+    def _logit_bytes(self, tokens: int) -> float:
+        """Logits, their fp32 copy, and its gradient."""
+        return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
+
+    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int], *, prefetch: int = 1) -> list[RankBytes]:
+        """The peak of every rank under an order. ``prefetch``: receive places beyond the peak of live ones."""
+        hw, longest = self.hardware, max(sizes)
+        stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            stages_of[rank].append(stage)
+        of_units = StepMemory(*self._unit_bytes(sizes))
+        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes), prefetch=prefetch)
+        kv, gradients = self._slot_bytes(schedule, stages_of)
+        state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
+        ranks = []
+        for rank, stages in enumerate(stages_of):
+            work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
+            if self.num_stages - 1 in stages and self.layout.head_in_loss:
+                work = max(work, self._logit_bytes(longest))
+            changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
+            ranks.append(
+                RankBytes(
+                    static=math.ceil(sum(map(self.parameters, stages)) * state),
+                    activations=peaks.total[rank] - peaks.receive[rank],
+                    kv=math.ceil(kv[rank]),
+                    kv_gradients=math.ceil(gradients[rank]),
+                    receive=peaks.receive[rank],
+                    workspace=math.ceil(work),
+                    reserve=math.ceil(hw.allocator_reserve * changing + hw.context_bytes),
+                )
+            )
+        return ranks
+
+    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+        """The cache of every rank, and its gradients: each stage has the slots that it needs at its own peak, all
+        through the step."""
+        kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+        if self.layout.copies_prefix:
+            return kv, gradients
+        slot, gradient_slot = (self.seq_len * size for size in self._cache_bytes())  # of one layer
+        for number in range(max(map(len, stages_of))):  # of the stage on its rank
+            counted = [0] * schedule.num_stages
+            for stages in stages_of:
+                counted[stages[number]] = 1
+            slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
+            for rank, stages in enumerate(stages_of):
+                layers = self.layers[stages[number]]
+                kv[rank] += layers * slots.kv[rank] * slot
+                gradients[rank] += layers * slots.kv_gradients[rank] * gradient_slot
+        return kv, gradients
+
+
+_PIECES = 1024  # of the sequence whose costs a split balances
+_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    ends, end = [], 0
+    for size in sizes:
+        end += size
+        ends.append(end)
+    return ends

@@ -1,0 +1,270 @@
+"""What the units of a stage cost on a machine, as measured: the file that ``seq1f1b profile`` writes and plans use.
+
+Needs no torch; :mod:`seq1f1b.planning.profiler` measures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from seq1f1b.files import json_fields, read, write_whole
+from seq1f1b.partition import ModelShape, make_model
+
+__all__ = ["Fit", "Part", "Profile", "Sample"]
+
+_FORMAT = "seq1f1b profile 1"
+_PASSES = ("forward", "backward", "weight", "weight_alone")
+
+
+class Fit(NamedTuple):
+    """Seconds of a pass over ``tokens`` that attend to ``pairs`` tokens in all: a floor and two rates.
+
+    ``residual`` is the spread of the fit: the root of the mean square of measured / fitted - 1.
+    """
+
+    floor: float
+    per_token: float
+    per_pair: float
+    residual: float
+
+    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> float:
+        """``pairs``: of a token and one that it sees, itself included."""
+        return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
+
+
+class Sample(NamedTuple):
+    """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage."""
+
+    begin: int
+    tokens: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """An end of the model, or one of the equal layers of a stage, for which its seconds and bytes are; one micro-batch.
+
+    Attributes:
+        layers: of the stage that was measured.
+        forward, backward: F and the whole B, as the engine runs them.
+        weight: of B what the gradients of the parameters add: B less the gradients of the inputs alone.
+        weight_alone: gradients of the parameters alone, from a kept graph: passes through the layer once more, so it
+            is what W costs where nothing is kept from I.
+        noise: from run to run, half the interquartile range over the median, median over the samples.
+        saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B: floor, and per token.
+        kv_bytes, kv_gradient_bytes: of the cache, per token.
+        message_bytes: of what the stage returns, per token.
+    """
+
+    layers: int
+    forward: Fit
+    backward: Fit
+    weight: Fit
+    weight_alone: Fit
+    noise: float
+    saved_bytes: float
+    saved_token_bytes: float
+    kv_bytes: float
+    kv_gradient_bytes: float
+    message_bytes: float
+    samples: tuple[Sample, ...]
+
+    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> tuple[float, float, float]:
+        """F, I and W; I + W is B."""
+        backward = self.backward.seconds(tokens, pairs, floor)
+        weight = min(self.weight.seconds(tokens, pairs, floor), backward)
+        return self.forward.seconds(tokens, pairs, floor), backward - weight, weight
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a model's parts cost on a machine.
+
+    Attributes:
+        machine, torch, threads, dtype: where, and of the products ("bfloat16 autocast": weights are float32).
+        processes: that measured the same at the same time.
+        seconds: that measuring took.
+        seq_len: longest sequence that was measured.
+        model: the shape; its ``layers`` say nothing of the measured stage.
+        unit_overhead: the engine's own seconds between two units.
+        step_overhead: around a step.
+        layer, embedding, head: None: the model has no such end, or it is part of the others. The head's backward is
+            its own B; where it is in the loss the engine runs it at the end of F.
+    """
+
+    machine: str
+    torch: str
+    threads: int
+    processes: int
+    dtype: str
+    seconds: float
+    seq_len: int
+    model: ModelShape
+    unit_overhead: float
+    step_overhead: float
+    layer: Part
+    embedding: Part | None = None
+    head: Part | None = None
+
+    def parts(self) -> dict[str, Part]:
+        """Those that there are, by name."""
+        named = {"layer": self.layer, "embedding": self.embedding, "head": self.head}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def spread(self, passes: str) -> float:
+        """Relative: of the fit and from run to run together, of the layer's ``"forward"`` or ``"backward"``, or of the
+        ends (``"ends"``) by their shares of the time."""
+        if passes != "ends":
+            return math.hypot(getattr(self.layer, passes).residual, self.layer.noise)
+        whole = spread = 0.0
+        for part in (self.embedding, self.head):
+            for fit in (part.forward, part.backward) if part is not None else ():
+                seconds = fit.seconds(self.seq_len, 0.0)
+                whole += seconds
+                spread += seconds * math.hypot(fit.residual, part.noise if part is not None else 0.0)
+        return spread / whole if whole > 0 else 0.0
+
+    def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
+        """Seconds of F and B of the whole model over each of so many equal pieces of a sequence, floors left out:
+        segments share them alike."""
+        bounds = [seq_len * i // num_pieces for i in range(num_pieces + 1)]
+        costs = []
+        for begin, end in itertools.pairwise(bounds):
+            tokens, pairs = end - begin, visible_pairs(begin, end)
+            cost = self.model.layers * sum(self.layer.seconds(tokens, pairs, floor=False))
+            for part in (self.embedding, self.head):
+                cost += sum(part.seconds(tokens, pairs, floor=False)) if part is not None else 0.0
+            costs.append(cost)
+        return costs
+
+    def to_text(self) -> str:
+        """A table of the fits."""
+        lines = [
+            f"{self.machine}, torch {self.torch}, {self.dtype}, {self.threads} threads in {self.processes} processes; "
+            f"up to {self.seq_len} tokens, measured in {self.seconds:.0f} s",
+            f"{'part':<10} {'pass':<13}{'floor us':>10}{'us/token':>10}{'ns/pair':>10}{'fit +-':>8}{'runs +-':>8}",
+        ]
+        for name, part in self.parts().items():
+            for kind in _PASSES:
+                fit = getattr(part, kind)
+                if not any(fit[:3]):
+                    continue  # was not measured, or the part has no parameters
+                lines.append(
+                    f"{name:<10} {kind.replace('_', ' '):<13}{fit.floor * 1e6:>10.1f}{fit.per_token * 1e6:>10.3f}"
+                    f"{fit.per_pair * 1e9:>10.3f}{fit.residual:>8.1%}{part.noise:>8.1%}"
+                )
+        layer = self.layer
+        lines.append(
+            f"a token of a layer keeps {layer.saved_token_bytes:.0f} bytes for B, {layer.kv_bytes:.0f} in the cache "
+            f"and {layer.kv_gradient_bytes:.0f} in its gradients; its message has {layer.message_bytes:.0f}"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The text of a profile file."""
+        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict()}
+        for part in self.parts():
+            for name in _PASSES:
+                data[part][name] = getattr(self.parts()[part], name)._asdict()
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads what :meth:`to_json` writes.
+
+        Raises:
+            ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
+        """
+        return _read_profile(json_fields(text, "profile", _FORMAT))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file whole, or not at all."""
+        write_whole(path, (self.to_json() + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
+        return read(path, cls.from_json)
+
+
+def visible_pairs(begin: int, end: int) -> float:
+    """Pairs of a token of ``[begin, end)`` and a token up to it, itself included."""
+    return (end * (end + 1) - begin * (begin + 1)) / 2
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+_FIT = dict.fromkeys(Fit._fields, float)
+_PART = {
+    **dict.fromkeys(_PASSES, Fit),
+    "layers": int,
+    **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kv_bytes"), float),
+    **dict.fromkeys(("kv_gradient_bytes", "message_bytes"), float),
+    "samples": list,
+}
+_PROFILE = {
+    **dict.fromkeys(("machine", "torch", "dtype"), str),
+    **dict.fromkeys(("threads", "processes", "seq_len"), int),
+    **dict.fromkeys(("seconds", "unit_overhead", "step_overhead"), float),
+    "model": ModelShape,
+    **dict.fromkeys(("layer", "embedding", "head"), Part),
+}
+
+
+def _read_profile(data: Any) -> Profile:
+    values = _fields(data, _PROFILE, "profile")
+    model = values["model"]
+    if not isinstance(model, dict):
+        raise ValueError(f"profile: model is {model!r}, must be an object")
+    values["model"] = make_model(model, "model of the profile")
+    for name in ("layer", "embedding", "head"):
+        if values[name] is not None or name == "layer":
+            values[name] = _read_part(values[name], name)
+    return Profile(**values)
+
+
+def _read_part(data: Any, name: str) -> Part:
+    values = _fields(data, _PART, name)
+    for key, wanted in _PART.items():
+        if wanted is Fit:
+            values[key] = Fit(**_fields(values[key], _FIT, f"{name}: {key}"))
+    samples = []
+    for i, row in enumerate(values["samples"]):
+        if not isinstance(row, list) or len(row) != len(Sample._fields):
+            raise ValueError(f"{name}: samples[{i}] is {row!r}, must be {list(Sample._fields)}")
+        types: dict[str, type] = dict(zip(Sample._fields, (int, int, float, float), strict=True))
+        samples.append(Sample(**_fields(dict(zip(Sample._fields, row, strict=True)), types, f"{name}: samples[{i}]")))
+    values["samples"] = tuple(samples)
+    if values["layers"] < 1:
+        raise ValueError(f"{name}: layers is {values['layers']}, must be at least 1")
+    for key in ("forward", "backward"):
+        if not any(values[key][:3]):
+            raise ValueError(f"{name}: {key} costs nothing: measure again")
+    return Part(**values)
+
+
+def _fields(given: Any, wanted: Mapping[str, type], where: str) -> dict[str, Any]:
+    """The named values, each of its type; numbers finite and not negative."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is {given!r}, must be an object")
+    data = dict(given)
+    unknown, missing = sorted(set(data) - set(wanted)), [name for name in wanted if name not in data]
+    if unknown or missing:
+        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(wanted)}")
+    for name, kind in wanted.items():
+        value = data[name]
+        if kind is float and type(value) is int:
+            value = data[name] = float(value) if value < 1e300 else math.inf
+        if kind in (int, float) and (type(value) is not kind or not math.isfinite(value) or value < 0):
+            what = "a whole number" if kind is int else "a finite number"
+            raise ValueError(f"{where}: {name} is {value!r}, must be {what} of at least 0")
+        if kind in (str, list) and type(value) is not kind:
+            raise ValueError(f"{where}: {name} is {value!r}, must be a {'text' if kind is str else 'list'}")
+    return data

@@ -1,0 +1,1 @@
+"""A step on one rank: the engine, its stages, what they measure."""

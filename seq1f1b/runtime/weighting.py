@@ -1,0 +1,117 @@
+"""How segments' losses make the losses of whole micro-batches, and their gradients.
+
+A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
+share enters as the seed of the backward, so the graph is that of the plain loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.runtime.splitting import split_sequence
+
+IGNORED = -100  # torch's ignore_index
+
+
+def count_targets(
+    whole: Sequence[Any],
+    sizes: Sequence[int],
+    dim: int,
+    count: Callable[[Any], float] | None,
+) -> list[list[float]]:
+    """Counted targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+
+    Args:
+        whole: targets of the M micro-batches.
+        sizes: tokens of each segment, or of each shard of each; dim: the sequence dimension of the targets.
+        count: of one segment's target.
+    """
+    if count is None:
+        return [_default_counts(target, sizes, dim) for target in whole]
+    split = [
+        [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+        for m, target in enumerate(whole)
+    ]
+    counts = [[float(count(target)) for target in segments] for segments in split]
+    for m, segments in enumerate(counts):
+        for s, value in enumerate(segments):
+            if not value >= 0.0:
+                raise ValueError(f"loss_weight of micro-batch {m}, segment {s} is {value}, must be at least 0")
+    return counts
+
+
+def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
+    while isinstance(target, (tuple, list)) and target:
+        target = target[0]
+    if not isinstance(target, Tensor):
+        if len(sizes) == 1:
+            return [1.0]
+        raise TypeError(
+            f"target is a {type(target).__name__}: pass loss_weight= to the engine, "
+            "a callable that counts a segment's targets"
+        )
+    if target.is_floating_point():
+        return [float(size) for size in sizes]
+    counted = target != IGNORED
+    if len(sizes) == 1:
+        return [float(counted.sum())]
+    per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
+    ends = torch.tensor(sizes).cumsum(0) - 1
+    totals = per_position.cumsum(0)[ends.to(target.device)].tolist()
+    return [float(end - start) for start, end in zip([0, *totals[:-1]], totals, strict=True)]
+
+
+def shares(counts: list[list[float]]) -> list[list[float]]:
+    """Each segment's share of its micro-batch; all zero where a micro-batch counts nothing."""
+    totals = [sum(segments) for segments in counts]
+    return [
+        [value / total if total else 0.0 for value in segments] for segments, total in zip(counts, totals, strict=True)
+    ]
+
+
+def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Tensor]]:
+    """Scalars on the device by [micro-batch][segment], made by one call."""
+    return [list(row.unbind()) for row in torch.tensor(values, dtype=torch.float64, device=device).unbind()]
+
+
+def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:
+    """Losses of the M micro-batches from those of their segments (by m k + s); zero where nothing was counted."""
+    num_segments = len(weights[0])
+    if num_segments == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
+        return [losses[m].reshape(()) for m in range(len(weights))]
+    zero = None
+    if len(losses) < len(weights) * num_segments:
+        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=device)
+    parts = [losses.get(i, zero) for i in range(len(weights) * num_segments)]
+    values = torch.stack([part.reshape(()) for part in parts if part is not None])
+    scale = torch.tensor(weights, dtype=values.dtype, device=device)
+    return list((values.view_as(scale) * scale).sum(1).unbind())
+
+
+def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
+    """Targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+
+    Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
+
+    Args:
+        tokens: integer tensor, for example (batch, sequence).
+        dim: the sequence dimension.
+        doc_ids: of packed documents, of tokens' shape: the last token of each is ignored too, for what follows it is
+            the first token of another.
+    """
+    if tokens.is_floating_point() or tokens.dim() <= dim:
+        raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")
+    shifted = torch.full_like(tokens, IGNORED)
+    length = tokens.size(dim)
+    if doc_ids is not None and doc_ids.shape != tokens.shape:
+        raise ValueError(f"doc_ids is {tuple(doc_ids.shape)}, must be of tokens' shape {tuple(tokens.shape)}")
+    if length > 1:
+        shifted.narrow(dim, 0, length - 1).copy_(tokens.narrow(dim, 1, length - 1))
+        if doc_ids is not None:
+            ends = doc_ids.narrow(dim, 0, length - 1) != doc_ids.narrow(dim, 1, length - 1)
+            shifted.narrow(dim, 0, length - 1).masked_fill_(ends, IGNORED)
+    return shifted

@@ -1,0 +1,1 @@
+"""Drawings of a timeline: text, PNG, SVG, trace, HTML page."""

@@ -1,0 +1,484 @@
+"""Do models of transformers train in our pipeline as they do whole, with transformers' own eager attention?"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import run_processes
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+import seq1f1b  # noqa: E402
+from seq1f1b.testing import run_ranks  # noqa: E402
+from seq1f1b.transformers import pipeline_stage, save_pretrained  # noqa: E402
+
+SIZES = [9, 4, 7, 4]
+TOKENS, M = sum(SIZES), 2
+COMMON: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "mistral": {**GROUPED, "sliding_window": 6},
+    "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": {
+        **GROUPED, **SLIDING, "head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3_text": {**GROUPED, **SLIDING, "head_dim": 16},
+    "phi": GROUPED,
+    "phi3": {**GROUPED, "sliding_window": 6},
+    "gpt_neox": {},
+    "olmo": {**GROUPED, "clip_qkv": 1.5},
+    "olmo2": GROUPED,
+    "granite": {**GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "starcoder2": {**GROUPED, "sliding_window": 6, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "cohere": GROUPED,
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "olmo3": {**GROUPED, **SLIDING},
+    "cohere2": {**GROUPED, **SLIDING},
+    "smollm3": GROUPED,
+    "glm": GROUPED,
+    "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+}  # fmt: skip
+
+
+class Float64(TorchFunctionMode):
+    """Models round to float32 in places, whatever their dtype: norms and the eager softmax. Here they do not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[name](**{**COMMON, **ARCHITECTURES[name], **options})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.to(dtype).train()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(64, (M, TOKENS), generator=torch.Generator().manual_seed(1))
+    target = seq1f1b.shift_labels(tokens)
+    target[0, : SIZES[0]] = -100  # a whole segment without a target
+    target[1, 3:6] = -100
+    return tokens, target
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+DOCUMENTS = [[6, 7, 11], [1, 20, 3]]  # over one border, to the next, over the last; one token, over three borders
+
+
+def doc_ids() -> Tensor:
+    ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS]
+    return seq1f1b.document_starts(torch.stack(ids))
+
+
+def run_documents(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As run_whole, with each document run by the library on its own."""
+    losses = []
+    for tokens, target, lengths in zip(*batch(), DOCUMENTS, strict=True):
+        logits = [model(document[None], use_cache=False).logits for document in tokens.split(lengths)]
+        losses.append(loss_fn(torch.cat(logits, 1), target[None]))
+    torch.stack(losses).mean().backward()
+    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}
+
+
+def run_whole(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of the micro-batches by the library's own forward and loss, gradients of their mean."""
+    tokens, target = batch()
+    outputs = [model(t[None], use_cache=False).logits for t in tokens]
+    losses = [loss_fn(output, t[None]) for output, t in zip(outputs, target, strict=True)]
+    torch.stack(losses).mean().backward()
+    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}
+
+
+def run_pipeline(
+    model: Any,
+    num_ranks: int = 2,
+    *,
+    steps: int = 1,
+    balance: list[int] | None = None,
+    kwargs: dict[str, Tensor] | None = None,
+    then: Callable[[Any], Any] = lambda engine: None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Any], list[Any]]:
+    """Losses, the stages with their gradients, and what ``then`` makes of each rank's engine."""
+    tokens, target = batch()
+
+    def run(group: Any) -> tuple[list[Tensor], Any, Any]:
+        with Float64():
+            stage = pipeline_stage(model, group.rank, num_ranks, balance=balance)
+            engine = seq1f1b.PipelineEngine(
+                stage,
+                num_microbatches=M,
+                num_segments=len(SIZES),
+                segment_sizes=SIZES,
+                loss_fn=loss_fn,
+                group=group,
+                arg_rules=dict.fromkeys(kwargs or {}, "slice"),
+                **options,
+            )
+            for _ in range(steps):
+                losses = engine.step(tokens, target=target, kwargs=kwargs)
+            return losses, stage, then(engine)
+
+    losses, stages, results = zip(*run_ranks(num_ranks, run), strict=True)
+    return losses[-1], list(stages), list(results)
+
+
+def check(stages: list[Any], want: dict[str, Tensor], scale: float = 1.0, bound: float = 1e-10) -> None:
+    """Every gradient of the whole model is some stage's, under its name; engine_decisions' measure of difference."""
+    floor = 1e-3 * torch.stack([g.norm() for g in want.values()]).square().mean().sqrt()
+    seen = set()
+    for stage in stages:
+        first_names = {id(p): name for name, p in stage.tied_parameters.items()}
+        for name, parameter in stage.named_parameters():
+            name = first_names.get(id(parameter), name)
+            seen.add(name)
+            found = parameter.grad / scale
+            error = (found - want[name]).norm() / torch.maximum(want[name].norm(), floor)
+            assert error <= bound, (name, float(error))
+    assert seen == set(want)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_losses_and_gradients_are_those_of_the_whole_model(name):
+    model = build(name)
+    with Float64():
+        want_losses, want = run_whole(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_documents_are_as_each_alone(name):
+    model = build(name)
+    with Float64():
+        want_losses, want = run_documents(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model, kwargs={"doc_ids": doc_ids()})
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
+def test_the_options_of_attention_count():
+    """What the test above would not see if it did nothing."""
+    for name, option in [("gemma2", {"attn_logit_softcapping": 1e6}), ("mistral", {"sliding_window": None})]:
+        whole, other = run_whole(build(name))[1], run_whole(build(name, **option))[1]
+        assert max((other[n] - g).norm() / g.norm() for n, g in whole.items()) > 1e-3, name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing(packed):
+    kwargs = {"doc_ids": doc_ids()} if packed else None
+    _, plain, _ = run_pipeline(build("gemma2", torch.float32), kwargs=kwargs)
+    model = build("gemma2", torch.float32)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    _, stages, _ = run_pipeline(model, kwargs=kwargs)
+    assert len(calls) == 2 * M * len(SIZES)
+    for stage, other in zip(stages, plain, strict=True):
+        for (name, p), (_, q) in zip(stage.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+
+
+def test_stages_may_be_of_any_balance():
+    model = build("llama")
+    with Float64():
+        want_losses, want = run_whole(copy.deepcopy(model))
+    for num_ranks, balance in [(1, None), (2, [1, 2]), (3, None)]:
+        part = copy.deepcopy(model)
+        losses, stages, _ = run_pipeline(part, num_ranks, balance=balance)
+        torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+        check(stages, want)
+        if balance:
+            layers = [{n.split(".")[2] for n in stage.state_dict() if ".layers." in n} for stage in stages]
+            assert layers == [{"0"}, {"1", "2"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, dtype):
+    """As near as the model run whole in that dtype, twice at most, and a rounding of each gradient's norm."""
+    exact = build(name)
+    exact.load_state_dict(build(name, dtype).state_dict())  # the rounded weights
+    with Float64():
+        _, want = run_whole(exact)
+    _, plain = run_whole(build(name, dtype))
+    _, stages, _ = run_pipeline(build(name, dtype))
+    floor = 1e-3 * torch.stack([g.norm() for g in want.values()]).square().mean().sqrt()
+    found = {n: p.grad for stage in stages for n, p in stage.named_parameters()}
+
+    def error(gradient: Tensor, n: str) -> float:
+        return float((gradient.double() - want[n]).norm() / torch.maximum(want[n].norm(), floor))
+
+    for n in want:
+        assert error(found[n], n) <= 2 * error(plain[n], n) + 2 * torch.finfo(dtype).eps, n
+
+
+# -- tied embeddings ---------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_tied_embedding_stay_equal_over_steps_and_count_once_in_the_norm():
+    model = build("llama", tie_word_embeddings=True)
+    whole = copy.deepcopy(model)
+    with Float64():
+        for _ in range(2):  # gradients accumulate over two steps
+            _, want = run_whole(whole)
+    norm = torch.nn.utils.get_total_norm(list(want.values()))
+    _, stages, norms = run_pipeline(model, 3, steps=2, then=lambda engine: engine.clip_grad_norm_(1e9))
+    check(stages, want)
+    assert [sorted(stage.tied_parameters) for stage in stages] == [
+        ["model.embed_tokens.weight"],
+        [],
+        ["model.embed_tokens.weight"],
+    ]
+    for found in norms:
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+    first, last = (stages[i].tied_parameters["model.embed_tokens.weight"] for i in (0, 2))
+    assert first is not last and torch.equal(first.grad, last.grad)
+    assert "lm_head.weight" in stages[2].state_dict() and "model.embed_tokens.weight" not in stages[2].state_dict()
+
+
+def train_tied(rank: int, world: int, transport: str, folder: str) -> None:
+    model = build("gemma", tie_word_embeddings=True)
+    whole = copy.deepcopy(model)
+    tokens, target = batch()
+    with Float64():
+        stage = pipeline_stage(model, rank, world)
+        engine = seq1f1b.PipelineEngine(
+            stage, num_microbatches=M, num_segments=4, segment_sizes=SIZES, loss_fn=loss_fn, transport=transport
+        )
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (stage, whole)]
+        for _ in range(2):
+            run_whole(whole)
+            engine.step(tokens, target=target)
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            engine.clip_grad_norm_(0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    save_pretrained(engine, folder)
+    engine.close()
+    names = {id(p): name for name, p in stage.tied_parameters.items()}
+    want = dict(whole.named_parameters())
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(parameter, want[names.get(id(parameter), name)], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_processes_train_a_tied_model_as_one_does(transport, tmp_path):
+    run_processes(2, train_tied, transport, str(tmp_path))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+# -- checkpoints and memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("gemma2", True), ("mixtral", False)])
+def test_the_checkpoint_is_one_that_from_pretrained_loads(tmp_path, name, tied):
+    model = build(name, torch.float32, tie_word_embeddings=tied)
+    whole = copy.deepcopy(model)
+    (tmp_path / "model.safetensors").write_text("of before")
+    run_pipeline(model, then=lambda engine: save_pretrained(engine, tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert type(loaded) is type(whole) and loaded.config.architectures == [type(whole).__name__]
+    want = whole.state_dict()
+    assert loaded.state_dict().keys() == want.keys()
+    for key, found in loaded.state_dict().items():
+        assert torch.equal(found, want[key]), key
+    if tied:
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_an_error_on_all(tmp_path):
+    (tmp_path / ".unfinished-1").write_text("in the way")
+
+    def save(engine: Any) -> str:
+        with pytest.raises(OSError, match="rank 1") as error:
+            save_pretrained(engine, tmp_path)
+        return str(error.value)
+
+    run_pipeline(build("llama"), then=save)
+    assert [p.name for p in tmp_path.iterdir()] == [".unfinished-1"]
+
+
+def test_other_stages_hold_no_memory_and_a_model_without_any_is_cut_too():
+    whole = build("gemma2", torch.float32)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(whole.config)
+    stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
+    for rank, stage in enumerate(stages):
+        assert all(p.is_meta for p in stage.parameters())
+        want = pipeline_stage(copy.deepcopy(whole), rank, 2)
+        assert [n for n, _ in stage.named_parameters()] == [n for n, _ in want.named_parameters()]
+        stage.materialize()
+        assert all(torch.isfinite(p).all() for p in stage.parameters())
+        stage.load_state_dict(want.state_dict())
+        x = batch()[0] if rank == 0 else torch.randn(M, TOKENS, 32)
+        assert torch.equal(stage(x), want(x))
+
+
+# -- what cannot work --------------------------------------------------------------------------------------------------
+
+
+def cut(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: pipeline_stage(build(name, **options), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda: run_pipeline(build("llama", attention_dropout=0.1)), "attention dropout"),
+        (cut("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
+        (cut("gemma2", use_bidirectional_attention=True), "not causal"),
+        (cut("mixtral", output_router_logits=True), "router"),
+        (lambda: pipeline_stage(build("llama").model, 0, 2), "ForCausalLM"),
+        (lambda: pipeline_stage(build("llama"), 2, 2), "rank is 2"),
+        (lambda: pipeline_stage(build("llama"), 0, 4), "3 layers do not fill 4 stages"),
+        (lambda: pipeline_stage(build("llama"), 0, 2, balance=[3, 0]), "balance"),
+    ],
+)
+def test_what_cannot_be_cut_or_run_says_so(act, text):
+    with pytest.raises(ValueError, match=text):
+        act()
+
+
+def test_other_families_are_refused_by_name():
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        pipeline_stage(transformers.T5ForConditionalGeneration(config), 0, 2)
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ValueError, match=r"cannot be cut|does not follow"):
+        pipeline_stage(transformers.MambaForCausalLM(config), 0, 2)
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        pipeline_stage(nn.Linear(2, 2), 0, 2)
+
+
+def test_the_attention_alone_refuses_what_it_would_get_wrong():
+    model = build("llama")
+    model.set_attn_implementation("seq1f1b")
+    tokens, _ = batch()
+    with Float64():
+        eager = build("llama")(tokens).logits
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, eager, rtol=1e-12, atol=1e-12)
+        full = torch.ones_like(tokens)
+        torch.testing.assert_close(model(tokens, attention_mask=full).logits, eager, rtol=1e-12, atol=1e-12)
+    padded = full.clone()
+    padded[0, :3] = 0
+    packed = torch.arange(TOKENS)[None] % 7
+    for arguments, text in [({"attention_mask": padded}, "padding"), ({"position_ids": packed}, "packed")]:
+        with pytest.raises(ValueError, match=text):
+            model(tokens, use_cache=False, **arguments)
+    cache = model(tokens).past_key_values
+    with pytest.raises(ValueError, match="cache"):
+        model(tokens[:, :1], past_key_values=cache)
+    sinks = transformers.AutoModelForCausalLM.from_config(
+        transformers.GptOssConfig(
+            **{**COMMON, **GROUPED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+        ),
+        attn_implementation="seq1f1b",
+    )
+    with pytest.raises(ValueError, match="sinks"):
+        sinks(tokens, use_cache=False)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_hf.py"
+CONVERSATIONS = [
+    [("system", "Be brief."), ("user", "one " * 40), ("assistant", "two"), ("user", "three"), ("assistant", "four")],
+    [("user", "five " * 9), ("assistant", "six six")],
+]
+
+
+def finetune(folder: Path, lines: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    short = {"steps": 4, "seq-len": 64, "layers": 3, "hidden": 32, "vocab": 300, "microbatches": 2, "segments": 3}
+    path = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*launch, *(f"--{name}={value}" for name, value in short.items()), "--data=data.jsonl", "--out=run", *flags],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def as_line(conversation: list[tuple[str, str]]) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
+
+
+@pytest.mark.parametrize("flags", [(), ("--pack",)])
+def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, flags):
+    """It compares the two losses itself: that of the pipeline and that of each conversation run whole and alone."""
+    done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS], *flags)
+    assert done.returncode == 0, done.stderr
+    counts = [int(line.split()[4]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert sum(counts) > 2 * len(counts) if flags else set(counts) == {2}  # conversations in a step's two rows
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    messages = json.loads(as_line(CONVERSATIONS[0]))["messages"]
+    for length in (200, 24):  # whole, and without the beginning of its first message
+        tokens, labels = example.encode(messages, tokenizer, length)
+        counted = labels != -100
+        assert len(tokens) <= length and torch.equal(labels[counted], tokens[counted])
+        if length == 200:
+            assert tokenizer.decode(labels[counted]) == "two<|end|>four<|end|>"
+
+
+def test_the_example_refuses_a_line_that_is_no_conversation(tmp_path):
+    done = finetune(tmp_path, [as_line(CONVERSATIONS[1]), '{"messages": [{"role": "wizard", "content": "hm"}]}'])
+    assert "line 2 is no conversation" in done.stderr and "wizard" in done.stderr
+    assert "exitcode  : 2" in done.stderr and not (tmp_path / "run" / "model").exists()

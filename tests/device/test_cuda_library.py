@@ -1,0 +1,302 @@
+"""Is the library of CUDA kernels found, read, chosen and launched as it must be? Without a GPU.
+
+A stand-in library tells what it was asked to launch. What the built one, where there is one, says of itself and of a
+launch on a machine without a GPU is looked at too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_cuda import CudaAttention
+from torch import Tensor
+
+from seq1f1b import _C
+from seq1f1b.device import cuda, cuda_kernels
+from seq1f1b.device.cuda_kernels import Verified
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
+
+import kernel_table
+import sass
+
+ROOT = Path(__file__).resolve().parents[2]
+ABI = int(re.findall(r"#define S1F_CUDA_ABI (\d+)", (ROOT / "kernels/cuda/kernel_table.h").read_text())[0])
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def build(version: int = ABI, operation: str = "s1f_cuda_attention_forward") -> Path:
+        library = tmp_path_factory.mktemp("library") / "stand_in.so"
+        command = [*os.environ.get("CC", "cc").split(), "-std=c11", "-shared", "-fPIC", "-o", str(library)]
+        command += [f"-DVERSION={version}", f"-DOPERATION={operation}", str(ROOT / "tests/cuda/stand_in_library.c")]
+        subprocess.run(command, check=True, timeout=120)
+        return library
+
+    return build
+
+
+@pytest.fixture
+def stand_in(build: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    library = build()
+    monkeypatch.setattr(cuda_kernels, "LIBRARY", library)
+    monkeypatch.setattr(cuda_kernels, "OPERATIONS", ("attention_forward",))
+    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    cuda_kernels.operations.cache_clear()
+    yield ctypes.CDLL(str(library))
+    cuda_kernels.operations.cache_clear()
+
+
+def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
+    return torch.zeros(2, 4, 5, head_dim, dtype=dtype)
+
+
+def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified) -> None:
+    monkeypatch.setattr(cuda_kernels, "_verified", lambda: frozenset(records))
+
+
+RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.88")
+
+# -- which kernel ----------------------------------------------------------------------------------------------------
+
+
+def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL) -> None:
+    assert cuda_kernels.choose("attention_forward", queries()) is None
+    assert cuda_kernels.operations.cache_info().currsize == 0  # nor is the library opened
+
+
+def test_a_verified_kernel_is_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify(monkeypatch, RECORD)
+    chosen = cuda_kernels.choose("attention_forward", queries())
+    assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    assert cuda_kernels.choose("attention_forward", queries()) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"architecture": "sm_90"}, {"operation": "attention_backward"}, {"dtype": "float16"}, {"head_dim": 128},
+     {"source": "5b"}, {"compiler": "13.1.0"}],
+    ids=str,
+)  # fmt: skip
+def test_a_record_of_anything_else_is_not(
+    change: dict[str, object], stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify(monkeypatch, RECORD._replace(**change))
+    assert cuda_kernels.choose("attention_forward", queries()) is None
+
+
+def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    assert cuda_kernels.choose("attention_forward", queries()) is not None
+    assert cuda_kernels.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
+    assert cuda_kernels.choose("attention_backward", queries()) is None
+    empty = torch.empty(0)
+    options = cuda.Options(0.125, 0, 0.0, empty, empty, empty)
+    assert cuda.way(queries(), options) == "own"
+    for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
+        assert cuda.way(queries(), other) != "own"
+    assert cuda.way(queries(torch.float32), options) == "efficient"
+
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "mine")
+    with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
+        cuda_kernels.choose("attention_forward", queries())
+
+
+def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_kernels, "LIBRARY", tmp_path / "none.so")
+    cuda_kernels.operations.cache_clear()
+    verify(monkeypatch, RECORD)
+    assert cuda_kernels.choose("attention_forward", queries()) is None
+    assert "not built (no nvcc at installation" in cuda_kernels.describe()[0]
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
+        cuda_kernels.choose("attention_forward", queries())
+    cuda_kernels.operations.cache_clear()
+
+
+def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_kernels, "_verified", frozenset)
+    (line,) = cuda_kernels.describe()
+    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; on no architecture verified" in line
+    verify(monkeypatch, RECORD._replace(architecture="sm_90"))
+    assert cuda_kernels.describe()[0].endswith("default on sm_90 bfloat16 d64")
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def launch(**changes: object) -> dict[str, Tensor]:
+    """Through the extension, of tensors with strides of their own; returns them."""
+    q, out, dout, dq = (
+        torch.zeros(2, 5, 4, 64 + 8 * i, dtype=torch.bfloat16)[..., :64].transpose(1, 2) for i in range(4)
+    )
+    k, v = (torch.zeros(2, 2, 40, 64, dtype=torch.bfloat16)[:, :, :20] for _ in range(2))
+    dk, dv = (torch.zeros(2, 2, 50, 64)[:, :, :20] for _ in range(2))
+    own_dk, own_dv = (torch.zeros(2, 5, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    lse, docs = torch.zeros(2, 4, 5), torch.zeros(2, 30, dtype=torch.int32)[:, :20]
+    operation = cuda_kernels.operations()["attention_forward"]
+    tensors = {
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "docs": docs, "dout": dout, "dq": dq, "dk": dk, "dv": dv,
+        "own_dk": own_dk, "own_dv": own_dv,
+    }  # fmt: skip
+    options = {"scale": 0.25, "window": 7, "softcap": 30.0, "kernel": 0, "num_parts": 3}
+    cuda_kernels.launch_attention(operation, **(tensors | options | changes))
+    return tensors
+
+
+def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
+    tensors = launch()
+    args = CudaAttention.in_dll(stand_in, "last_arguments")
+    got = args.attention
+    assert (got.dtype, got.batch, got.heads, got.kv_heads, got.segment_len, got.head_dim) == (2, 2, 4, 2, 5, 64)
+    assert (got.q_start, got.scale, got.window, got.softcap) == (15, 0.25, 7, 30.0)
+    for name, tensor in tensors.items():
+        assert getattr(got, name) == tensor.data_ptr(), name
+    for of in ("q", "k", "out", "dout", "dq", "dk", "own_dk"):
+        name = {"k": "kv", "dk": "dkv", "own_dk": "own_dkv"}.get(of, of)  # of both
+        strides = getattr(got, f"{name}_strides")
+        assert (strides.batch, strides.head, strides.row) == tensors[of].stride()[:3], name
+    assert (got.docs_batch_stride, bool(got.slopes), got.store_kv_grads) == (30, False, 0)
+    assert (args.num_parts, args.deterministic, args.scratch_bytes) == (3, 0, 48)
+    assert ctypes.c_int32.in_dll(stand_in, "last_kernel").value == 0
+    assert ctypes.c_void_p.in_dll(stand_in, "last_stream").value is None
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        launch(docs=torch.empty(0, dtype=torch.int32), dout=None, dq=None, dk=None, dv=None, own_dk=None, own_dv=None,
+               store=True)  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    args = CudaAttention.in_dll(stand_in, "last_arguments")
+    got = args.attention
+    assert (args.deterministic, got.store_kv_grads) == (1, 1)
+    assert (got.docs, got.dout, got.dq, got.dk, got.dv) == (None, None, None, None, None)
+
+
+def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
+    with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
+        launch(kernel=1)
+    q, k = queries(torch.float16, 128), torch.zeros(2, 2, 20, 128, dtype=torch.float16)
+    with pytest.raises(ValueError, match="CUDA error 1: bad value"):
+        launch(q=q, k=k, v=k, out=q)
+    with pytest.raises(ValueError, match="k and v, dk and dv, own_dk and own_dv must have the same strides"):
+        launch(k=torch.zeros(2, 2, 20, 64, dtype=torch.bfloat16))
+
+
+def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"cannot open the CUDA kernels: .*none.so"):
+        _C.cuda_library_open(str(tmp_path / "none.so"))
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(OSError, match=r"text.so"):
+        _C.cuda_library_open(str(tmp_path / "text.so"))
+    other = _C.cuda_library_open(str(build(operation="s1f_cuda_other")))
+    with pytest.raises(ValueError, match=r"stand_in.so has no operation attention_forward"):
+        _C.cuda_operation(other, "attention_forward")
+    newer = _C.cuda_library_open(str(build(version=ABI + 1)))
+    with pytest.raises(ValueError, match=f"version {ABI + 1} of its tables, this extension needs {ABI}: install"):
+        _C.cuda_operation(newer, "attention_forward")
+    with pytest.raises(TypeError, match=r"expected a seq1f1b.cuda_library handle"):
+        _C.cuda_operation(None, "attention_forward")
+
+
+# -- the table of verified kernels ------------------------------------------------------------------------------------
+
+
+def test_every_operation_is_known() -> None:
+    assert sorted(f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS) == sass.load_setup().cuda_sources()
+
+
+def test_the_table_holds_for_the_sources_at_hand() -> None:
+    """A kernel that was changed since it was measured is no default: its record must go, or be measured again."""
+    setup = sass.load_setup()
+    sources = {Path(source).stem: setup.cuda_source_hash(source) for source in setup.cuda_sources()}
+    for record in cuda_kernels.verified():
+        assert record.source == sources[record.operation], record
+
+
+def test_a_table_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "verified.json"
+    path.write_text(json.dumps([{"architecture": "sm_90"}]))
+    with pytest.raises(ValueError, match=r"verified.json: each record needs architecture, operation, .*'operation'"):
+        cuda_kernels.verified(path)
+
+
+# -- how it is built -------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_fails_is_no_obstacle_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = sass.load_setup()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo V99.1.2; else echo "no such host compiler"; exit 1; fi'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("SEQ1F1B_CUDA", raising=False)
+    assert setup.find_nvcc() == str(nvcc) and setup.wants_cuda()
+    assert setup.CudaKernels().optional  # then setuptools warns, and goes on without
+    with pytest.raises(setup.CompileError, match="no such host compiler"):
+        setup.build_cuda_library(setup.cuda_sources(), tmp_path / "library.so", tmp_path)
+    monkeypatch.setenv("SEQ1F1B_CUDA", "1")
+    assert not setup.CudaKernels().optional
+    monkeypatch.setenv("SEQ1F1B_CUDA", "0")
+    assert not setup.wants_cuda()
+    monkeypatch.setenv("SEQ1F1B_CUDA", "yes")
+    with pytest.raises(SystemExit, match="SEQ1F1B_CUDA is 'yes', must be 0 or 1"):
+        setup.wants_cuda()
+
+
+# -- the library that was built ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built() -> Path:
+    if not cuda_kernels.LIBRARY.exists():
+        pytest.skip("the CUDA kernels were not built: no nvcc at installation, or SEQ1F1B_CUDA=0")
+    return cuda_kernels.LIBRARY
+
+
+def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf (binutils) is not installed")
+    output = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for command in (["readelf", "-d", str(built)], ["nm", "-D", "--defined-only", str(built)])
+    ]
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output[0])
+    assert [name for name in needed if not re.fullmatch(r"lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*", name)] == []
+    assert {line.split()[-1] for line in output[1].splitlines()} >= {f"s1f_cuda_{n}" for n in cuda_kernels.OPERATIONS}
+    assert [line for line in output[1].splitlines() if not line.split()[-1].startswith("s1f_cuda_")] == []
+
+
+def test_it_is_of_the_sources_at_hand(built: Path) -> None:
+    setup = sass.load_setup()
+    for name, operation in cuda_kernels.operations().items():
+        assert operation.source == setup.cuda_source_hash(f"kernels/cuda/{name}.cu"), "build it again"
+        assert operation.architectures == "sm_80 sm_90 compute_80"
+        for kernel in kernel_table.kernels_of(kernel_table.find_operation(built, name)):
+            assert kernel.products == 0 or kernel.products_of_a_warp().is_integer(), kernel.name
+
+
+def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: benchmarks/gpu.py launches on it")
+    q, lse = queries(), torch.zeros(2, 4, 5)
+    for operation in cuda_kernels.operations().values():
+        with pytest.raises(RuntimeError, match=r"CUDA error (35|100): (CUDA driver|no CUDA)"):
+            cuda_kernels.launch_attention(
+                operation, q, q, q, q, lse, scale=1.0, window=0, softcap=0.0, docs=torch.empty(0), dout=q, dq=q,
+                dk=q.float(), dv=q.float(),
+            )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Does the benchmark of schedules run, compare like with like, and judge only what it measured?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+CASE = "S64 M2 P2 hidden 64 blocks 4"
+
+
+@pytest.fixture
+def pipeline(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import pipeline
+
+    return pipeline
+
+
+def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
+    arguments = ["--length=64", "--microbatches=2", "--hidden=64", "--segments=2", "--split=flops", "--rounds=2"]
+    schedules = ["--schedules", "1F1B", "ZBVZeroBubble", "DualPipeV", "runtime", "seq1f1b", "seq1f1b-interleaved"]
+    path = tmp_path / "results"
+    command = [
+        sys.executable,
+        str(FOLDER / "pipeline.py"),
+        *arguments,
+        *schedules,
+        "--foreign=inf",
+        "--results",
+        str(path),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    arms = [r for r in records if r["what"] == "arm"]
+    assert len(arms) == 12 and all(r["case"] == CASE for r in arms)
+    for r in arms:
+        if r["spec"]["schedule"] == "DualPipeV":
+            assert "DualPipeV requires at least as many microbatches as stages" in r["refused"]
+        else:
+            assert r["loss_error"] < 1e-6 and r["gradient_error"] < 1e-5, r
+    rounds = [r for r in records if r["what"] == "round"]
+    assert [len(r["steps"]) for r in rounds] == [10, 10]
+    assert all(seconds > 0 and 0 <= bubble < 1 for r in rounds for seconds, _, bubble in r["steps"].values())
+    assert "refuses: DualPipeV requires" in run.stdout and "unmeasured (2)" in run.stdout
+    bars = run.stdout.partition("## What must hold\n")[2].splitlines()
+    assert len(bars) > 15 and all(line.endswith(": unmeasured") for line in bars)
+
+
+def test_a_schedule_that_torch_lacks_is_named(pipeline):
+    from arms import Unavailable, torch_schedule
+
+    assert torch_schedule("ZBVZeroBubble").__name__ == "ScheduleZBVZeroBubble"
+    with pytest.raises(Unavailable, match=f"torch {torch.__version__} has no schedule 'Missing'".replace("+", r"\+")):
+        torch_schedule("Missing")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "counted", "verdict"),
+    [(1.0, 15, "passed"), (1.3, 15, "FAILED"), (1.0, 14, "unmeasured"), (1.0, 0, "unmeasured")],
+)
+def test_a_ratio_is_judged_over_counted_pairs_only(pipeline, tmp_path, seconds, counted, verdict):
+    results = pipeline.Results(str(tmp_path / "results"))
+    bar = next(bar for bar in pipeline.bars() if bar.wanted == 1.16)
+    for i in range(20):  # a step that others disturbed is far too slow, and does not count
+        ours = [seconds, 0.02, 0.1] if i < counted else [100.0, 0.5, 0.1]
+        steps = {bar.theirs.label: [1.4, 0.02, 0.2], bar.ours[0].label: ours}
+        results.add(what="round", case=str(bar.case), steps=steps)
+    assert bar.judge(pipeline.Results(results.path)).endswith(verdict)
+
+
+def test_memory_is_judged_by_the_worst_rank(pipeline, tmp_path):
+    results = pipeline.Results(str(tmp_path / "results"))
+    bar = next(bar for bar in pipeline.bars() if bar.memory and bar.wanted == 0.6)
+    assert bar.judge(results) == "unmeasured"
+    for spec, growth in ((bar.theirs, [100, 60]), (bar.ours[1], [50, 61])):
+        fields = pipeline.dataclasses.asdict(spec)
+        results.add(what="peak", case=str(bar.case), spec=fields, growth=growth, total=growth)
+    assert "0.610" in bar.judge(results) and bar.judge(results).endswith("FAILED")
+    results.add(what="peak", case=str(bar.case), spec=fields, growth=[50, 55], total=[50, 55])
+    assert bar.judge(results).endswith("passed")
+
+
+def test_results_of_another_commit_are_not_mixed_in(pipeline, tmp_path):
+    results = pipeline.Results(str(tmp_path / "results"))
+    results.add(what="header", lines=["# another", "# commit 0", "# machine"])
+    with pytest.raises(SystemExit, match="holds results of\n# another"):
+        results.begin("Pipeline")
+
+
+def test_the_examples_model_has_one_gradient_under_every_attention(pipeline):
+    from arms import OurArm, Spec
+    from torch_attention import FORMS
+    from train import ExampleCase
+
+    case, found = ExampleCase(96, 2, ranks=1), {}
+    for form in ("ours", *FORMS):
+        arm = OurArm(case, Spec("seq1f1b", "ours" if form == "ours" else "torch", 3), 0, form=form)
+        loss = arm.step()
+        found[form] = loss, {name: grad.clone() for name, grad in arm.gradients().items()}
+        arm.engine.close()
+    loss, truth = found.pop("ours")
+    for form, (other_loss, gradients) in found.items():
+        assert abs(other_loss - loss) < 1e-6 * loss, form
+        for name, grad in gradients.items():
+            torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)

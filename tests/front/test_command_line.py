@@ -1,0 +1,320 @@
+"""Does the command line draw, simulate and diagnose, and refuse in one line?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import seq1f1b
+from seq1f1b.__main__ import main
+from seq1f1b.planning.cost import CostModel, Layout, load_hardware, load_model
+
+
+def test_simulate_prints_the_known_figures(capsys):
+    """P 4, M 8, F 1, B 2: 3 M + 3 (P - 1) / k seconds and (P - 1 + k) / k micro-batches, k 1 and 4."""
+    assert main(["simulate", "1f1b", "seq1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["1f1b", "33.000", "27.3%", "4", "4.00"]
+    assert main(["simulate", "seq1f1b", "--ranks", "4", "--microbatches", "8", "--segments", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["seq1f1b", "26.250", "8.6%", "7", "1.75"]
+
+
+def test_simulate_takes_stages_and_options(capsys):
+    """P 4, M 8: peaks of 2 and 4 stages per rank, and of a group of two."""
+    assert main(["simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    assert main(["simulate", "interleaved-1f1b", "--ranks", "4", "--microbatches", "8", "--stages", "4"]) == 0
+    assert main(["simulate", "kfkb", "--ranks", "4", "--microbatches", "8", "--option", "group=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[3:] == ["11", "5.50"]
+    assert lines[3].split()[3:] == ["19", "4.75"]
+    assert lines[5].split()[3:] == ["8", "8.00"]
+    assert main(["simulate", "kfkb", "--option", "group"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "seq1f1b: --option group: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole\n"
+    )
+    assert main(["simulate", "kfkb", "--option", "group=0"]) == 2
+    assert main(["simulate", "interleaved-1f1b", "--microbatches", "2"]) == 2
+    assert "needs M >= P: here P = 4 ranks" in capsys.readouterr().err
+
+
+def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
+    assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0
+    drawn = capsys.readouterr().out
+    assert [line.split()[:2] for line in drawn.splitlines()[:2]] == [["rank", "0"], ["rank", "1"]]
+    png, svg, trace, text = (tmp_path / name for name in ("t.png", "t.svg", "t.json", "order.txt"))
+    assert main(["draw", "gpipe", "--png", str(png), "--svg", str(svg), "--trace", str(trace)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    drawn = ElementTree.parse(svg).getroot()
+    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 4 * 8 * 2  # an element for each unit
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 4 * 8 * 2
+    text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
+    assert main(["simulate", str(text)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1] == "6.000"
+
+
+def test_simulate_with_the_costs_of_a_model(capsys):
+    """As the cost model says, with the split and the layers of equal time; JSON has what the table rounds."""
+    line = ["simulate", "seq1f1b", "zb-h1", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384"]
+    counts = {"num_ranks": 4, "num_microbatches": 8}
+    assert main([*line, "--steps", "3", "--recompute", "full", "--json"]) == 0
+    cost = CostModel.balanced(
+        load_model("llama3-8b"), load_hardware("h200"), num_ranks=4, seq_len=16384, layout=Layout(recompute="full")
+    )
+    for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
+        is_split = name == "zb-h1"
+        options = {"costs": tuple(cost.unit_seconds([16384], split_backward=True))} if is_split else {}
+        order = seq1f1b.build_schedule(name, **counts, options=options)
+        run = order.simulate(
+            **cost.simulation_arguments(order, [16384], split_backward=is_split),
+            memory=cost.step_memory([16384]), steps=3, optimizer_sync=False,
+        )  # fmt: skip
+        assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
+        assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0
+        assert found["peak_microbatches"] == max(run.peak)
+    assert main([*line, "--segments", "1"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split("  ")[-1] == "tensors GiB" and len(table) == 3
+
+
+def test_simulate_jitters_by_the_seed(capsys):
+    line = ["simulate", "1f1b", "--steps", "3", "--sync", "--optimizer", "2", "--jitter"]
+    outputs = []
+    for jitter, seed in (("0", "0"), ("0.2", "7"), ("0.2", "7"), ("0.2", "8")):
+        assert main([*line, jitter, "--seed", seed]) == 0
+        outputs.append(capsys.readouterr().out)
+    messages = ["simulate", "1f1b", "--transfer", "1"]
+    assert main([*messages, "--transfer-jitter", "0.5"]) == main(messages) == 0
+    jittered, plain = capsys.readouterr().out.split("schedule")[1:]
+    assert jittered != plain and plain.split()[-4] != jittered.split()[-4]
+    assert outputs[0].splitlines()[1].split()[1:3] == ["33.000", "35.000"]  # the optimizer after all ranks
+    assert outputs[1] == outputs[2] and len(set(outputs)) == 3
+
+
+def test_a_page_with_the_bytes_of_a_model(tmp_path):
+    pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
+    path = tmp_path / "bytes.html"
+    assert (
+        main(["draw", "seq1f1b", "--segments", "2", "--model", "qwen3-4b", "--seq", "8192", "--html", str(path)]) == 0
+    )
+    page = path.read_text()
+    assert "optimizer state" in page and "KV gradients" in page and " GiB" in page
+
+
+def test_simulate_streams_what_is_too_long_to_list(capsys):
+    """The same figures either way; above 10^7 units of itself, here 15 million of one rank in a second."""
+    line = ["simulate", "seq1f1b", "1f1b", "gpipe", "terapipe", "--jitter", "0.1", "--json", "--steps", "2"]
+    assert main(line) == 0
+    listed = capsys.readouterr().out
+    assert main([*line, "--stream"]) == 0
+    assert capsys.readouterr().out == listed
+    line += ["--segments", "2", "--model", "qwen3-4b", "--seq", "8192"]
+    line.remove("1f1b")  # over segments it is listed
+    outputs = []
+    for more in ([], ["--stream"]):
+        assert main([*line, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and min(json.loads(outputs[0])[0]["memory"]["total"]) > 2**30
+    assert main(["simulate", "1f1b", "--ranks", "2", "--microbatches", "4000000"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["1f1b", "12000003.000", "0.0%", "2", "2.00"]
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path):
+    """Drawn over itself on stderr, and gone at the end; stdout has the table alone."""
+    line = [sys.executable, "-m", "seq1f1b", "simulate", "seq1f1b", "--ranks", "64", "--microbatches", "6000"]
+    master, slave = pty.openpty()
+    done = subprocess.run([*line, "--segments", "16"], stdout=subprocess.PIPE, stderr=slave, text=True, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(master, 65536):
+            shown += part
+    os.close(master)
+    percents = [int(part) for part in re.findall(rb"\] +(\d+)% of 1.23e\+07 units", shown)]
+    assert len(percents) > 5 and percents == sorted(percents) and percents[-1] > 50
+    assert shown.endswith(b"\r\x1b[K")
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_compare_prints_a_table(capsys):
+    arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
+    assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
+    assert capsys.readouterr().out == (
+        "family   v  k  makespan  span  period  bubble  peak units  = micro-batches  tokens   MiB  messages  sent MiB\n"
+        "seq1f1b  1  2      28.5  28.5    28.5   15.8%           5             2.50    5120  10.0        96      96.0\n"
+        "\n"
+        "left out:\n"
+        "1f1b   holds 16777216 bytes, the cap is 12582912\n"
+        "gpipe  holds 33554432 bytes, the cap is 12582912\n"
+    )
+
+
+def test_a_page_of_two(tmp_path):
+    pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
+    path = tmp_path / "two.html"
+    assert main(["draw", "1f1b", "seq1f1b", "--html", str(path)]) == 0
+    page = path.read_text()
+    assert "<title>1f1b and seq1f1b</title>" in page and "1f1b: 33 s, bubble 27.3%" in page and "critical path" in page
+
+
+MISTAKES = {
+    "draw nonsense": "there is no schedule and no file named 'nonsense'; there are seq1f1b, 1f1b, ",
+    "draw seq1f1": "there is no schedule and no file named 'seq1f1'; did you mean 'seq1f1b'?",
+    "compare ZBV v-hlaf": "there is no schedule named 'ZBV'; did you mean 'zbv'?",
+    "simulate seq1f1b --ranks 0": "num_ranks is 0, must be at least 1",
+    "simulate seq1f1b --stages 0": "stages_per_rank is 0, must be at least 1",
+    "simulate seq1f1b --ranks 99999999999 --microbatches -1": "num_ranks is 99999999999, must be in 1..2147483647",
+    "draw gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
+    "simulate zb-h1 --microbatches 2000000000": "zb-h1: 16000000000 units, more than the 10000000",
+    "simulate gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 1000000000 that are streamed",
+    "simulate zbv --stream": "zbv cannot be streamed: seq1f1b, 1f1b, gpipe, terapipe can, with one stage per rank",
+    "simulate 1f1b --stream --segments 2": "1f1b cannot be streamed: ",
+    "simulate seq1f1b --stream --ranks 0": "num_ranks",
+    "simulate seq1f1b --stream --microbatches -5": "num_microbatches",
+    "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
+    "simulate kfkb --option group=99999999999999999999": "group: 99999999999999999999 is too large",
+    "simulate kfkb --option gruop=2": "kfkb takes no option 'gruop'; it takes group, extra_warmup",
+    "simulate gpipe --forward nan": "--forward is nan, must be finite and at least 0",
+    "draw gpipe --backward -1": "--backward is -1, must be finite and at least 0",
+    "simulate gpipe --transfer inf": "--transfer is inf, must be finite and at least 0",
+    "compare --weight -0.5": "--weight is -0.5, must be finite and at least 0",
+    "simulate 1f1b --jitter 2": "jitter is 2, must be in 0..1: a share of a unit's seconds",
+    "simulate 1f1b --transfer-jitter 1.5": "transfer_jitter is 1.5, must be in 0..1: a share of a message",
+    "simulate 1f1b --seed -1": "seed is -1, must be in 0..2**64 - 1",
+    "simulate 1f1b --steps 0": "steps is 0, must be in 1..2147483647",
+    "simulate 1f1b --steps 2 --optimizer nan": "--optimizer is nan, must be finite and at least 0",
+    "simulate zb-h1 --weight 3": "weight is more than backward, of which it is a part",
+    "simulate zb-h1 --ranks 0": "num_ranks is 0, must be at least 1",
+    "draw 1f1b --model llama3-8b": "--model needs --seq, the tokens of a micro-batch",
+    "draw 1f1b --model llama3-8b --seq 64 --backward 2": "--backward and --model: the model has costs of its own",
+    "draw 1f1b --model llama3 --seq 64": "there is no preset 'llama3' among models; did you mean 'llama3-8b'?",
+    "draw 1f1b --model llama3-8b --seq 64 --ranks 64": "there are 64 stages, must be in 1..32, the model's layers",
+    "draw zbv --model llama3-8b --seq -4": "seq_len is -4, must be at least 1",
+    "draw 1f1b --model llama3-8b --sizes 4,5": "--sizes holds 2 numbers, the order has 1 segments",
+    "draw 1f1b --model llama3-8b --sizes 4 --seq 5": "--sizes holds 4 tokens, --seq is 5",
+    "draw 1f1b --model llama3-8b --seq 64 --profile no.json": "No such file or directory: 'no.json'",
+    "simulate uneven.txt --model llama3-8b --seq 64": "a model needs as many stages on every rank",
+    "compare --model gpt-7b": "--model needs --seq, the tokens of a micro-batch",
+    "compare --model gpt-7b --seq 64 --transfer 1": "--transfer and --model: the model has costs of its own",
+    "compare --model gpt-7b --seq 64 --token-bytes 8": "token_bytes, message_bytes and bandwidth are the model's",
+    "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap; the least possible is ",
+    "draw 1f1b --width 100000000": "--width is 100000000, must be in 20..10000",
+    "draw 1f1b --png=": "--png needs the name of a file",
+    "draw 1f1b --forward 1e308 --backward 1e308": "the costs sum to more than a double holds",
+    "simulate 1f1b --optimizer 1e308 --steps 3": "the costs sum to more than a double holds",
+    "simulate 1f1b --steps 99999999999": "1f1b: 6399999999936 units in 99999999999 steps, more than 1000000000",
+    "simulate 1f1b --steps 2000000000": "1f1b: 128000000000 units in 2000000000 steps, more than 1000000000",
+    "draw gpipe --ranks 500 --microbatches 101 --png t.png": "a picture of 101000 units, more than the 100000",
+    "draw gpipe --ranks 500 --microbatches 101 --html t.html": "a page of 101000 units, more than the 100000",
+    "draw gpipe --ranks 5 --microbatches 100001 --trace t.json": "a trace of 1000010 units, more than the 1000000",
+    "draw auto --option placement=1": "placement is '1', must be 'loop' or 'v'",
+    "draw auto --option costs=1": "--option costs=1: costs come from --forward, --backward and --weight",
+    "draw kfkb --option group=\u0662": "an option is written NAME=NUMBER",
+    "simulate 1f1b --sizes 3": "--sizes says nothing without --model",
+    "simulate 1f1b --hardware h100": "--hardware says nothing without --model",
+    "compare 1f1b --tensor 2": "--tensor says nothing without --model",
+    "compare 1f1b --all-logits": "--all-logits says nothing without --model",
+    "draw 1f1b --model bytes.json --seq 4": "bytes.json: not JSON: 'utf-8' codec can't decode byte 0xff",
+    "draw 1f1b --width 7": "--width is 7, must be in 20..10000",
+    "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
+    "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
+    "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
+    "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 6400000000000000000, must be in 0..",
+    "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",
+    "compare --sizes 1,-2": "--sizes 1,-2: the tokens of each segment are written 10880,8448,7168",
+    "compare --seq 2 --segments 4": "num_segments is 4, more than the 2 tokens of the sequence",
+    "draw rule.txt": "rule.txt: a segment goes back after its own forward: ",
+    "draw garbage.txt": "garbage.txt: line 2, unit 1, 'what?': a unit is written F1.0 or [2]F1.0",
+    "simulate garbage.csv": "garbage.csv: line 1, unit 2, '0SEND_F0': a cell is written 2F3",
+    "simulate bytes.txt": "bytes.txt: 'utf-8' codec can't decode byte 0xff",
+    "draw 1f1b --png none/t.png": "No such file or directory: 'none/t.png'",
+    "draw 1f1b --trace .": "Is a directory: ",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rule.txt").write_text("B0.0 F0.0\n")
+    Path("garbage.txt").write_text("F0.0 B0.0\nwhat?\n")
+    Path("garbage.csv").write_text("0F0,0SEND_F0\n")
+    Path("uneven.txt").write_text("[0]F0.0 [2]F0.0 [2]B0.0 [0]B0.0\n[1]F0.0 [1]B0.0\n")
+    Path("bytes.json").write_bytes(b"\xff")
+    Path("bytes.txt").write_bytes(b"F0.0 \xff")
+    files = sorted(Path().iterdir())
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("seq1f1b: ") and err.count("\n") == 1
+    assert MISTAKES[line] in err
+    assert sorted(Path().iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("draw 1f1b --width many", "argument --width: invalid int value: 'many'"),
+        ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory x", "'x' is no number of bytes from 1"),
+        ("draw 1f1b --model llama3-8b --seq 64 --documents a,b", "'a,b': whole numbers are written 1,2,4"),
+        ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --segments 4,", "whole numbers are written 1,2,4"),
+    ],
+)
+def test_words_that_are_no_numbers_are_refused_with_what_is_written(line, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_or_that_has_no_room(tmp_path):
+    """A reader that leaves, as `head` does, is no error; a full disk is."""
+    line = [sys.executable, "-m", "seq1f1b", "draw", "gpipe", "--ranks", "200", "--width", "10000"]
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout.read(6) == b"rank 0"
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait(timeout=60)) == (b"", 0)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "seq1f1b: [Errno 28] No space left on device\n")
+
+
+def test_a_file_is_written_whole_or_stays(tmp_path):
+    """The disk refuses a file of more than 4000 bytes: the old one stays, and nothing else is left."""
+    script = (
+        "import resource, signal, sys; from seq1f1b.__main__ import main;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
+        "sys.exit(main(['draw', 'gpipe', '--trace', sys.argv[1]]))"
+    )
+    path = tmp_path / "t.json"
+    path.write_text("as it was")
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"seq1f1b: [Errno 27] File too large: '{path}'\n")
+    assert path.read_text() == "as it was" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_csv_is_read_with_its_segments(tmp_path, capsys):
+    path = tmp_path / "order.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n")
+    assert main(["simulate", str(path), "--segments", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["3.000", "0.0%", "2", "1.00"]
+
+
+def test_several_as_text(capsys):
+    assert main(["draw", "1f1b", "gpipe", "--ranks", "2", "--microbatches", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[5]) == ("1f1b", "gpipe")
+
+
+def test_doctor_in_a_process_of_its_own():
+    out = subprocess.run([sys.executable, "-m", "seq1f1b", "doctor"], capture_output=True, text=True, check=True).stdout
+    assert "bound" in out and "kernels" in out
+    assert "attention on CUDA: torch's own ops; never yet run on a GPU" in out and "\nown CUDA kernel" in out

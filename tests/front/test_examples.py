@@ -1,0 +1,232 @@
+"""Do the examples do what they say: train, compare, stop, resume, refuse damaged checkpoints, generate?
+
+Short forms of the real commands, each rank a process of its own.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the examples train torch modules")
+pytest.importorskip("tokenizers", reason="the examples tokenise text")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import checkpoint  # noqa: E402
+
+STEPS = 20
+SHORT = f"""--steps {STEPS} --save-every 10 --eval-every 10 --eval-batches 2 --seq-len 96 --hidden 32 --layers 3
+    --heads 4 --kv-heads 2 --ffn 64 --vocab 320 --microbatches 3 --batch 6 --segments 3 --lr 0.003
+    --max-bytes 200000""".split()
+
+
+def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if num_ranks > 1:
+        variables |= {"RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": f"{rank}"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    return variables
+
+
+def free_port() -> int:
+    """Not of those that the kernel gives out: another process would be given it before rank 0 listens there."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(given_out, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def start(folder: Path, num_ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Starts train_gpt.py on every rank as torchrun would, but leaves the signals and exit codes to the test."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLES / "train_gpt.py"), *arguments],
+            cwd=folder,
+            env=environment(rank, num_ranks, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]:
+    """Exit codes of all ranks, and what they wrote."""
+    try:
+        written = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    return codes, "".join(out for out, _ in written), "".join(err for _, err in written)
+
+
+def wait_for_rows(processes: list[subprocess.Popen[str]], folder: Path, count: int) -> None:
+    file = folder / "runs/gpt/log.jsonl"
+    while not (file.exists() and file.read_text().count("\n") >= count):
+        if any(process.poll() is not None for process in processes):
+            for process in processes:
+                process.terminate()
+            codes, _, err = finish(processes)
+            pytest.fail(f"ended with {codes} before row {count} of the log: {err[-4000:]}")
+        time.sleep(0.002)
+
+
+def train(folder: Path, num_ranks: int, *arguments: str) -> str:
+    codes, out, err = finish(start(folder, num_ranks, *arguments))
+    assert codes == [0] * num_ranks, err[-4000:]
+    return out
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/gpt/log.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in log(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of two ranks that nothing interrupted, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(folder, 2, *SHORT, "--compare")
+
+
+@pytest.fixture
+def half_run(whole_run: tuple[Path, str], tmp_path: Path) -> Path:
+    """The same as it stood after half of its steps."""
+    shutil.copytree(whole_run[0] / "runs", tmp_path / "runs")
+    shutil.rmtree(tmp_path / f"runs/gpt/checkpoints/step-{STEPS:06d}")
+    return tmp_path
+
+
+def test_a_run_leaves_log_pictures_trace_and_two_checkpoints(whole_run: tuple[Path, str]) -> None:
+    folder, out = whole_run
+    rows = log(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert rows[-1]["held_out"] < rows[0]["loss"] - 0.1
+    assert {"tokens_per_second", "bubble", "resident_mb", "learning_rate", "gradient_norm"} <= rows[3].keys()
+    run = folder / "runs/gpt"
+    for picture in ("loss.png", "timeline.png"):
+        assert (run / picture).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run / "trace.json").read_text())
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-000010", "step-000020"]
+    for stage, live_units in (("stage 0", 4), ("stage 1", 3)):  # min(P - p - 1 + k, M k)
+        line = next(line for line in out.splitlines() if line.startswith(f"live units, {stage}"))
+        assert line.split()[-2:] == [f"{live_units}"] * 2
+
+
+def test_losses_agree_with_torchs_own_schedule(whole_run: tuple[Path, str]) -> None:
+    folder, out = whole_run
+    rows = [json.loads(line) for line in (folder / "runs/gpt/log_torch.jsonl").read_text().splitlines()]
+    torchs = [row["loss"] for row in rows]
+    ours = losses(folder)
+    assert ours[:10] == pytest.approx(torchs[:10], rel=1e-5)
+    assert sum(ours[-2:]) == pytest.approx(sum(torchs[-2:]), rel=0.01)
+    assert "losses agree" in out
+
+
+def test_bfloat16_trains_as_torchs_does(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    out = train(tmp_path, 2, *SHORT, "--dtype", "bfloat16", "--steps", "3", "--compare")
+    assert "losses agree" in out and "(limit 2e-04)" in out
+    first, in_float32 = losses(tmp_path)[0], losses(whole_run[0])[0]  # of the same weights and text
+    assert first != in_float32 and first == pytest.approx(in_float32, rel=2**-12)
+
+
+def test_a_signal_saves_and_a_resumed_run_is_bit_equal(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    processes = start(tmp_path, 2, *SHORT)
+    wait_for_rows(processes, tmp_path, 3)
+    processes[1].send_signal(signal.SIGINT)  # one rank only: the other must learn of it
+    codes, out, err = finish(processes)
+    assert codes == [0, 0], err[-4000:]
+    stopped = len(losses(tmp_path))
+    assert 3 <= stopped < STEPS
+    assert f"stopped after step {stopped} and saved a checkpoint" in out
+    assert checkpoint.verify(tmp_path / f"runs/gpt/checkpoints/step-{stopped:06d}")["step"] == stopped
+    train(tmp_path, 2, "--resume")
+    assert losses(tmp_path) == losses(whole_run[0])  # exactly
+
+
+def test_a_run_resumes_on_another_number_of_ranks_and_replicas(whole_run: tuple[Path, str], half_run: Path) -> None:
+    train(half_run, 4, "--resume", "--data-parallel", "2")
+    assert losses(half_run)[:10] == losses(whole_run[0])[:10]  # the log's first half is kept
+    assert losses(half_run)[10:] == pytest.approx(losses(whole_run[0])[10:], rel=1e-5)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(half_run: Path) -> None:
+    file = half_run / "runs/gpt/log.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:10]))
+    processes = start(half_run, 2, "--resume", "--steps", "100000", "--save-every", "100000")
+    wait_for_rows(processes, half_run, 12)
+    for process in processes:  # no file may grow beyond this: writes fail as they do on a full disk
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    processes[0].send_signal(signal.SIGTERM)
+    codes, _, err = finish(processes)
+    checkpoints = half_run / "runs/gpt/checkpoints"
+    assert codes == [1, 1]
+    assert "train_gpt: cannot write checkpoint" in err and "Make room" in err
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000010"]
+    assert checkpoint.verify(checkpoints / "step-000010")["step"] == 10
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole_run[0] / "runs", tmp_path / "runs")
+    checkpoints = tmp_path / "runs/gpt/checkpoints"
+    damaged = checkpoints / "step-000020" / "__1_0.distcp"
+    with open(damaged, "r+b") as file:
+        file.truncate(damaged.stat().st_size // 2)
+    with pytest.raises(checkpoint.CheckpointError, match=r"__1_0\.distcp is damaged: \d+ bytes of \d+; delete"):
+        checkpoint.verify(checkpoints / "step-000020")
+    with pytest.warns(UserWarning, match=r"__1_0\.distcp is damaged"):
+        assert checkpoint.newest(checkpoints) == checkpoints / "step-000010"
+    with open(checkpoints / "step-000010" / ".metadata", "r+b") as file:
+        file.write(b"\0")
+    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata is damaged: its contents changed"):
+        checkpoint.verify(checkpoints / "step-000010")
+
+
+def test_bad_data_ends_every_rank_with_the_file_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    codes, _, err = finish(start(tmp_path, 2, *SHORT, "--data", "empty.txt"))
+    assert codes == [1, 1]
+    assert "train_gpt: data empty.txt: no text in it" in err and "Traceback" not in err
+
+
+def test_a_finished_run_says_so(whole_run: tuple[Path, str]) -> None:
+    codes, _, err = finish(start(whole_run[0], 1, "--resume"))
+    assert codes == [1] and "is at step 20 already" in err and "Traceback" not in err
+
+
+def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> None:
+    command = [sys.executable, str(EXAMPLES / "generate.py"), "--prompt", "import os", "--tokens", "20"]
+    options: dict[str, Any] = {"cwd": whole_run[0], "env": environment(0, 1, 0), "capture_output": True, "text": True}
+    first, again = (subprocess.run(command, check=True, **options).stdout for _ in range(2))
+    assert first.startswith("import os") and len(first) > len("import os\n") and first == again
+
+
+def test_two_stages_checks_itself() -> None:
+    command = [sys.executable, str(EXAMPLES / "two_stages.py")]
+    done = subprocess.run(command, env=environment(0, 1, 0), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "whole model" in done.stdout
+    assert len((EXAMPLES / "two_stages.py").read_text().splitlines()) < 80

@@ -1,0 +1,114 @@
+"""What is built and how it is put together: imports without torch, links nothing it must not, says what it offers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import seq1f1b
+from seq1f1b import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "seq1f1b"
+LIBRARIES = re.compile(r"lib(c|m|dl|pthread)\.so\.\d+|ld-linux.*\.so\.\d+")
+FORBIDDEN = re.compile(r"torch|aoti|c10|_ZN|cuda|nccl", re.IGNORECASE)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def output_of(tool: str, *arguments: str) -> str:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} (binutils) is not installed")
+    return subprocess.run([tool, *arguments, _C.__file__], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_leaves_torch_alone() -> None:
+    code = "import sys, seq1f1b; seq1f1b.partition_sequence(8, 2, strategy='even'); print('torch' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+def test_names_that_need_torch_say_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # makes `import torch` a ModuleNotFoundError
+import seq1f1b
+seq1f1b._NEEDS_TORCH["probe"] = "torch"
+for name in seq1f1b._NEEDS_TORCH:
+    try:
+        getattr(seq1f1b, name)
+    except ImportError as error:
+        assert f"seq1f1b.{name} needs torch" in str(error), error
+        assert "pip install" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    run_python(code)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = seq1f1b.no_such_name
+
+
+def test_public_names_exist() -> None:
+    for name in seq1f1b.__all__:
+        assert getattr(seq1f1b, name) is not None
+    assert sorted(seq1f1b.__all__) == seq1f1b.__all__
+    assert set(seq1f1b._NEEDS_TORCH) <= set(seq1f1b.__all__)
+
+
+def test_links_the_c_library_only() -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output_of("readelf", "-d"))
+    assert "libc.so.6" in needed
+    assert [name for name in needed if not LIBRARIES.fullmatch(name)] == []
+
+
+def test_no_symbol_of_torch_cuda_or_nccl() -> None:
+    undefined = [line.split()[-1] for line in output_of("nm", "-D", "--undefined-only").splitlines()]
+    assert "PyModuleDef_Init" in undefined
+    assert [name for name in undefined if FORBIDDEN.search(name)] == []
+
+
+def test_exports_its_init_function_only() -> None:
+    defined = [line.split()[-1] for line in output_of("nm", "-D", "--defined-only").splitlines()]
+    assert defined == ["PyInit__C"]
+
+
+def test_stub_lists_what_the_extension_offers() -> None:
+    stub = ast.parse((PACKAGE / "_C.pyi").read_text())
+    described = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    offered = {name for name in dir(_C) if not name.startswith("_") and callable(getattr(_C, name))}
+    assert offered == described
+    assert [name for name in offered if not getattr(_C, name).__doc__] == []
+
+
+def test_one_module_imports_the_extension() -> None:
+    importers = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+            if getattr(node, "module", None) == "seq1f1b._C" or {"_C", "seq1f1b._C"} & set(names):
+                importers.append(path.name)
+    assert importers == ["_core.py"]
+
+
+def test_one_folder_includes_python() -> None:
+    sources = [path for folder in ("csrc", "kernels") for path in (ROOT / folder).rglob("*.[ch]")]
+    includers = {path.parent for path in sources if "#include <Python.h>" in path.read_text()}
+    assert includers == {ROOT / "csrc" / "binding"}
+
+
+def test_range_of_torch_is_stated_once() -> None:
+    stated = [path.name for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("*.py"))
+              for _ in re.findall(r"torch *>=", path.read_text())]  # fmt: skip
+    assert stated == ["pyproject.toml"]

@@ -1,0 +1,298 @@
+"""Do the kernels of every instruction set of this machine keep their errors, their bits and their memory?
+
+Of sizes above a block of keys and of rows, so that blocks are skipped, masked and whole. tests/c/test_attention.c goes
+through shapes and strides; here are the errors of 16-bit results beside torch's, and what the ops add: segments,
+micro-batches, torch's threads and allocations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_runs import formula, gradients, random_qkv, segmented
+from simulated_step import SimulatedStep
+from torch import Tensor
+
+from seq1f1b import _C
+from seq1f1b.ops.attention import causal_attention, layer_handle
+
+ops = torch.ops.seq1f1b
+SIZES = [113, 7, 1, 391, 88]  # of segments; ends and beginnings lie anywhere in a block
+TOKENS = sum(SIZES)
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+BF16, FP16 = torch.bfloat16, torch.float16
+PLAIN = (HEAD_DIM**-0.5, 0, 0.0)  # scale, window, softcap
+NONE = torch.empty(0)
+
+
+def instruction_sets() -> Iterator[str]:
+    """Those of this machine."""
+    for name in ("portable", "neon", "avx2", "avx512", "avx512bf16"):
+        with contextlib.suppress(ValueError):
+            _C.attention_set_isa(name)
+            yield name
+    _C.attention_set_isa(None)
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    _C.attention_set_isa(request.param)
+    assert _C.attention_isa() == request.param
+    yield request.param
+    _C.attention_set_isa(None)
+
+
+def documents(*lengths: int) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(torch.int32)[None]
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.015625])
+OPTIONS: dict[str, dict] = {
+    "none": {},
+    "window below a block": {"window": 100},
+    "window above a block": {"window": 250},
+    "window and a scale above 1": {"window": 100, "scale": 2.0},
+    "softcap": {"softcap": 5.0},
+    "slopes": {"alibi_slopes": SLOPES},
+    "documents": {"doc_ids": documents(50, 143, 1, 300, 106)},
+    "documents that come back": {"doc_ids": documents(50, 143, 1, 300, 106) % 2},
+    "all": {"window": 250, "softcap": 5.0, "alibi_slopes": SLOPES, "doc_ids": documents(50, 143, 1, 300, 106)},
+}
+
+
+def whole(options: dict, qkv: list[Tensor], dout: Tensor) -> list[Tensor]:
+    return gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout)
+
+
+def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    sizes = {"batch": 1, "tokens": TOKENS, "head_dim": HEAD_DIM, "dtype": dtype}
+    return random_qkv(HEADS, KV_HEADS, seed=seed, **sizes), random_qkv(HEADS, KV_HEADS, seed=seed + 100, **sizes)[0]
+
+
+@pytest.mark.parametrize("name", [*instruction_sets(), "reference", "of no machine"])
+def test_the_environment_forces_one(name: str) -> None:
+    """SEQ1F1B_ISA, read at first use; what no machine has is ignored."""
+    code = "from seq1f1b import _C; print(_C.attention_isa())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SEQ1F1B_ISA": name},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == name or (name == "of no machine" and run.stdout.strip() in instruction_sets())
+
+
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def truth_and_torchs_error(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[tuple[float, float]]]:
+    """out, dq, dk, dv in fp64 of the same rounded inputs; and how far plain torch in `dtype` is from them."""
+    qkv, dout = inputs(dtype)
+    truth = gradients(lambda *t: formula(*t, **OPTIONS[name]), *(t.double() for t in (*qkv, dout)))
+    plain = gradients(lambda *t: formula(*t, **OPTIONS[name]), *qkv, dout)
+    return truth, [errors(*pair) for pair in zip(plain, truth, strict=True)]
+
+
+def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Largest and root mean square."""
+    difference = got.double() - truth
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_16_bit_errors(isa: str, name: str, dtype: torch.dtype) -> None:
+    """Within 1.5 times that of a 16-bit reference of the whole sequence; in segments within 1.25 times that unsplit."""
+    qkv, dout = inputs(dtype)
+    truth, allowed = truth_and_torchs_error(name, dtype)
+    unsplit = whole(OPTIONS[name], qkv, dout)
+    split = segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]
+    for what, exact, torchs, once, parts in zip(["out", "dq", "dk", "dv"], truth, allowed, unsplit, split, strict=True):
+        assert once.dtype == parts.dtype == dtype
+        for kind, limit, ours, ours_split in zip(
+            ("largest", "mean"), torchs, errors(once, exact), errors(parts, exact), strict=True
+        ):
+            assert ours <= 1.5 * limit, f"{kind} error of {what}: {ours}, torch's {limit}"
+            assert ours_split <= 1.25 * ours, f"{kind} error of {what}: {ours_split} in segments, {ours} whole"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fp32_errors(isa: str, name: str) -> None:
+    """Within 1e-5 of fp64, of the largest value."""
+    qkv, dout = inputs(torch.float32)
+    truth = truth_and_torchs_error(name, torch.float32)[0]
+    for run in (whole(OPTIONS[name], qkv, dout), segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]):
+        for what, got, exact in zip(["out", "dq", "dk", "dv"], run, truth, strict=True):
+            error, allowed = errors(got, exact)[0], 1e-5 * exact.abs().max().item()
+            assert error <= allowed, f"error of {what}: {error}, allowed {allowed}"
+
+
+# -- bits -------------------------------------------------------------------------------------------------------
+
+
+def assert_same(results: list[list[Tensor]]) -> None:
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["none", "window above a block", "documents", "all"])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (HEADS, KV_HEADS)])
+def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, name: str, dtype: torch.dtype) -> None:
+    qkv, dout = inputs(dtype)
+    qkv, dout = [qkv[0][:, :heads], qkv[1][:, :kv_heads], qkv[2][:, :kv_heads]], dout[:, :heads]
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = SLOPES[:heads]
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4, 1):
+            torch.set_num_threads(threads)
+            results.append(whole(options, qkv, dout) + segmented(SIZES, options, [qkv], [dout])[0])
+    finally:
+        torch.set_num_threads(before)
+    assert_same(results)
+
+
+@pytest.mark.parametrize("name", ["none", "documents that come back"])
+def test_interleaved_microbatches_do_not_mix(isa: str, name: str) -> None:
+    first, second = inputs(BF16), inputs(BF16, seed=1)
+    together = segmented(SIZES, OPTIONS[name], [first[0], second[0]], [first[1], second[1]])
+    for (qkv, dout), got in zip((first, second), together, strict=True):
+        assert_same([got, segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]])
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+def allocations(run) -> list[int]:
+    """Bytes of each allocation that torch's CPU allocator makes while run() runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = run()
+    events = profile.profiler.kineto_results.events()
+    del kept
+    return sorted(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
+
+
+@pytest.mark.parametrize("name", ["none", "window below a block", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_warm_step_allocates_its_results_only(isa: str, dtype: torch.dtype, name: str) -> None:
+    """Counted: torch's allocations by the ops, from the second step on. Scratch and slabs are the KV cache's, and
+    tests/c/test_kv_cache.c counts that it asks for none then; tests/c/test_attention.c that no kernel does."""
+    (q, k, v), dout = inputs(dtype)
+    options = OPTIONS[name]
+    slopes, docs = options.get("alibi_slopes", NONE), options.get("doc_ids", NONE)
+    scalars = (PLAIN[0], options.get("window", 0), options.get("softcap", 0.0))
+    cache, layer = _C.kv_cache_create(), layer_handle(0)
+
+    def step() -> list[Tensor]:
+        simulated, kept = SimulatedStep(SIZES, cache=cache), []
+        for s in range(len(SIZES)):
+            rows = simulated.slice(s)
+            mine = (slopes, docs[:, rows] if docs.numel() else NONE, *scalars)
+            with simulated.unit("F", 0, s):
+                kept.append(ops.segment_attention(*(t[:, :, rows] for t in (q, k, v)), layer, *mine))
+        for s in reversed(range(len(SIZES))):
+            rows = simulated.slice(s)
+            mine = (slopes, docs[:, rows] if docs.numel() else NONE, *scalars)
+            with simulated.unit("B", 0, s):
+                arguments = (dout[:, :, rows], q[:, :, rows], *kept[s], layer, *mine, KV_HEADS)
+                kept.append(ops.segment_attention_backward(*arguments))
+        return kept
+
+    results = [t for unit in step() for t in unit]
+    assert allocations(step) == sorted(t.nbytes for t in results)
+
+
+def layouts() -> dict[str, list[Tensor]]:
+    """q, k, v as users of torch have them, k and v each of the same strides."""
+    qkv, _ = inputs(torch.float32)
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in qkv], dim=-1)
+    split = fused.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=-1)
+    return {
+        "batch, heads, tokens": qkv,
+        "batch, tokens, heads": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv],
+        "tokens, batch, heads": [t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in qkv],
+        "parts of one projection": [t.unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for t in split],
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_no_layout_is_copied(name: str) -> None:
+    """torch allocates as much as for contiguous ones; and the values are read as they lie."""
+    (q, k, v), dout = layouts()[name], inputs(torch.float32)[1]
+    plain = layouts()["batch, heads, tokens"]
+
+    def forward(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.causal_attention(*qkv, NONE, NONE, *PLAIN)
+
+    def backward(*qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.causal_attention_backward(dout, *qkv, *results, NONE, NONE, *PLAIN)
+
+    results = forward(*plain)
+    for run in (forward, backward):
+        assert allocations(lambda run=run: run(q, k, v)) == allocations(lambda run=run: run(*plain))
+        assert all(torch.equal(a, b) for a, b in zip(run(q, k, v), run(*plain), strict=True))
+
+
+def test_expanded_key_heads_are_not_copied() -> None:
+    """k and v whose heads are one by a stride of 0."""
+    (q, k, v), _ = inputs(torch.float32)
+    expanded = [t[:, :1].expand(-1, HEADS, -1, -1) for t in (k, v)]
+    plain = [t.contiguous() for t in expanded]
+
+    def run(*kv: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.causal_attention(q, *kv, NONE, NONE, *PLAIN)
+
+    assert torch.equal(run(*expanded)[0], run(*plain)[0])
+    assert allocations(lambda: run(*expanded)) == allocations(lambda: run(*plain))
+
+
+def spread(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy of `t` with these strides, in memory of which only what is touched takes any."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.12 on
+    memory = mmap.mmap(-1, elements * t.element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=t.dtype).as_strided(t.shape, strides).copy_(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_offsets_above_31_bits(isa: str, dtype: torch.dtype) -> None:
+    """Heads lie 2^31 elements apart, and rows so that 40 of them span as much."""
+    qkv, dout = inputs(dtype)
+    compact = [t[:, :2, :60, :16].contiguous() for t in (*qkv, dout)]
+    far = [spread(t, (2**33, 2**31 + 24, 2**26 + 8, 1)) for t in compact]
+    assert far[0].stride(2) * 59 > 2**31
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        out, lse = ops.causal_attention(q, k, v, NONE, NONE, *PLAIN)
+        far_out = out if q is compact[0] else spread(out, q.stride())
+        return [out, lse, *ops.causal_attention_backward(dout, q, k, v, far_out, lse, NONE, NONE, *PLAIN)]
+
+    assert_same([run(*compact), run(*far)])
+
+
+def test_a_slab_above_31_bits(isa: str) -> None:
+    """The last of 16 heads of a segment of 8 tokens, in a slab for 9 million, lies past element 2^31."""
+    tokens, heads, head_dim = 9_000_000, 16, 16
+    assert (heads - 1) * tokens * head_dim > 2**31
+    q, k, v = random_qkv(heads, heads, batch=1, tokens=8, head_dim=head_dim, dtype=BF16)
+    step = SimulatedStep([8, tokens - 8])
+    with step.unit("F", 0, 0):
+        try:
+            out = causal_attention(q, k, v, layer=layer_handle(0))
+        except RuntimeError as error:
+            if "no memory for a KV cache slab" not in str(error):
+                raise
+            pytest.skip("this machine does not lend 9 GB of addresses, of which a few pages are touched")
+    assert torch.equal(out, causal_attention(q, k, v, layer=0))

@@ -1,0 +1,343 @@
+"""Is causal attention right, whole and over the KV cache, forward and backward, with every option and dtype?"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import time
+
+import pytest
+import torch
+from attention_runs import formula, gradients, random_qkv, segmented
+from simulated_step import SimulatedStep
+from torch import Tensor
+
+import seq1f1b.ops.attention as attention
+from seq1f1b import _C
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
+
+SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1]]
+HEADS = [(1, 1), (4, 4), (4, 2), (4, 1)]  # multi-head, grouped-query, multi-query
+
+
+def all_options() -> dict[str, dict[str, object]]:
+    docs = torch.tensor([[0] * 4 + [1] * 3 + [7] * 5, [3] * 12], dtype=torch.int32)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    single: dict[str, dict[str, object]] = {
+        "none": {},
+        "scale": {"scale": 0.3},
+        "window": {"window": 4},
+        "window of 1": {"window": 1},
+        "softcap": {"softcap": 1.5},
+        "slopes": {"alibi_slopes": slopes},
+        "slopes per batch": {"alibi_slopes": torch.stack([slopes, 2 * slopes])},
+        "documents": {"doc_ids": docs},
+    }
+    every: dict[str, object] = {}
+    for option in ("scale", "window", "softcap", "slopes", "documents"):
+        every.update(single[option])
+    return {**single, "all": every}
+
+
+OPTIONS = all_options()
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_whole_equals_the_formula(name: str, heads: int, kv_heads: int) -> None:
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"][..., :heads]
+    q, k, v = random_qkv(heads, kv_heads)
+    dout = random_qkv(heads, kv_heads, seed=1)[0]
+    ours = gradients(lambda *t: causal_attention(*t, layer=0, **options), q, k, v, dout)
+    truth = gradients(lambda *t: formula(*t, **options), q, k, v, dout)
+    for got, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+def test_segments_equal_the_whole(sizes: list[int], heads: int, kv_heads: int) -> None:
+    microbatches = [random_qkv(heads, kv_heads, seed=m) for m in range(2)]
+    douts = [random_qkv(heads, kv_heads, seed=10 + m)[0] for m in range(2)]
+    for got, qkv, dout in zip(segmented(sizes, {}, microbatches, douts), microbatches, douts, strict=True):
+        whole = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
+        for a, b in zip(got, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_segments_equal_the_whole_with_options(name: str) -> None:
+    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout)
+    for a, b in zip(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    leaves = [t.requires_grad_() for t in random_qkv(2, 1, batch=1, tokens=5, head_dim=3)]
+    options = {"window": 3, "softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25])}
+    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, layer=0, **options), leaves)
+
+
+def test_rates_are_a_peak_that_no_product_exceeds() -> None:
+    """The best of many short looks at both in turn: others may use the core for a while."""
+    a, times, rates = torch.randn(512, 512), [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(100):
+        rates.append(_C.attention_rates(0.005))
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    fma, bf16 = map(max, zip(*rates, strict=True))
+    with open("/proc/cpuinfo") as file:
+        assert (bf16 > 0) == ("avx512_bf16" in file.read())
+    assert bf16 == 0 or bf16 > fma / 4
+    if platform.machine() == "x86_64":  # elsewhere the compiler's vectors are measured, which a library may beat
+        assert 2 * 512**3 / min(times) < fma
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_strided_inputs(in_step: bool) -> None:
+    """Transposes of (batch, tokens, heads, head_dim), slices of a fused projection, and a last stride that is not 1."""
+    q, k, v = random_qkv(4, 2)
+    dout = random_qkv(4, 2, seed=1)[0]
+    expected = gradients(lambda *t: causal_attention(*t, layer=0), q, k, v, dout)
+
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
+    q2, k2, v2 = fused.split([24, 12, 12], dim=-1)
+    layouts = [
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        [t.unflatten(2, (-1, 6)).transpose(1, 2) for t in (q2, k2, v2)],
+        [q, k, v.transpose(1, 2).contiguous().transpose(1, 2)],
+        [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)],
+    ]
+    for tensors in layouts:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        assert [t.stride() for t in leaves] == [t.stride() for t in tensors]
+        if in_step:
+            step = SimulatedStep([12])
+            with step.unit("F", 0, 0):
+                out = causal_attention(*leaves, layer=0)
+            with step.unit("B", 0, 0):
+                out.backward(dout)
+        else:
+            out = causal_attention(*leaves, layer=0)
+            out.backward(dout)
+        assert out.transpose(1, 2).is_contiguous()
+        for got, exact in zip([out.detach(), *(t.grad for t in leaves)], expected, strict=True):
+            assert torch.equal(got, exact)
+
+
+def test_expanded_gradient_and_slopes() -> None:
+    """sum() gives a gradient with strides of 0."""
+    q, k, v = random_qkv(4, 2)
+    slopes = torch.tensor([0.5]).expand(4)
+    ours = gradients(
+        lambda *t: causal_attention(*t, layer=0, alibi_slopes=slopes), q, k, v, torch.ones(()).expand(q.shape)
+    )
+    truth = gradients(lambda *t: formula(*t, alibi_slopes=slopes), q, k, v, torch.ones_like(q))
+    for got, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_head_dim_256() -> None:
+    q, k, v = random_qkv(2, 1, batch=1, head_dim=256)
+    torch.testing.assert_close(causal_attention(q, k, v, layer=0), formula(q, k, v), rtol=1e-10, atol=1e-12)
+
+
+def test_grad_mode_off_saves_nothing() -> None:
+    q, k, v = (t.requires_grad_() for t in random_qkv(4, 2))
+    with torch.no_grad():
+        assert causal_attention(q, k, v, layer=0).grad_fn is None
+    frozen = causal_attention(*(t.detach() for t in (q, k, v)), layer=0)
+    assert not frozen.requires_grad
+
+
+def test_inference_mode() -> None:
+    q, k, v = random_qkv(4, 2)
+    expected = formula(q, k, v)
+    step, parts = SimulatedStep([5, 7], training=False), []
+    with torch.inference_mode():
+        torch.testing.assert_close(causal_attention(q, k, v, layer=0), expected, rtol=1e-10, atol=1e-12)
+        for s in range(2):
+            with step.unit("F", 0, s):
+                parts.append(causal_attention(*(t[:, :, step.slice(s)] for t in (q, k, v)), layer=0))
+    torch.testing.assert_close(torch.cat(parts, dim=2), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_handles_survive_what_modules_go_through() -> None:
+    """Copies, a meta device, to_empty and casts: a handle is no buffer and stays what it is."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_handle(3)
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    with torch.device("meta"):
+        module = Module()
+    module = copy.deepcopy(module.to_empty(device="cpu").to(torch.bfloat16))
+    assert module.layer.device.type == "cpu" and module.layer.dtype == torch.int64 and module.layer.item() == 3
+    assert "layer" not in module.state_dict()
+
+
+def test_a_segment_saves_no_keys_and_no_values() -> None:
+    q, k, v = (t.requires_grad_() for t in random_qkv(4, 4))
+    saved: list[Tensor] = []
+    step = SimulatedStep([12])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), step.unit("F", 0, 0):
+        causal_attention(q, k, v, layer=0)
+    kept = {t.data_ptr() for t in saved}
+    assert q.data_ptr() in kept and not kept & {k.data_ptr(), v.data_ptr()}
+    assert sum(t.numel() for t in saved) == 2 * q.numel() + 2 * 4 * 12 + 1  # q, out, lse and the handle
+
+
+def test_only_one_query_gradient_is_needed() -> None:
+    q, k, v = random_qkv(4, 2)
+    q.requires_grad_()
+    causal_attention(q, k, v, layer=0).sum().backward()
+    expected = gradients(formula, q, k, v, torch.ones_like(q))[1]
+    torch.testing.assert_close(q.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_in_a_step(use_reentrant: bool) -> None:
+    """Recomputation in B writes the same rows again."""
+    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    expected = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
+    step, sizes = SimulatedStep([5, 6, 1]), [5, 6, 1]
+    handle, leaves, outs = layer_handle(0), {}, {}
+    for s in range(3):
+        leaves[s] = [t[:, :, step.slice(s)].detach().clone().requires_grad_() for t in qkv]
+        with step.unit("F", 0, s):
+            outs[s] = torch.utils.checkpoint.checkpoint(
+                lambda q, k, v: causal_attention(q, k, v, layer=handle), *leaves[s], use_reentrant=use_reentrant
+            )
+    for s in reversed(range(3)):
+        with step.unit("B", 0, s):
+            outs[s].backward(dout[:, :, step.slice(s)])
+    got = [torch.cat([leaves[s][i].grad for s in range(len(sizes))], dim=2) for i in range(3)]
+    for a, b in zip(got, expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_autocast_casts_as_torchs_attention_does() -> None:
+    q, k, v = (t.float().requires_grad_() for t in random_qkv(4, 4))
+    low = v.detach().to(torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = causal_attention(q, k, low, layer=0)  # an fp32 rotary table leaves q and k in fp32 beside a bf16 v
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, low, is_causal=True)
+        double = causal_attention(q.double(), k.double(), v.double(), layer=0)
+    assert ours.dtype == theirs.dtype == torch.bfloat16 and double.dtype == torch.float64
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    ours.backward(torch.ones_like(ours))
+    assert q.grad is not None and q.grad.dtype == torch.float32
+    assert low.grad is not None and low.grad.dtype == torch.bfloat16
+
+
+def test_positions_and_offset() -> None:
+    x = torch.zeros(2, 12, 3)
+    assert torch.equal(positions(x), torch.arange(12)) and token_offset() == 0
+    assert torch.equal(positions(x, dim=-3), torch.arange(2))
+    assert positions(x.to(torch.bool)).dtype == torch.int64
+    step = SimulatedStep([5, 7])
+    with step.unit("F", 0, 0):
+        assert torch.equal(positions(x[:, :5]), torch.arange(5))
+    with step.unit("F", 0, 1):
+        assert torch.equal(positions(x[:, 5:]), torch.arange(5, 12)) and token_offset() == 5
+        with pytest.raises(RuntimeError, match=r"\[0\]F0.1: positions of dimension 1, which has 12 elements"):
+            positions(x)
+    with pytest.raises(ValueError, match="dim is 3, x has 3 dimensions"):
+        positions(x, dim=3)
+
+
+def test_two_threads_have_their_own_units() -> None:
+    """Ranks that are threads of one process: each sees its own segment."""
+    from threading import Barrier, Thread
+
+    barrier, seen = Barrier(2), {}
+
+    def rank(stage: int) -> None:
+        step = SimulatedStep([3, 2 + stage], stage=stage)
+        with step.unit("F", 0, 0):
+            pass
+        with step.unit("F", 0, 1):
+            barrier.wait()
+            seen[stage] = positions(torch.zeros(1, 2 + stage)).tolist()
+            barrier.wait()
+
+    threads = [Thread(target=rank, args=(stage,)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {0: [3, 4], 1: [3, 4, 5]}
+    assert token_offset() == 0
+
+
+def test_the_units_of_thread_and_process() -> None:
+    """A process's unit is seen from every thread, a thread's own comes first; a second engine is refused."""
+    step, other = SimulatedStep([3, 3], scope="process"), SimulatedStep([1, 5], stage=1)
+    with step.unit("F", 0, 0):
+        pass
+    with step.unit("F", 0, 1):
+        assert token_offset() == 3
+        with other.unit("F", 0, 0):
+            assert token_offset() == 0
+        with other.unit("F", 0, 1):
+            assert token_offset() == 1
+        assert token_offset() == 3
+    assert token_offset() == 0
+
+
+BAD = {
+    "rank 3": (lambda q, k, v: {"q": q[0]}, ValueError, r"q is \(4, 12, 6\), must be \(batch, heads"),
+    "integer": (lambda q, k, v: {"q": q.long(), "k": k.long(), "v": v.long()}, TypeError, "q is torch.int64"),
+    "dtypes": (lambda q, k, v: {"k": k.float()}, TypeError, "one dtype: torch.float64, torch.float32"),
+    "no tokens": (lambda q, k, v: {"q": q[:, :, :0], "k": k[:, :, :0], "v": v[:, :, :0]}, ValueError, "size may be 0"),
+    "head_dim": (lambda q, k, v: {n: torch.zeros(1, 1, 2, 257) for n in "qkv"}, ValueError, "head_dim is 257"),
+    "heads": (lambda q, k, v: {"q": q[:, :3]}, ValueError, "kv_heads must divide heads: k has 2, q has 3"),
+    "tokens": (lambda q, k, v: {"k": k[:, :, 1:], "v": v[:, :, 1:]}, ValueError, "must agree with q"),
+    "v": (lambda q, k, v: {"v": v[:, :1]}, ValueError, "must agree with q"),
+    "window": (lambda q, k, v: {"window": 0}, ValueError, "window is 0, must be at least 1"),
+    "softcap": (lambda q, k, v: {"softcap": -1.0}, ValueError, "softcap is -1.0, must be above 0"),
+    "slopes": (lambda q, k, v: {"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes is \(3,\), must be \(4\)"),
+    "slopes that learn": (
+        lambda q, k, v: {"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError, "slopes are constants",
+    ),
+    "documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"\(2, 12\)"),
+    "float documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 12)}, TypeError, "must be an integer type"),
+    "layout": (lambda q, k, v: {"q": q.to_sparse()}, ValueError, "layout torch.sparse_coo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    change, error, message = BAD[name]
+    q, k, v = random_qkv(4, 2)
+    with pytest.raises(error, match=message):
+        causal_attention(**{"q": q, "k": k, "v": v, "layer": 0, **change(q, k, v)})
+
+
+@pytest.mark.parametrize("layer, error", [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("0", TypeError)])
+def test_bad_layer_handles(layer: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        layer_handle(layer)  # type: ignore[arg-type]
+
+
+def test_other_devices_are_refused() -> None:
+    class Elsewhere(Tensor):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("xpu:0")
+
+    q, k, v = random_qkv(4, 2)
+    with pytest.raises(ValueError, match="q is on xpu:0: attention runs on the CPU and on CUDA devices"):
+        causal_attention(q.as_subclass(Elsewhere), k, v, layer=0)
+    with pytest.raises(ValueError, match="k is on meta, q on cpu: they must be on one device"):
+        causal_attention(q, k.to("meta"), v, layer=0)
+    assert attention.causal_attention(*(t.to("meta") for t in (q, k, v)), layer=0).shape == q.shape

@@ -1,0 +1,212 @@
+"""Does compiled code run any segment of any layer without being traced again, with the results of eager code?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from simulated_step import SimulatedStep
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from seq1f1b.ops import attention
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
+WIDTH = HEADS * HEAD_DIM
+LAYERS = 10  # above dynamo's recompile limit of 8: a graph per layer would fail
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+class Block(nn.Module):
+    """Rotary attention with a residual."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer = layer_handle(index)
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * KV_HEADS * HEAD_DIM, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = positions(x).to(x.dtype)[:, None] * torch.arange(1, HEAD_DIM // 2 + 1, dtype=x.dtype) / 8
+        q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        attended = causal_attention(rotate(q, angles), rotate(k, angles), v, layer=self.layer)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def make_blocks(layers: int) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([Block(i) for i in range(layers)]).double()
+
+
+def run_blocks(blocks: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def run_step(blocks: list[Callable[[Tensor], Tensor]], x: Tensor, sizes: list[int]) -> Tensor:
+    """Forward and backward of one micro-batch by segments; the gradient of x. The loss is the sum of squares."""
+    step = SimulatedStep(sizes)
+    leaves, outs = [], []
+    for s in range(len(sizes)):
+        leaves.append(x[:, step.slice(s)].detach().clone().requires_grad_())
+        with step.unit("F", 0, s):
+            outs.append(run_blocks(blocks, leaves[s]))
+    for s in reversed(range(len(sizes))):
+        with step.unit("B", 0, s):
+            outs[s].square().sum().backward()
+    return torch.cat([leaf.grad for leaf in leaves], dim=1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    attention.set_stepping(False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_uneven_segments_share_their_graphs(checkpointed: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    blocks = make_blocks(LAYERS)
+    whole = x.clone().requires_grad_()
+    run_blocks(list(blocks), whole).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in blocks.named_parameters()}
+
+    attention.set_stepping(True)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def body(block: Block) -> Callable[[Tensor], Tensor]:
+        if not checkpointed:
+            return block.forward
+        return lambda x: torch.utils.checkpoint.checkpoint(block.forward, x, use_reentrant=False)
+
+    compiled = [torch.compile(body(block), fullgraph=True, backend=counter) for block in blocks]
+    for sizes, limit in ([[17, 9, 3, 11], 2], [[5, 4, 31], 2], [[20, 1, 19], 3]):
+        blocks.zero_grad()
+        grad = run_step(compiled, x, sizes)
+        torch.testing.assert_close(grad, whole.grad, rtol=1e-10, atol=1e-10)
+        for name, p in blocks.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
+        assert counter.frame_count <= limit, f"{counter.frame_count} graphs after segments of {sizes}"
+
+    graphs = counter.frame_count
+    with torch.no_grad():  # another grad mode: evaluation keeps one slot and no activations
+        step = SimulatedStep([13, 22, 5], training=False)
+        outs = []
+        for s in range(3):
+            with step.unit("F", 0, s):
+                outs.append(run_blocks(compiled, x[:, step.slice(s)]))
+        torch.testing.assert_close(torch.cat(outs, dim=1), run_blocks(list(blocks), x), rtol=1e-10, atol=1e-10)
+    assert counter.frame_count <= graphs + 2
+
+
+def test_the_same_code_inside_and_outside_a_step() -> None:
+    """The flag is guarded: a compiled module is plain attention outside a step, and by segments inside."""
+    x = torch.randn(1, 12, WIDTH, dtype=torch.float64)
+    block = make_blocks(1)[0]
+    compiled = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    expected = block(x)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-10, atol=1e-10)
+    attention.set_stepping(True)
+    step, outs = SimulatedStep([5, 7]), []
+    for s in range(2):
+        with step.unit("F", 0, s):
+            outs.append(compiled(x[:, step.slice(s)]).detach())
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-10, atol=1e-10)
+    attention.set_stepping(False)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_every_option_compiles() -> None:
+    q, k, v = (torch.randn(2, h, 9, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    options = {
+        "scale": 0.7,
+        "window": 5,
+        "softcap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "doc_ids": torch.tensor([[0] * 4 + [1] * 5, [2] * 9]),
+    }
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, layer=0, **options)
+
+    expected = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(q, k, v).square().sum(), (q, k, v))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_inductor() -> None:
+    """Inductor's own layouts and its memory planning around the ops; in scalar C++, which compiles faster."""
+    x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
+    blocks = make_blocks(2)
+    whole = x.clone().requires_grad_()
+    run_blocks(list(blocks), whole).square().sum().backward()
+    attention.set_stepping(True)
+    options = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
+    compiled = [torch.compile(block.forward, fullgraph=True, options=options) for block in blocks]
+    blocks.zero_grad()
+    torch.testing.assert_close(run_step(compiled, x, [5, 7]), whole.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_export_and_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Plain(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, layer=0) + positions(q, 2)[:, None]
+
+    tensors = tuple(torch.randn(1, h, 6, 4) for h in (4, 2, 2))
+    exported = torch.export.export(Plain(), tensors)
+    torch.testing.assert_close(exported.module()(*tensors), Plain()(*tensors))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in tensors]
+        out = Plain()(*fakes)
+        assert out.shape == (1, 4, 6, 4)
+        with pytest.raises(Exception, match="device"):
+            torch.ops.seq1f1b.causal_attention(
+                fakes[0], fakes[1].to("meta"), fakes[2], fakes[0].new_empty(0), fakes[0].new_empty(0), 1.0, 0, 0.0
+            )
+
+
+@pytest.mark.parametrize(
+    "num_ranks, checkpointed, compiled", [(1, True, "blocks"), (2, False, "blocks"), (2, True, "stage")]
+)
+def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, compiled: str) -> None:
+    """Block by block, and a whole stage in one graph."""
+    from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    config = Config(kv_heads=2, checkpoint=checkpointed)
+    tokens, target = batch(config, 2, 23)
+    model = whole_model(config)
+    losses, truth = run_whole(model, tokens, target, 2)
+
+    def run(group: object) -> tuple[list[Tensor], dict[str, Tensor]]:
+        stage = stage_of(model, config, group.rank, num_ranks)
+        for module in stage.blocks.values() if compiled == "blocks" else [stage]:
+            module.compile(fullgraph=True, backend="aot_eager")
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=4, segment_sizes=[13, 1, 2, 7], loss_fn=cross_entropy, group=group
+        )
+        found = engine.step(tokens if engine.has_first else None, target=target if engine.has_last else None)
+        return found, {name: p.grad for name, p in engine.named_parameters()}
+
+    results = run_ranks(num_ranks, run)
+    gradients = {name: grad for _, found in results for name, grad in found.items()}
+    assert gradient_error(gradients, truth) <= 1e-10
+    for a, b in zip(results[-1][0], losses, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)

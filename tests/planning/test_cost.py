@@ -1,0 +1,272 @@
+"""Do a unit's seconds and bytes agree with the model's FLOPs, its published parameters, and counts by hand?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from seq1f1b import ModelShape, Schedule, build_schedule
+from seq1f1b.planning.cost import CostModel, Hardware, Layout, load_hardware, load_model, presets
+
+SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
+
+
+def ideal(**changes: float) -> Hardware:
+    """A machine whose only cost is the FLOP: its peak, nothing else."""
+    names = [name for name in load_hardware("a100").sources if name.endswith("_efficiency")]
+    zero = dict.fromkeys(("launch", "unit_overhead", "split_backward_extra", "inside_latency", "between_latency"), 0.0)
+    far = dict.fromkeys(("bandwidth", "inside_bandwidth", "between_bandwidth"), 1e30)
+    ones = dict.fromkeys(names, 1.0)
+    return replace(load_hardware("a100"), **{**ones, **zero, **far, "peak": 1e9, **changes})
+
+
+@pytest.mark.parametrize("sizes", [[40], [7, 20, 13]])
+@pytest.mark.parametrize("model", [SMALL, SMALL._replace(experts=8, experts_per_token=3)])
+def test_forward_is_the_models_flops(sizes, model):
+    """F of all units: ModelShape.flops, whose formula stands in csrc/core/partition.h. I + W: products twice, attention
+    2.5 times, where attention is what is left of the FLOPs when no token sees another."""
+    cost = CostModel(model, ideal(), num_ranks=3, seq_len=40)
+    seconds = cost.unit_seconds(sizes)
+    total = [sum(map(sum, part)) * 1e9 for part in seconds]
+    flops = model.flops(0, 40)
+    alone = sum(CostModel(model, ideal(), num_ranks=1, seq_len=1).unit_seconds([1]).forward[0]) * 1e9 * 40
+    self_pairs = 4 * 24 * model.heads * model.layers * 40  # each token's attention to itself
+    attention = flops - alone + self_pairs
+    assert total[0] == pytest.approx(flops)
+    assert total[1] == pytest.approx(flops - attention + 2.5 * attention)
+    assert total[2] == pytest.approx(flops - attention)
+
+
+def test_documents_are_counted_pair_by_pair():
+    documents = (5, 1, 11, 3)
+    cost = CostModel(SMALL, ideal(), num_ranks=1, seq_len=20, layout=Layout(documents=documents))
+    owner = [d for d, length in enumerate(documents) for _ in range(length)]
+    for begin, end in ((0, 20), (3, 9), (4, 5), (6, 20), (8, 8)):
+        assert cost.pairs(begin, end) == sum(owner[i] == owner[j] for i in range(begin, end) for j in range(i + 1))
+
+
+# Counts that the models' own repositories publish; the final norm and the norms of q and k are not counted here.
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
+)
+def test_parameters_are_the_published_ones(name, published):
+    shape = load_model(name)
+    assert CostModel(shape, ideal(), num_ranks=1, seq_len=8).parameters(0) == pytest.approx(published, rel=1e-5)
+    split = CostModel(shape, ideal(), num_ranks=4, seq_len=8)
+    twice = shape.hidden * shape.vocab if shape.tied else 0
+    assert sum(map(split.parameters, range(4))) == pytest.approx(published + twice, rel=1e-5)
+
+
+def test_every_preset_has_its_source():
+    for name in presets("models"):
+        load_model(name)
+    assert {"gpt-2.7b", "gpt-7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"} <= set(presets("models"))
+    for name in presets("hardware"):
+        machine = load_hardware(name)
+        assert all(machine.sources.values()), name
+        for term, (low, high) in machine.spread.items():
+            assert low <= getattr(machine, term) <= high
+
+
+def test_degrees_shard_work_and_bytes():
+    """Free links: tensor and context degrees divide time and activations; the optimizer's state is shared by data."""
+    one = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64)
+    order = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
+    whole = one.rank_bytes(order, [64])[0]
+    for layout, work, static in (
+        (Layout(tensor=2), 2, 2),
+        (Layout(context=4), 4, 1),
+        (Layout(tensor=2, context=2), 4, 2),
+    ):
+        cost = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64, layout=layout)
+        assert cost.unit_seconds([64]).input[1][0] == pytest.approx(one.unit_seconds([64]).input[1][0] / work)
+        ranks = cost.rank_bytes(order, [64])
+        assert ranks[0].kv * work == pytest.approx(whole.kv, abs=work)
+        assert ranks[0].activations * work == pytest.approx(whole.activations, rel=1e-3)
+        norms = 2 * 2 * SMALL.hidden * 18  # of the two layers, in every state: counted as sharded, too
+        assert ranks[0].static * static == pytest.approx(whole.static, abs=norms)
+    shared = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64, layout=Layout(data=3)).rank_bytes(order, [64])[0]
+    assert shared.static / whole.static == pytest.approx((2 + 4 + 12 / 3) / (2 + 4 + 12))
+
+
+def test_peak_bytes_by_hand():
+    """1F1B, P 3, M 4: rank r holds 3 - r micro-batches; recomputation leaves a layer's input, and one layer's work."""
+    machine = replace(ideal(), activation_factor=1.0, allocator_reserve=0.0, context_bytes=0.0)
+    order = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
+    h, q, f, layers, tokens = 64, 96, 96, 2, 10
+    saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}
+    for recompute, per_token in saved.items():
+        layout = Layout(recompute=recompute)
+        ranks = CostModel(SMALL, machine, num_ranks=3, seq_len=tokens, layout=layout).rank_bytes(order, [tokens])
+        assert [rank.activations for rank in ranks] == [n * layers * per_token * tokens for n in (3, 2, 1)]
+        assert [rank.kv for rank in ranks] == [n * layers * 2 * 48 * tokens * 2 for n in (3, 2, 1)]
+        assert ranks[0].workspace == (0 if recompute == "none" else saved["none"] * tokens)
+        assert ranks[2].workspace >= 50 * tokens * 10  # logits in bf16, fp32, and their gradient
+
+
+@pytest.mark.parametrize("recompute", ["none", "ffn", "full"])
+def test_bytes_between_i_and_w_by_hand(recompute):
+    """I leaves what W reads: inputs of the products (two norms, attention's output, gate times up), kept from F or
+    computed again, and gradients of the products' outputs (q, k, v, gate, up, two hidden states)."""
+    machine = replace(ideal(), activation_factor=1.0, allocator_reserve=0.0, context_bytes=0.0)
+    h, q, g, f, layers, tokens = 64, 96, 48, 96, 6, 10
+    saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}[recompute]
+    kept = {"none": 2 * (2 * h + q + f), "ffn": 2 * (2 * h + q), "full": 0}[recompute]
+    read_by_w = 2 * (2 * h + q + f) + 2 * (2 * h + q + 2 * g + 2 * f)
+    cost = CostModel(SMALL, machine, num_ranks=1, seq_len=tokens, layout=Layout(recompute=recompute))
+    for order, per_token in (
+        ("F0.0 I0.0 W0.0", saved + read_by_w - kept),  # while I runs
+        ("F0.0 F1.0 I0.0 I1.0 W0.0 W1.0", max(read_by_w + saved + read_by_w - kept, 2 * saved + read_by_w - kept)),
+    ):
+        (rank,) = cost.rank_bytes(Schedule.from_text(order), [tokens])
+        assert rank.activations == layers * per_token * tokens
+    held = cost.held_bytes([tokens])
+    assert held == [[layers * (max(saved, read_by_w) + 2 * 2 * g) * tokens]]
+
+
+def test_edges_inside_and_between_nodes():
+    """Four devices a node: two ranks of two; in a V the turn joins stages of one rank, whose edge nothing crosses."""
+    machine = replace(load_hardware("a100"), node_size=4.0)
+    cost = CostModel(SMALL, machine, num_ranks=4, seq_len=64, layout=Layout(tensor=2))
+    near = (machine.inside_latency, machine.inside_bandwidth * machine.link_efficiency)
+    far = (machine.between_latency, machine.between_bandwidth * machine.link_efficiency)
+    for placement, edges in (
+        ((0, 1, 2, 3), [near, far, near]),
+        ((0, 1, 2, 3, 0, 1), [near, far, near, far, near]),
+        ((0, 1, 2, 3, 3, 2, 1, 0), [near, far, near, near, near, far, near]),
+    ):
+        assert list(zip(*cost.links(placement), strict=True)) == edges
+    wide = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(tensor=4, context=2))
+    assert list(zip(*wide.links(range(3)), strict=True)) == [far, far]  # a rank fills two nodes
+
+
+def test_seconds_after_the_pipeline_by_hand():
+    """Stage 1 of 3, two data-parallel replicas: half its gradients and weights cross, half its state is updated."""
+    machine = ideal(bandwidth=1e3, between_bandwidth=1e4, inside_bandwidth=1e4, link_efficiency=0.5, data_exposed=0.25)
+    cost = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(data=2))
+    size = cost.parameters(1)
+    crossing, touched = 0.25 * size / 2 * (4 + 2) / 5e3, size / 2 * (2 + 4 + 2 * 12) / 1e3
+    assert cost.optimizer_seconds()[1] == pytest.approx(crossing + touched)
+    assert cost.step_seconds() == max(cost.optimizer_seconds())
+
+
+def test_floors_and_extras():
+    slow = ideal(launch=1.0, forward_kernels=3.0, input_kernels=5.0, weight_kernels=2.0, unit_overhead=0.25)
+    seconds = CostModel(SMALL, slow, num_ranks=3, seq_len=8).unit_seconds([4, 4])
+    assert [part[0][0] for part in seconds] == pytest.approx([2 * 3 + 0.25, 2 * 5 + 0.25, 2 * 2])
+    split = CostModel(SMALL, replace(slow, split_backward_extra=0.5), num_ranks=3, seq_len=8)
+    costs = split.unit_seconds([4, 4], split_backward=True)
+    assert [part[0][0] for part in costs] == pytest.approx([6.25, 2 * 5 * 1.5 + 0.25, 2 * 2 * 1.5 + 0.25])
+
+
+def test_split_balances_time():
+    machine = ideal(attention_forward_efficiency=0.3, attention_backward_efficiency=0.3)
+    cost = CostModel(load_model("gpt-7b"), machine, num_ranks=4, seq_len=65536)
+    sizes = cost.split(4, multiple_of=128)
+    assert sum(sizes) == 65536 and sizes == sorted(sizes, reverse=True)
+    seconds = cost.unit_seconds(sizes)
+    total = [sum(sum(part[stage][s] for stage in range(4)) for part in seconds) for s in range(4)]
+    assert max(total) / min(total) < 1.02
+    assert cost.split(4, mix=0.0, multiple_of=128) == [16384] * 4
+
+
+def test_the_head_takes_layers_from_its_stage():
+    """Found among all numbers of layers for the last stage."""
+    shape = load_model("llama3-8b")
+    machine = load_hardware("h100")
+
+    def slowest(layers):
+        cost = CostModel(shape, machine, num_ranks=8, seq_len=32768, layout=Layout(layers=layers))
+        seconds = cost.unit_seconds([32768])
+        return max(sum(part[s][0] for part in seconds) for s in range(8))
+
+    found = CostModel(shape, machine, num_ranks=8, seq_len=32768).balanced_layers()
+    choices = [(*(rest // 7 + (s < rest % 7) for s in range(7)), 32 - rest) for rest in range(7, 33)]
+    assert sum(found) == 32 and found[-1] < 4
+    assert slowest(found) == pytest.approx(min(map(slowest, choices)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor": 0}, "tensor is 0, must be at least 1"),
+        ({"tensor": 3}, "tensor is 3, must divide 4"),
+        ({"expert": 2}, "expert is 2, must divide 1"),
+        ({"recompute": "some"}, "recompute is 'some', must be one of none, ffn, full"),
+        ({"layers": (3, 3)}, "must be 3 numbers, one per stage, that sum to the model's 6"),
+        ({"layers": (3, 3, 1)}, "sum to the model's 6"),
+        ({"documents": (4, 5)}, "documents hold 9 tokens"),
+        ({"documents": (9, -1)}, "each must be at least 1"),
+    ],
+)
+def test_bad_layouts(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(SMALL, ideal(), num_ranks=3, seq_len=8, layout=Layout(**changes))
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "m.json"
+    shape = {"hidden": 8, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 4, "vocab": 3}
+    for text, message in (
+        ("{", "not JSON"),
+        ("[]", "must hold an object"),
+        (json.dumps({**shape, "size": 1}), r"unknown fields \['size'\]"),
+        (json.dumps({"hidden": 8}), r"missing fields \['layers'"),
+        (json.dumps({**shape, "heads": 2.0}), "heads is 2.0, must be of type int"),
+        (json.dumps({**shape, "heads": 3}), "heads is 3, must divide hidden 8"),
+        (json.dumps({**shape, "experts_per_token": 2}), "experts_per_token is 2, must be in 1..experts = 1"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_model(str(path))
+    base = {"peak": {"value": 1.0}}
+    for change, message in (
+        ({}, "missing fields"),
+        ({"speed": {"value": 1}}, r"unknown fields \['speed'\]"),
+    ):
+        path.write_text(json.dumps({**base, **change}))
+        with pytest.raises(ValueError, match=message):
+            load_hardware(str(path))
+    full = {name: {"value": 1.0} for name in ("memory", "peak", "bandwidth", "node_size")}
+    full |= {name: {"value": 1.0} for name in ("inside_bandwidth", "between_bandwidth")}
+    for entry, message in (
+        (1.0, "must be {"),
+        ({"value": "fast"}, "must be finite numbers"),
+        ({"value": float("nan")}, "must be finite numbers"),
+        ({"value": 0}, "must be 0 < low"),
+        ({"value": 2, "low": 3}, "must be 0 < low"),
+    ):
+        path.write_text(json.dumps({**full, "peak": entry}))
+        with pytest.raises(ValueError, match=message):
+            load_hardware(str(path))
+    with pytest.raises(ValueError, match="there is no preset 'b100' among hardware; did you mean 'h100'"):
+        load_hardware("b100")
+    with pytest.raises(OSError):
+        load_model(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "seq1f1b", "seq-zb-h1"])
+def test_simulated_memory_is_the_ranks_bytes(name):
+    """With one stage per rank the peak of each kind over the simulated step is the part that rank_bytes counts."""
+    k = 1 if name == "1f1b" else 3
+    order = build_schedule(name, num_ranks=3, num_microbatches=5, num_segments=k)
+    for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
+        cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
+        sizes = cost.split(k)
+        arguments = cost.simulation_arguments(order, sizes, split_backward=name == "seq-zb-h1")
+        memory = order.simulate(**arguments, memory=cost.step_memory(sizes)).memory
+        for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
+            assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations
+            assert name == "seq-zb-h1" or memory.activations[rank] == parts.activations
+            assert (memory.kv[rank], memory.kv_gradients[rank]) == (parts.kv, parts.kv_gradients)
+            assert (memory.receive[rank], memory.logits[rank]) == (parts.receive, parts.workspace)
+            assert memory.weights[rank] + memory.optimizer[rank] == pytest.approx(parts.static, abs=1)

@@ -1,0 +1,565 @@
+"""Is the planned best the best, does it fit, and does the engine run what the file says?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from seq1f1b import ModelShape, ScheduleError, build_schedule
+from seq1f1b.__main__ import main
+from seq1f1b.planning.cost import CostModel, Layout, load_hardware
+from seq1f1b.planning.search import Plan, search_plans
+from seq1f1b.schedule import families
+
+SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
+COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
+MACHINE = load_hardware("a100")
+SOME = {
+    "names": [
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "seq1f1b",
+        "seq1f1b-interleaved",
+        "seq-zb-h1",
+        "seq-v-half",
+        "slimpipe",
+        "dualpipev",
+    ],
+    "segments": [1, 4],
+    "stages_per_rank": [1, 2],
+    "recompute": ["none", "full"],
+}
+
+
+def is_split(order):
+    return any(unit.kind != "F" and unit.kind != "B" for rank in order.ranks for unit in rank)
+
+
+def price(plan, machine=MACHINE, step=None):
+    """Seconds of a plan's step among others, or of one of its lengths, and bytes of ranks, by the public simulator."""
+    counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
+    step = step or plan
+    cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
+    order = plan.build()
+    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split(order))
+    full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
+    latencies, rates = cost.links(order.rank_of_stage)
+    optimizer = [
+        sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
+        for rank in range(plan.num_ranks)
+    ]
+    steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
+    messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
+    run = order.simulate(forward, full, weights, latencies, **messages, **steps, prefetch=plan.prefetch)
+    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
+    return run.period, bytes_of_ranks
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """All candidates of an equal-time split, found by asking for more plans than there are."""
+    found = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=10_000, within=1e9)
+    return found.plans
+
+
+def test_the_best_is_the_best_of_all(everything):
+    """With nothing left out, the order of the plans is that of the public simulator; with a few asked for, what was
+    not simulated could not have been among them."""
+    for plan in everything:
+        seconds, peak = price(plan)
+        assert plan.seconds == pytest.approx(seconds)
+        assert list(plan.peak) == peak
+    cap = sorted(max(plan.peak) for plan in everything)[len(everything) // 3]
+    few = search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=3, within=1e9, memory=cap)
+    fitting = [plan.seconds for plan in everything if max(plan.peak) <= cap]
+    assert few.num_simulated < len(everything)
+    assert few.plans[0].seconds <= min(fitting) * (1 + 1e-3)  # four digits: equal ones are sorted by their bytes
+    shown = [(float(f"{plan.seconds:.4g}"), max(plan.peak)) for plan in few.plans]
+    assert shown == sorted(shown)
+    for plan in few.plans:
+        assert max(plan.peak) <= cap and min(plan.margin) >= 0
+        assert plan.low <= plan.seconds <= plan.high
+
+
+def test_every_family_is_shown_or_falls_for_a_reason():
+    found = search_plans(SHAPE, MACHINE, **COUNTS, segments=[1, 2], stages_per_rank=[1, 2], best=3)
+    shown = {plan.schedule for plan in found.plans}
+    assert shown.isdisjoint(found.fallen)
+    assert shown | set(found.fallen) == {family.name for family in families()}
+    assert found.fallen.get("v-half", "needs").startswith(("slower", "needs"))
+    sizes = [max(abs(term.change_at_low), abs(term.change_at_high)) for term in found.uncertain]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+
+
+def test_the_text_says_of_every_plan_what_its_ranks_hold():
+    found = search_plans(SHAPE, MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1, 4], stages_per_rank=[1, 2], best=3)
+    text = found.to_text("small")
+    lines = text.splitlines()
+    begin = lines.index("ranks, GiB: peak + margin to the cap") + 1
+    for number, plan in enumerate(found.plans, 1):
+        values = [f"{p / 2**30:.1f} + {m / 2**30:.1f}" for p, m in zip(plan.peak, plan.margin, strict=True)]
+        found_values = []
+        for part in lines[begin + number - 1].removeprefix(f"{number:>2} ").split(", "):
+            value, _, count = part.partition(" x")
+            found_values += [value] * int(count or 1)
+        assert found_values == values
+        assert lines[1 + number].split()[-1] == f"{min(plan.margin) / 2**30:.1f}"
+    assert text.count("\nuncertain: ") == 3
+    assert text.count("\nout: ") == len(found.fallen) > 10
+    few_layers = search_plans(
+        SHAPE._replace(layers=4), MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1], stages_per_rank=[1, 2], best=1
+    )
+    assert few_layers.fallen["zbv"] == "needs v = 2, and P v <= 4 layers"
+
+
+def test_progress_ends():
+    calls = []
+    search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=20, progress=lambda done, total: calls.append((done, total)))
+    ends = [i + 1 for i, (done, total) in enumerate(calls) if done + 1 == total]
+    assert len(ends) == 3 and ends[-1] == len(calls)  # candidates, splits of the best, uncertain terms
+    for begin, end in zip((0, *ends), ends, strict=False):
+        assert calls[begin:end] == [(done, end - begin) for done in range(end - begin)]
+
+
+def test_an_uncertain_term_moves_the_step_by_what_it_says():
+    found = search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b"], segments=[4], stages_per_rank=[1], best=1)
+    for term in found.uncertain[:3]:
+        for end, change in ((term.low, term.change_at_low), (term.high, term.change_at_high)):
+            other = price(found.plans[0], replace(MACHINE, **{term.name: end}))[0]
+            assert other - found.plans[0].seconds == pytest.approx(change)
+
+
+def test_steps_that_do_not_wait_for_all_ranks():
+    """The period is that of the public simulator; zb-h2, whose ranks are all at it for the same time, gains most."""
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "memory": 10**15}
+    few = {"segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1, "within": 1e9}
+    gains = {}
+    for name in ("1f1b", "zb-h2"):
+        waiting, free = (
+            search_plans(SHAPE, MACHINE, **counts, **few, names=[name], optimizer_sync=sync).plans[0]
+            for sync in (True, False)
+        )
+        assert (waiting.optimizer_sync, free.optimizer_sync) == (True, False)
+        assert waiting.seconds == pytest.approx(price(waiting)[0])
+        assert free.seconds == pytest.approx(price(free)[0], rel=1e-2) and free.seconds >= price(free)[0]
+        assert Plan.from_json(free.to_json()) == free
+        gains[name] = waiting.seconds / free.seconds
+    assert gains["zb-h2"] > gains["1f1b"] >= 1
+
+
+def test_slow_edges_between_nodes_slow_only_those():
+    machine = replace(MACHINE, between_bandwidth=1e6)
+    few = {"names": ["1f1b"], "segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1}
+    seconds = [
+        search_plans(SHAPE, replace(machine, node_size=size), **{**COUNTS, "num_ranks": 4}, **few).plans[0].seconds
+        for size in (4.0, 2.0, 1.0)
+    ]
+    assert seconds == sorted(seconds) and seconds[1] > 1.5 * seconds[0] and seconds[2] > 1.5 * seconds[1]
+
+
+def test_auto_is_made_for_the_cap():
+    """Under a cap that its order for no cap breaks it finds another, about as fast as the named one that fits and
+    splits the backward, too."""
+    some = {"segments": [4], "stages_per_rank": [1], "recompute": ["none"], "best": 3, "within": 1e9}
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
+    free = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"]).plans[0]
+    named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq-zb-h1"]).plans[0]
+    cap = max(named.peak)
+    assert max(free.peak) > cap
+    auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"], memory=cap).plans[0]
+    assert max(auto.peak) <= cap and "cap_bytes" in auto.options
+    assert auto.seconds <= 1.02 * named.seconds
+    assert price(auto)[0] == pytest.approx(auto.seconds)
+    with pytest.raises(ValueError, match=r"the least possible is .* auto with k 4"):
+        search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
+
+
+def test_for_the_engine_no_backward_is_split():
+    """Families that split it fall out and say so, and nothing else changes; asked for by name they are refused."""
+    few = {"segments": [1, 4], "stages_per_rank": [1, 2], "recompute": ["none"], "best": 10_000, "within": 1e9}
+    free, engine = (search_plans(SHAPE, MACHINE, **COUNTS, **few, for_engine=which) for which in (False, True))
+    left = [plan for plan in free.plans if not is_split(plan.build())]
+    assert 0 < len(left) < len(free.plans)
+    assert engine.plans == tuple(left)
+    reason = "splits the backward, which the engine does not run"
+    splitting = {plan.schedule for plan in free.plans} - {plan.schedule for plan in left}
+    assert splitting <= {name for name, why in engine.fallen.items() if why == reason}
+    with pytest.raises(ValueError, match=f"seq-zb-h1 {reason}: leave it out, or plan without for_engine"):
+        search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b", "seq-zb-h1"], for_engine=True)
+
+
+def test_auto_for_the_engine_leaves_the_backward_whole():
+    """It beats the named families that the engine runs in the same bytes, with the places that its messages need."""
+    some = {"segments": [4], "stages_per_rank": [2], "recompute": ["none"], "best": 1, "for_engine": True}
+    counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
+    named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq1f1b-interleaved"]).plans[0]
+    for cap in (None, max(named.peak)):
+        auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"], memory=cap).plans[0]
+        assert not is_split(auto.build()) and (auto.prefetch, named.prefetch) == (4, 1)
+        seconds, peak = price(auto)
+        assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
+        assert auto.seconds <= named.seconds and max(peak) <= (cap or MACHINE.memory)
+        assert Plan.from_json(auto.to_json()) == auto
+    assert auto.engine_arguments()["prefetch"] == 4
+
+
+MIX = {512: 90, 8192: 10}
+
+
+def test_a_mix_of_lengths_is_weighed_by_its_steps():
+    """Seconds, rates and bytes of every length by the public simulator, over the one order of the plan."""
+    counts = {"num_ranks": 2, "num_microbatches": 4}
+    for sync in (True, False):
+        found = search_plans(SHAPE, MACHINE, lengths=MIX, **counts, **SOME, best=20, within=1e9, optimizer_sync=sync)
+        for plan in found.plans:
+            short, long = plan.lengths
+            assert (short.seq_len, short.share, long.seq_len, long.share) == (512, 0.9, 8192, 0.1)
+            for step in plan.lengths:
+                seconds, peak = price(plan, step=step)
+                assert step.seconds == pytest.approx(seconds, rel=1e-9 if sync else 1e-2)
+                assert step.tokens_per_second == pytest.approx(4 * step.seq_len / step.seconds)
+                assert list(step.peak) == peak
+            assert plan.seconds == pytest.approx(0.9 * short.seconds + 0.1 * long.seconds)
+            assert plan.tokens_per_second == pytest.approx(4 * (0.9 * 512 + 0.1 * 8192) / plan.seconds)
+            assert plan.peak == tuple(map(max, short.peak, long.peak))
+            assert (plan.seq_len, plan.segment_sizes) == (8192, long.segment_sizes)
+
+
+def test_the_best_of_a_mix_is_not_the_best_of_its_longest():
+    """Among all candidates of both lengths the mix takes the least mean; short sequences want fewer segments."""
+    counts = {"num_ranks": 2, "num_microbatches": 4}
+    some = {"names": ["seq1f1b"], "segments": [1, 2, 4, 8], "stages_per_rank": [1], "recompute": ["none"]}
+    mixed, long = (
+        search_plans(SHAPE, MACHINE, **counts, **some, **lengths, best=1).plans[0]
+        for lengths in ({"lengths": MIX}, {"seq_len": 8192})
+    )
+    assert mixed.num_segments < long.num_segments
+    found = search_plans(SHAPE, MACHINE, **counts, **some, lengths=MIX, best=10_000, within=1e9)
+    assert mixed.seconds == pytest.approx(min(plan.seconds for plan in found.plans), rel=1e-3)
+    cap = max(long.peak) - 1  # the longest length alone breaks it
+    tight = search_plans(SHAPE, MACHINE, **counts, **some, lengths=MIX, best=1, within=1e9, memory=cap).plans[0]
+    assert max(max(step.peak) for step in tight.lengths) == max(tight.peak) <= cap
+
+
+def test_many_lengths_are_padded_to_eight():
+    """Neighbours share a length, in groups of about as many tokens; padding does not count as tokens."""
+    lengths = {length: 1 + length % 3 for length in range(64, 1000, 13)}
+    found = search_plans(SHAPE, MACHINE, lengths=lengths, num_ranks=2, num_microbatches=4, names=["1f1b"], best=1)
+    steps = found.plans[0].lengths
+    assert len(steps) == 8 and steps[-1].seq_len == max(lengths)
+    total = sum(length * count for length, count in lengths.items())
+    for before, step in zip((0, *(step.seq_len for step in steps)), steps, strict=False):
+        members = {length: count for length, count in lengths.items() if before < length <= step.seq_len}
+        tokens = sum(length * count for length, count in members.items())
+        assert step.share == pytest.approx(sum(members.values()) / sum(lengths.values()))
+        assert step.tokens == pytest.approx(tokens / sum(members.values()))
+        assert abs(tokens - total / 8) <= max(length * count for length, count in lengths.items())
+    assert sum(step.share for step in steps) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"lengths": {8: 1}, "seq_len": 8}, "give seq_len, or lengths where sequences differ: one of the two"),
+        ({}, "one of the two"),
+        ({"lengths": {}}, "a length is 0, must be at least 1"),
+        ({"lengths": {0: 3, 8: 1}}, "a length is 0, must be at least 1"),
+        ({"lengths": {4: 0, 8: 1}}, "a length has 0 sequences, must have at least 1"),
+        ({"lengths": {4: 1, 8: 1}, "layout": Layout(documents=(4, 4))}, "documents are packed into sequences of one"),
+        (
+            {"lengths": {4: 1, 64: 1}, "segments": [8]},
+            r"segments are \[8\], must be in 1..4, the tokens of the shortest",
+        ),
+    ],
+)
+def test_bad_mixes(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        search_plans(SHAPE, MACHINE, num_ranks=2, num_microbatches=4, **lengths)
+
+
+def test_nothing_fits_and_the_least_that_would():
+    with pytest.raises(ValueError, match=r"nothing fits in 0\.00 GiB: the least possible is ") as error:
+        search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
+    assert "recompute full" in str(error.value)
+    machine = replace(MACHINE, context_bytes=0.0)
+    plans = search_plans(SHAPE, machine, **COUNTS, **SOME, best=10_000, within=1e9).plans
+    least = min(max(plan.peak) for plan in plans if plan.mix == 1.0)
+    assert max(search_plans(SHAPE, machine, **COUNTS, **SOME, memory=least, best=1).plans[0].peak) <= least
+    with pytest.raises(ValueError, match="nothing fits"):
+        search_plans(SHAPE, machine, **COUNTS, **SOME, memory=least - 1)
+    with pytest.raises(ValueError, match="no schedule can be built for these counts: zbv needs M >= 2 P - 1"):
+        search_plans(SHAPE, MACHINE, **{**COUNTS, "num_microbatches": 2}, names=["zbv"], stages_per_rank=[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0, must be at least 1"),
+        ({"num_ranks": 9}, "there are 9 stages, must be in 1..8"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"memory": 0}, "memory is 0"),
+        ({"best": 0}, "best is 0"),
+        ({"names": ["fast"]}, "there is no schedule named 'fast'"),
+        ({"segments": [0, 1]}, r"segments are \[0, 1\]"),
+        ({"segments": [9000]}, "must be in 1..8192"),
+        ({"recompute": ["all"]}, "recompute is 'all'"),
+        ({"layout": Layout(tensor=3)}, "tensor is 3, must divide 8"),
+        ({"num_microbatches": 10**12}, "needs 2 P v M k <= 10000000 units"),
+        ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
+    ],
+)
+def test_bad_requests(changes, message):
+    with pytest.raises(ValueError, match=message):
+        search_plans(SHAPE, MACHINE, **{**COUNTS, **changes})
+
+
+# -- the file, and the engine
+
+
+def small_plan(**wanted):
+    """For tests/support/tiny_model.py: 16 tokens, P 2, M 4."""
+    shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
+    counts = {"num_ranks": 2, "num_microbatches": 4, "stages_per_rank": [1], "best": 1}
+    if "lengths" not in wanted:
+        counts["seq_len"] = 16
+    return search_plans(shape, MACHINE, **counts, **wanted).plans[0]
+
+
+def test_a_plan_file_says_the_same_again(tmp_path):
+    for wanted in ({"names": ["seq1f1b"]}, {"names": ["seq-zb-h1"]}, {"lengths": {8: 3, 16: 1}}):
+        plan = small_plan(**wanted, segments=[4])
+        plan.save(tmp_path / "plan.json")
+        again = Plan.load(tmp_path / "plan.json")
+        assert again == plan
+        assert again.build() == plan.build()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    with pytest.raises(OSError):
+        plan.save(tmp_path / "none" / "plan.json")
+    before = (tmp_path / "plan.json").read_text()
+    broken = replace(plan, options={"costs": object()})
+    with pytest.raises(TypeError):
+        broken.save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def small_length(**changes):
+    """Of a plan's mix, as its file has it."""
+    plan = small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1})
+    return {**json.loads(plan.to_json())["lengths"][1], **changes}
+
+
+def test_bad_plan_files():
+    good = json.loads(small_plan(names=["seq1f1b"], segments=[4]).to_json())
+    for change, message in (
+        ({"format": "x"}, '"format"'),
+        ({"layout": {"size": 1}}, "wrong fields"),
+        ({"layout": 3}, "wrong fields"),
+        ({"segment_sizes": [16]}, "4 segments has 1 segment_sizes"),
+        ({"segment_sizes": [4, 4, 4, 5]}, "more than the 16 tokens|sum to 17"),
+        ({"segment_sizes": ["a"]}, "wrong fields"),
+        ({"num_ranks": "two"}, "wrong fields"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"schedule": "fast"}, "no schedule named 'fast'"),
+        ({"seconds": "soon"}, "must be numbers"),
+        ({"surprise": 1}, "wrong fields"),
+        ({"prefetch": -1}, "prefetch of a plan is -1"),
+        ({"prefetch": "all"}, "prefetch of a plan is 'all'"),
+        ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
+        ({"lengths": [{"seq_len": 16}]}, "wrong fields"),
+        ({"lengths": [small_length(segment_sizes=[16])]}, "4 segments has 1 segment_sizes"),
+        ({"lengths": [small_length(segment_sizes=[4, 4, 4, 3])]}, "sum to 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan.from_json(json.dumps({**good, **change}))
+    for text in ("", "[]", "{", "3"):
+        with pytest.raises(ValueError, match="a plan must be"):
+            Plan.from_json(text)
+    del good["cap"]
+    with pytest.raises(ValueError, match="wrong fields"):
+        Plan.from_json(json.dumps(good))
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "auto"])
+def test_the_engine_runs_a_plan(name, tmp_path):
+    pytest.importorskip("torch", reason="the engine needs torch")
+    import torch
+    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    plan = small_plan(names=[name], segments=[4], recompute=["none"], for_engine=True)
+    plan.save(tmp_path / "plan.json")
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, 16, size=1)
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group)
+        assert engine.schedule == plan.build()
+        if name == "seq1f1b":
+            assert engine.schedule == build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=4)
+        losses = engine.step(tokens, target=target)
+        counts = {"num_microbatches": 4, "num_segments": 4}
+        plain = PipelineEngine(stage, schedule=plan.build(), **counts, loss_fn=cross_entropy, group=group)
+        plain.step(tokens, target=target)
+        report = engine.report()
+        return losses, report.segment_sizes, report.receive_places - plain.report().receive_places
+
+    (_, sizes, places), (losses, _, _) = run_ranks(2, run)
+    assert sizes == plan.segment_sizes
+    assert places == plan.prefetch - 1  # of the one edge that rank 0 receives from
+    torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
+
+
+def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
+    """Each step is split as the plan says of its length; a length that is not of the mix is refused."""
+    pytest.importorskip("torch", reason="the engine needs torch")
+    import torch
+    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"], lengths={9: 3, 16: 1})
+    config = Config()
+    model = whole_model(config)
+    batches = {length: batch(config, 4, length, size=1) for length in (16, 9, 12)}
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        engine = PipelineEngine(stage, plan=plan, loss_fn=cross_entropy, group=group)
+        found = {}
+        for length in (16, 9):
+            tokens, target = batches[length]
+            found[length] = engine.step(tokens, target=target), engine.report().segment_sizes
+        with pytest.raises(ValueError, match="segment_sizes are for 9, 16 tokens, the sequence has 12: pad it"):
+            engine.sizes_of(12)
+        return found
+
+    _, last = run_ranks(2, run)
+    for each in plan.lengths:
+        losses, sizes = last[each.seq_len]
+        assert sizes == each.segment_sizes
+        torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, *batches[each.seq_len], 4)[0]))
+
+
+def test_what_the_engine_does_not_do_is_refused_by_name():
+    pytest.importorskip("torch", reason="the engine needs torch")
+    from tiny_model import Config, cross_entropy, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    config = Config()
+    model = whole_model(config)
+
+    def start(**arguments):
+        def run(group):
+            PipelineEngine(stage_of(model, config, group.rank, 2), loss_fn=cross_entropy, group=group, **arguments)
+
+        return run_ranks(2, run)
+
+    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
+    with pytest.raises(ScheduleError, match="does not run split backward"):
+        start(plan=small_plan(names=["seq-zb-h1"], segments=[4], recompute=["none"]))
+    with pytest.raises(ValueError, match="the plan recomputes \\('full'\\), which the engine leaves to the module"):
+        start(plan=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
+    with pytest.raises(ValueError, match="plan= stands for schedule"):
+        start(plan=plan, num_microbatches=4)
+    with pytest.raises(TypeError, match="needs num_microbatches=, or plan="):
+        start()
+
+
+# -- the command
+
+
+ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--seq", "16384", "--ranks", "8", "--microbatches", "16"]
+
+
+def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,hanayo", "--memory", "40GiB"]
+    file = tmp_path / "plan.json"
+    assert main([*ASKED, *few, "--best", "1", "--output", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, cap 40.0 GiB")
+    assert text.count("\nuncertain: ") == 3
+    assert "\nout: hanayo: needs v = 2 w" in text
+    assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    plan = Plan.load(file)
+    assert data["plans"][0]["segment_sizes"] == list(plan.segment_sizes)
+    assert max(plan.peak) <= 40 << 30
+    assert data["plans"][0]["margin"] == list(plan.margin)
+    assert main([*ASKED, *few, "--best", "1", "--json", "--no-optimizer-sync"]) == 0
+    free = json.loads(capsys.readouterr().out)["plans"][0]
+    assert plan.optimizer_sync and not free["optimizer_sync"] and free["seconds"] < plan.seconds
+
+
+def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
+    few = ["--ranks", "4", "--microbatches", "4", "--segments", "1,4", "--schedules", "seq1f1b", "--best", "1"]
+    line = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", *few, "--recompute", "full"]
+    (tmp_path / "lengths.txt").write_text("# tokens of each sequence\n8192\n2048 2\n2048\n\n")
+    for given in ("2048:3,8192:1", str(tmp_path / "lengths.txt")):
+        assert main([*line, "--lengths", given]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("gpt-2.7b, 2048, 8192 tokens, P 4, M 4 on a100")
+        assert main([*line, "--lengths", given, "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        for step, share in zip(plan["lengths"], (0.75, 0.25), strict=True):
+            assert step["share"] == share
+            assert f"\nsteps of {step['seq_len']} tokens with 1, {share:.1%}: {step['seconds']:.4g} s, " in text
+            assert f"{step['tokens_per_second']:.4g} tokens/s" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2048\nlong\n", "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
+        ("2048 -1\n", "line 1: '2048 -1' must be"),
+        ("# none\n", "lengths.txt: there is no length"),
+        ("0 4\n", "a length is 0, must be at least 1"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_files_of_lengths(text, message, capsys, tmp_path):
+    path = tmp_path / "lengths.txt"
+    if text is not None:
+        path.write_text(text)
+    line = ["plan", "--model", "gpt-2.7b", "--ranks", "4", "--microbatches", "4", "--lengths", str(path)]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("seq1f1b: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "8:1"], "give seq_len, or lengths"),
+        (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
+        (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
+        (["--hardware", "none.json"], "none.json"),
+        (["--schedules", "fast"], "there is no schedule named 'fast'"),
+        (["--schedules", "seq1f1b,zbv"], "zbv splits the backward, which the engine does not run"),
+        (["--ranks", "33"], "there are 33 stages, must be in 1..32"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(file)]
+    assert main([*ASKED, *few, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--memory", "much"], ["--memory", "1e99GiB"], ["--segments", "a"]])
+def test_an_argument_that_cannot_be_read(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main([*ASKED, *arguments])
+    assert exit_.value.code == 2

@@ -1,0 +1,419 @@
+"""Does a profile tell what was measured, and do split and plan follow it?"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seq1f1b import ModelShape, build_schedule, partition_sequence
+from seq1f1b.__main__ import main
+from seq1f1b.planning.cost import CostModel, Layout, ProfiledHardware, load_hardware
+from seq1f1b.planning.profile import Fit, Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.search import Plan, search_plans
+
+SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
+MACHINE = load_hardware("cpu-zen5")
+
+
+def part(forward, backward, weight=(0.0, 0.0, 0.0), **changes):
+    """One whose costs are given, in seconds: (floor, per token, per pair)."""
+    values = {
+        "layers": 2,
+        "forward": Fit(*forward, 0.03),
+        "backward": Fit(*backward, 0.04),
+        "weight": Fit(*weight, 0.1),
+        "weight_alone": Fit(*backward, 0.1),
+        "noise": 0.0,
+        "saved_bytes": 100.0,
+        "saved_token_bytes": 7.5,
+        "kv_bytes": 256.0,
+        "kv_gradient_bytes": 512.0,
+        "message_bytes": 128.0,
+        "samples": (Sample(0, 64, 1.0, 2.0), Sample(64, 64, 1.5, 2.5)),
+    }
+    return Part(**{**values, **changes})
+
+
+def profile(**changes):
+    """Attention dear, as on a machine whose matrix products are fast."""
+    values = {
+        "machine": "a machine",
+        "torch": "2.13.0",
+        "threads": 1,
+        "processes": 2,
+        "dtype": "float32",
+        "seconds": 3.5,
+        "seq_len": 512,
+        "model": SHAPE,
+        "unit_overhead": 1e-6,
+        "step_overhead": 1e-4,
+        "layer": part((1e-4, 1e-6, 2e-8), (3e-4, 2e-6, 5e-8), (1e-4, 9e-7, 0.0)),
+        "embedding": part((1e-5, 1e-7, 0.0), (2e-5, 1e-7, 0.0)),
+        "head": part((2e-5, 3e-6, 0.0), (5e-5, 6e-6, 0.0), (2e-5, 3e-6, 0.0)),
+    }
+    return Profile(**{**values, **changes})
+
+
+# -- the fit
+
+
+def test_the_fit_recovers_known_costs():
+    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
+    units = [(512 * s // k, 512 // k) for k in (1, 2, 4, 8) for s in range(k)]
+    for truth in ((2e-4, 3e-6, 4e-9), (0.0, 1e-6, 1e-9), (5e-5, 0.0, 2e-9), (1e-4, 2e-6, 0.0)):
+        rows = [(n, visible_pairs(b, b + n)) for b, n in units]
+        exact = [(n, p, truth[0] + truth[1] * n + truth[2] * p) for n, p in rows]
+        found = profiler.fit_seconds(exact)
+        assert found[:3] == pytest.approx(truth, rel=1e-6, abs=1e-15)
+        assert found.residual == pytest.approx(0.0, abs=1e-9)
+        draw = random.Random(0)
+        noisy = [(n, p, s * draw.uniform(0.95, 1.05)) for n, p, s in exact]
+        found = profiler.fit_seconds(noisy)
+        assert 0.01 < found.residual < 0.05  # uniform: 0.05 / sqrt(3)
+        for n, p, s in exact:
+            assert found.seconds(n, p) == pytest.approx(s, rel=0.05)
+
+
+def test_no_term_is_negative_and_none_is_better():
+    """Against a search over a fine grid of the terms."""
+    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
+    rows = [(16.0, 136.0, 1.0), (32.0, 528.0, 1.5), (64.0, 2080.0, 5.0)]  # least squares wants a negative rate
+    found = profiler.fit_seconds(rows)
+    assert min(found[:3]) >= 0
+
+    def error(floor, per_token, per_pair):
+        return math.sqrt(sum(((floor + per_token * n + per_pair * p) / s - 1) ** 2 for n, p, s in rows) / 3)
+
+    # The residual is of measured / fitted, the fit minimises fitted / measured - 1.
+    grid = [(a / 20, b / 400, c / 20000) for a in range(31) for b in range(31) for c in range(61)]
+    assert error(*found[:3]) <= min(error(*point) for point in grid) + 1e-9
+
+
+def test_a_synthetic_stage_is_measured():
+    """A module that sleeps 1 ms and 20 us a token forward, twice that backward: by the engine, over offsets."""
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from seq1f1b.planning.profiler import fit_part, measure_stage
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(1e-3 + 20e-6 * x.shape[1])
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(2e-3 + 40e-6 * gradient.shape[1])
+            return gradient
+
+    class Stage(torch.nn.Module):
+        def forward(self, x):
+            return Wait.apply(x)
+
+    def inputs(tokens):
+        return torch.zeros(1, tokens, 3)
+
+    measured = measure_stage(Stage(), inputs, seq_len=256, segments=(1, 2, 4), repeats=7, layers=2)
+    assert sorted(measured.units) == [(0, 64), (0, 128), (0, 256), (64, 64), (128, 64), (128, 128), (192, 64)]
+    # The least of the repetitions is what other processes did not disturb; a sleep is never shorter than asked for.
+    for (_, tokens), (forward, backward) in measured.units.items():
+        for times, least in ((forward, 1e-3 + 20e-6 * tokens), (backward, 2e-3 + 40e-6 * tokens)):
+            assert least <= min(times) < least + 2e-3
+    found = fit_part([measured._replace(units={k: ([min(f)], [min(b)]) for k, (f, b) in measured.units.items()})])
+    assert found.layers == 2 and found.kv_bytes == 0.0
+    assert found.message_bytes == 12.0
+    assert found.forward.per_pair == 0.0  # there is no attention to see pairs
+
+
+def test_a_real_stage_is_measured():
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from tiny_model import Config, Stage
+
+    from seq1f1b.planning.profiler import fit_part, measure_stage
+
+    config = Config()
+    stage = Stage(config, 1, 3)
+    stage.requires_grad_(True)
+    measured = measure_stage(
+        stage, lambda tokens: torch.randn(2, tokens, 32), seq_len=64, segments=(1, 2, 4), repeats=1, layers=2
+    )
+    found = fit_part([measured, measured])
+    token = 2 * 4 * 32  # bytes of a token's row in fp32, of two sequences
+    assert found.message_bytes == token
+    assert found.kv_bytes == found.kv_gradient_bytes == 2 * token  # of one layer
+    # Kept at least: both norms' inputs, q and what attention gave, the inputs of four products and of the activation.
+    assert found.saved_token_bytes >= 5 * token and all(p.grad is None for p in stage.parameters())
+    assert found.forward.seconds(64, visible_pairs(0, 64)) > 0
+    assert len(found.samples) == 7
+
+
+def test_bad_measurements():
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from seq1f1b.planning.profiler import measure_stage
+
+    def measure(**changes):
+        arguments = {"seq_len": 64, "segments": (1, 2), "repeats": 1, **changes}
+        measure_stage(torch.nn.Linear(4, 4), lambda tokens: torch.zeros(1, tokens, 4), **arguments)
+
+    for changes, message in (
+        ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"layers": 0}, "layers is 0"),
+        ({"seq_len": 31}, "must leave each segment at least 16 tokens"),
+        ({"loss_fn": lambda output, target: output.sum()}, "given together"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(**changes)
+
+
+# -- the file
+
+
+def test_a_file_says_the_same_again(tmp_path):
+    for written in (profile(), profile(embedding=None, head=None)):
+        written.save(tmp_path / "p.json")
+        assert Profile.load(tmp_path / "p.json") == written
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_bad_files(tmp_path):
+    good = json.loads(profile().to_json())
+
+    def changed(path, value):
+        data = json.loads(json.dumps(good))
+        *way, last = path
+        place = data
+        for key in way:
+            place = place[key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+        return json.dumps(data)
+
+    for text, message in (
+        ("{", "a profile must be JSON"),
+        ("[]", 'whose "format" is'),
+        (json.dumps({**good, "format": "seq1f1b plan 1"}), 'whose "format" is'),
+        (changed(["torch"], None), r"missing fields \['torch'\]"),
+        (changed(["torch"], 2), "torch is 2, must be a text"),
+        (changed(["speed"], 1), r"unknown fields \['speed'\]"),
+        (changed(["seconds"], math.nan), "seconds is nan, must be a finite number of at least 0"),
+        (changed(["seconds"], math.inf), "seconds is inf"),
+        (changed(["seconds"], 10**400), "seconds is inf"),
+        (changed(["threads"], 1.5), "threads is 1.5, must be a whole number"),
+        (changed(["threads"], True), "threads is True, must be a whole number"),
+        (changed(["model"], 3), "model is 3, must be an object"),
+        (changed(["model", "hidden"], "wide"), "model of the profile: hidden is 'wide'"),
+        (changed(["layer"], 7), "layer is 7, must be an object"),
+        (changed(["layer", "forward"], {}), r"layer: forward: unknown fields \[\], missing fields \['floor'"),
+        (changed(["layer", "backward", "per_pair"], math.nan), "layer: backward: per_pair is nan"),
+        (changed(["layer", "backward", "per_pair"], -1e-9), "layer: backward: per_pair is -1e-09"),
+        (changed(["layer", "backward", "per_pair"], "fast"), "layer: backward: per_pair is 'fast'"),
+        (changed(["head", "samples"], {}), "head: samples is {}, must be a list"),
+        (changed(["head", "samples", 1], [1, 2]), r"head: samples\[1\] is \[1, 2\], must be \['begin'"),
+        (changed(["head", "samples", 1], [1, 2, -3.0, 4.0]), r"head: samples\[1\]: forward is -3.0"),
+        (changed(["layer", "layers"], 0), "layer: layers is 0, must be at least 1"),
+        (
+            changed(["layer", "forward"], dict.fromkeys(Fit._fields, 0.0)),
+            "layer: forward costs nothing: measure again",
+        ),
+    ):
+        path = tmp_path / "p.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as error:
+            Profile.load(path)
+        assert str(error.value).startswith(str(path))
+    with pytest.raises(OSError):
+        Profile.load(tmp_path / "none.json")
+    with pytest.raises(ValueError):
+        profile(seconds=math.nan).save(tmp_path / "nan.json")
+    assert not (tmp_path / "nan.json").exists()
+
+
+# -- what follows it
+
+
+def measured_cost(sizes, shape=SHAPE):
+    """Seconds of F and B of each segment over the whole model, by the profile's own terms."""
+    end, costs = 0, []
+    for size in sizes:
+        end += size
+        pairs = visible_pairs(end - size, end)
+        costs.append(shape.layers * (4e-4 + 3e-6 * size + 7e-8 * pairs) + (3e-5 + 2e-7 * size) + (7e-5 + 9e-6 * size))
+    return costs
+
+
+def test_a_profiled_split_balances_the_measured_cost():
+    for length, k in ((512, 4), (4096, 8), (1000, 3)):
+        even = measured_cost(partition_sequence(length, k, strategy="even"))
+        ours = measured_cost(sizes := partition_sequence(length, k, strategy="profiled", profile=profile()))
+        assert sum(sizes) == length and sizes == sorted(sizes, reverse=True)
+        assert max(ours) < max(even)
+        assert max(ours) / min(ours) < 1.03
+    assert partition_sequence(64, 2, strategy="profiled", profile=profile(), mix=0.0) == [32, 32]
+    for arguments in ({"strategy": "even"}, {"strategy": "flops"}, {"strategy": "profiled", "costs": [1.0, 2.0]}):
+        with pytest.raises(ValueError, match="profile= is for strategy 'profiled', in place of costs="):
+            partition_sequence(64, 2, profile=profile(), **arguments)
+    with pytest.raises(ValueError, match="needs costs= or profile="):
+        partition_sequence(64, 2, strategy="profiled")
+    with pytest.raises(ValueError, match="seq_len is 0"):
+        partition_sequence(0, 1, strategy="profiled", profile=profile())
+
+
+def cost_model(head_in_loss=True, **factors):
+    machine = replace(ProfiledHardware.of(profile(), MACHINE), **factors)
+    layout = Layout(layers=(2, 2), head_in_loss=head_in_loss)
+    return CostModel(SHAPE, machine, num_ranks=2, seq_len=300, layout=layout)
+
+
+@pytest.mark.parametrize("head_in_loss", [True, False])
+def test_units_cost_what_was_measured(head_in_loss):
+    cost, sizes = cost_model(head_in_loss), [200, 100]
+    seconds = cost.unit_seconds(sizes)
+    pairs = visible_pairs(200, 300)
+    head = (2e-5 + 3e-6 * 100, 5e-5 + 6e-6 * 100)
+    ahead, behind = (sum(head), 0.0) if head_in_loss else head
+    layer = (1e-4 + 1e-6 * 100 + 2e-8 * pairs, 3e-4 + 2e-6 * 100 + 5e-8 * pairs)
+    assert seconds.forward[1][1] == pytest.approx(2 * layer[0] + ahead + 1e-6)
+    assert seconds.input[1][1] + seconds.weight[1][1] == pytest.approx(2 * layer[1] + behind + 1e-6)
+    share = 0.0 if head_in_loss else 2e-5 + 3e-6 * 100
+    assert seconds.weight[1][1] == pytest.approx(2 * (1e-4 + 9e-7 * 100) + share)
+    assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
+    assert cost.message_bytes(sizes) == [200 * 128, 100 * 128]
+    saved = [2 * (100 + 7.5 * size) for size in sizes]
+    assert cost.step_memory(sizes).activations[0] == [
+        math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
+    ]
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
+    rank = cost.rank_bytes(order, sizes)[1]
+    assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
+
+
+def test_uncertain_factors_scale_their_passes():
+    seconds = cost_model(measured_forward=2.0, measured_backward=3.0, measured_ends=0.0).unit_seconds([300])
+    pairs = visible_pairs(0, 300)
+    assert seconds.forward[1][0] == pytest.approx(2 * 2 * (1e-4 + 1e-6 * 300 + 2e-8 * pairs) + 1e-6)
+    both = seconds.input[0][0] + seconds.weight[0][0]
+    assert both == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
+    spread = ProfiledHardware.of(profile(), MACHINE).spread
+    assert spread["measured_forward"] == pytest.approx((0.97, 1.03))
+    assert spread["measured_backward"] == pytest.approx((0.96, 1.04))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "message"),
+    [
+        (SHAPE._replace(hidden=64, ffn=8), {}, "the profile is of hidden 32, ffn 32, the model has hidden 64, ffn 8"),
+        (SHAPE, {"tensor": 2}, "tensor, context and expert must be 1"),
+        (SHAPE, {"recompute": "full"}, "recompute is 'full'"),
+    ],
+)
+def test_what_a_profile_does_not_tell(model, layout, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(model, ProfiledHardware.of(profile(), MACHINE), num_ranks=2, seq_len=64, layout=Layout(**layout))
+
+
+def test_a_plan_by_a_profile():
+    machine = ProfiledHardware.of(profile(), MACHINE)
+    counts = {"seq_len": 4096, "num_ranks": 2, "num_microbatches": 4}
+    found = search_plans(SHAPE, machine, **counts, names=["1f1b", "seq1f1b"], stages_per_rank=[1])
+    plan = found.plans[0]
+    assert plan.schedule == "seq1f1b" and plan.hardware == "a machine (profile)"
+    assert {"measured_forward", "measured_backward"} <= {term.name for term in found.uncertain}
+    assert plan.layout.recompute == "none" and plan.low < plan.seconds < plan.high
+    slower = ProfiledHardware.of(profile(layer=part((1e-4, 2e-6, 4e-8), (3e-4, 4e-6, 1e-7))), MACHINE)
+    assert search_plans(SHAPE, slower, **counts, names=["seq1f1b"]).plans[0].seconds > plan.seconds
+    with pytest.raises(ValueError, match="a profile is of stages that recompute nothing"):
+        search_plans(SHAPE, machine, **counts, recompute=["full"])
+
+
+# -- ranks that share cores, in benchmarks/predict.py
+
+
+def sharing(family, P, M, k, v=1, **arguments):
+    """The order replayed with random seconds, and these."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        from sharing import replay
+    finally:
+        sys.path.pop(0)
+    draw = random.Random(0)
+    seconds = {(kind, s, i): draw.uniform(1, 3) for kind in "FB" for s in range(P * v) for i in range(k)}
+    order = build_schedule(family, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    return order, seconds, replay(order, seconds, seconds, **arguments)
+
+
+CASES = [("1f1b", 3, 5, 1), ("gpipe", 2, 4, 1), ("seq1f1b", 4, 6, 3), ("interleaved-1f1b", 2, 4, 1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_a_core_each_the_replay_is_the_simulator(case):
+    order, seconds, found = sharing(*case, cores=case[1], waking=0.25)
+    tables = [
+        [[seconds[kind, s, i] for i in range(order.num_segments)] for s in range(order.num_stages)] for kind in "FB"
+    ]
+    assert found == pytest.approx(order.simulate(*tables, transfer=0.25, prefetch=100).makespan)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_core_does_all_the_work_in_its_time(case):
+    """Whatever the order, one core is never idle; crowded ones take longer, at most by the factor for twice as many."""
+    order, seconds, found = sharing(*case, cores=1)
+    work = sum(seconds[unit.kind, unit.stage, unit.segment] for rank in order.ranks for unit in rank)
+    assert found == pytest.approx(work)
+    assert work < sharing(*case, cores=1, crowding=1.5)[2] <= 1.5 * work
+
+
+# -- the commands
+
+SIZES = ["--hidden", "32", "--heads", "4", "--ffn", "32", "--vocab", "29"]
+
+
+def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
+    pytest.importorskip("torch", reason="measuring needs torch")
+    model, file, order = tmp_path / "m.json", tmp_path / "p.json", tmp_path / "plan.json"
+    model.write_text(json.dumps(SHAPE._asdict()))
+    measure = ["profile", *SIZES, "--seq", "128", "--repeats", "1", "--dtype", "bf16", "--processes", "2"]
+    assert main([*measure, "--output", str(file)]) == 0
+    text = capfd.readouterr().out
+    assert "bfloat16 autocast, 1 threads in 2 processes" in text and "\nhead       backward" in text
+    found = Profile.load(file)
+    assert found.model == SHAPE._replace(layers=1) and found.layer.layers == 2 and found.seconds > 0
+    asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
+    few = ["--microbatches", "4", "--schedules", "1f1b,seq1f1b", "--stages", "1", "--output", str(order)]
+    assert main([*asked, *few]) == 0
+    assert "(profile), cap" in capfd.readouterr().out
+    assert Plan.load(order).hardware.endswith("(profile)")
+    file.write_text(file.read_text().replace('"residual"', '"residue"', 1))
+    order.unlink()
+    assert main([*asked, *few]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith(f"seq1f1b: {file}: layer: forward: unknown fields ['residue']")
+    assert captured.err.count("\n") == 1 and captured.out == "" and not order.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "profile needs --model, or the sizes of a model"),
+        (["--model", "gpt-2.7b", "--hidden", "8"], "one of the two"),
+        (["--model", "gpt-9"], "there is no preset 'gpt-9'"),
+        (["--hidden", "8"], "missing fields ['heads', 'ffn', 'vocab']"),
+        ([*SIZES, "--heads", "3"], "heads is 3, must divide hidden 32"),
+        ([*SIZES, "--processes", "0"], "processes is 0, must be at least 1"),
+        (["--model", "qwen3-30b-a3b"], "the model has 128 experts"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, tmp_path, capfd):
+    pytest.importorskip("torch", reason="measuring needs torch")
+    assert main(["profile", *arguments, "--seq", "128", "--output", str(tmp_path / "p.json")]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
+    assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -1,0 +1,220 @@
+"""The CUDA-only attention ops of aten, on the CPU in fp64, and the package's CUDA kernels in place of its CPU ones.
+
+Written from the documented meaning of the ops, not from ``seq1f1b/device/cuda.py``; a call that the real kernels would
+read wrongly (strides, alignment, layout of lse) fails here. Registered with torch's dispatcher, which holds calls and
+results to the schemas of the installed torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.device import cuda
+
+Call = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""Name of an op, shape, strides and address of its keys."""
+
+
+def _check_rows(*tensors: Tensor) -> None:
+    """(batch, tokens, heads, head_dim), readable by 16-byte loads."""
+    for t in tensors:
+        assert t.dim() == 4 and t.stride(3) == 1, t.stride()
+        bytes_apart = [t.stride(d) * t.element_size() for d in range(3) if t.shape[d] > 1]
+        assert t.data_ptr() % 16 == 0 and all(apart % 16 == 0 for apart in bytes_apart), (t.shape, t.stride())
+
+
+def _visible(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """Row i sees keys i + keys - queries - left .. i + keys - queries + right; -1: to the end."""
+    assert left >= -1 and right >= -1
+    ahead = torch.arange(keys)[None, :] - torch.arange(queries)[:, None] - (keys - queries)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if left >= 0:
+        seen &= ahead >= -left
+    return seen & (ahead <= right) if right >= 0 else seen
+
+
+def _expand(t: Tensor, heads: int) -> Tensor:
+    """fp64, (batch, heads, tokens, head_dim)."""
+    return t.double().transpose(1, 2).repeat_interleave(heads // t.shape[2], 1)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    heads = q.shape[2]
+    logits = _expand(q, heads) @ _expand(k, heads).transpose(-1, -2) * scale
+    logits = logits.masked_fill(~seen, -math.inf)
+    assert seen.any(1).all(), "a row that sees no key"
+    return (logits.softmax(-1) @ _expand(v, heads)).transpose(1, 2), logits.logsumexp(-1)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From lse and out as given, over keys that may be a part of all; dk and dv for each query head."""
+    heads = q.shape[2]
+    q, k, v, dout, out = (_expand(t, heads) for t in (q, k, v, dout, out))
+    weights = torch.exp(q @ k.transpose(-1, -2) * scale - lse.double()[..., None]).masked_fill(~seen, 0)
+    dlogits = weights * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+    grads = dlogits @ k, dlogits.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ dout
+    return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
+
+
+def _flash_window(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+    left, right = (-1 if side is None or side >= k.shape[1] else side for side in (left, right))
+    return _visible(q.shape[1], k.shape[1], left, 0 if causal and q.shape[1] > 1 else right)
+
+
+def _check_flash(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
+    """rest: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p."""
+    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
+    assert q.shape[3] % 8 == 0 and q.shape[3] <= 256 and q.shape[2] % k.shape[2] == 0
+    assert rest == (None, None, q.shape[1], k.shape[1], 0.0)
+    _check_rows(q, k, v)
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None,
+    num_splits: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
+    assert alibi_slopes is None, "torch's build refuses them"
+    seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
+    out, lse = _forward(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale)
+    nothing = torch.empty(0, dtype=torch.uint64)
+    return torch.empty_like(q).copy_(out), lse.float(), nothing, nothing.clone(), q.new_empty(0)
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
+    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
+    seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, seen, q.shape[3] ** -0.5 if scale is None else scale)
+    group = q.shape[2] // k.shape[2]
+    dk, dv = (g.to(q.dtype).unflatten(2, (k.shape[2], group)).sum(3) for g in (dk, dv))  # rounds each query head's
+    return dq.to(q.dtype), dk, dv
+
+
+def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
+    """0: all; 1: causal from the top left; 2: from the bottom right."""
+    shift = {0: k.shape[1], 1: 0, 2: k.shape[1] - q.shape[1]}[custom_mask_type]
+    return torch.arange(k.shape[1])[None, :] <= torch.arange(q.shape[1])[:, None] + shift
+
+
+def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
+    assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype == torch.float32
+    assert all(argument is None for argument in absent)
+    _check_rows(q, k, v)
+
+
+def _efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
+    max_seqlen_k: Any, dropout_p: float, custom_mask_type: int, compute_log_sumexp: bool = False, *,
+    scale: float | None = None, seqlen_k: Any = None, window_size: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _check_efficient(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlen_k, window_size)
+    assert dropout_p == 0.0 and compute_log_sumexp
+    seen = _efficient_mask(q, k, custom_mask_type)
+    out, lse = _forward(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale)
+    padded = torch.full((*lse.shape[:2], (q.shape[1] + 31) // 32 * 32), math.inf)
+    padded[:, :, : q.shape[1]] = lse
+    state = torch.empty((), dtype=torch.int64)
+    return out.float().contiguous(), padded, state, state.clone(), q.shape[1], k.shape[1]
+
+
+def _efficient_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    max_seqlen_q: int, max_seqlen_k: int, lse: Tensor, dropout_p: float, philox_seed: Tensor, philox_offset: Tensor,
+    custom_mask_type: int, bias_requires_grad: bool, *, scale: float | None = None, num_splits_key: Any = None,
+    window_size: Any = None, shared_storage_dqdkdv: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_efficient(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, num_splits_key, window_size)
+    assert (max_seqlen_q, max_seqlen_k, dropout_p) == (q.shape[1], k.shape[1], 0.0) and not bias_requires_grad
+    assert out.is_contiguous() and out.shape == q.shape  # the kernel is not told its stride along the tokens
+    assert lse.shape == (q.shape[0], q.shape[2], (q.shape[1] + 31) // 32 * 32) and lse.is_contiguous()
+    assert torch.isposinf(lse[:, :, q.shape[1] :]).all()
+    seen = _efficient_mask(q, k, custom_mask_type)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    dq, dk, dv = _backward(dout, q, k, v, out, lse[:, :, : q.shape[1]], seen, scale)
+    return dq.float(), dk.float(), dv.float(), torch.empty(0)
+
+
+_OPS = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_efficient_attention_forward": _efficient_forward,
+    "_efficient_attention_backward": _efficient_backward,
+}
+
+
+@contextmanager
+def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
+    """CPU tensors go the way of CUDA tensors meanwhile. Yields a list that grows with each call of an aten op."""
+    calls: list[Call] = []
+
+    def recorded(name: str) -> Any:
+        op, keys = _OPS[name], 2 if name.endswith("backward") else 1
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            k = arguments[keys]
+            calls.append((name, tuple(k.shape), k.stride(), k.data_ptr()))
+            return op(*arguments, **options)
+
+        return call
+
+    with torch.library._scoped_library("aten", "IMPL") as aten, torch.library._scoped_library("seq1f1b", "IMPL") as own:
+        for name in _OPS:
+            aten.impl(name, recorded(name), "CPU")
+        cuda.register(own, "CPU", allow_override=True)
+        yield calls
+
+
+# Leading arguments that we pass by position, keyword-only ones that we pass by name, and how many results come back.
+SCHEMAS = {
+    "_flash_attention_forward": (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
+        "scale window_size_left window_size_right", 5,
+    ),
+    "_flash_attention_backward": (
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
+        "scale window_size_left window_size_right", 3,
+    ),
+    "_efficient_attention_forward": (
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
+        "compute_log_sumexp",
+        "scale", 6,
+    ),
+    "_efficient_attention_backward": (
+        "grad_out_ query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k logsumexp dropout_p "
+        "philox_seed philox_offset custom_mask_type bias_requires_grad",
+        "scale", 4,
+    ),
+}  # fmt: skip
+
+
+def schema_drift(name: str) -> str:
+    """Where the op of the installed torch differs from what device/cuda.py passes and takes; "" where it does not."""
+    by_position, by_name, results = SCHEMAS[name]
+    op = getattr(torch.ops.aten, name, None)
+    if op is None:
+        return f"torch has no aten::{name}"
+    schema = op.default._schema
+    keyword_only = {a.name: a for a in schema.arguments if a.kwarg_only}
+    fits = (
+        [a.name for a in schema.arguments if not a.kwarg_only] == by_position.split()
+        and set(by_name.split()) <= keyword_only.keys()
+        and all(a.has_default_value() for a in keyword_only.values())
+        and len(schema.returns) == results
+    )
+    return "" if fits else str(schema)

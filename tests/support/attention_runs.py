@@ -1,0 +1,94 @@
+"""The definition of causal attention in torch's elementary operations, and what runs ours beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from simulated_step import SimulatedStep
+from torch import Tensor
+
+from seq1f1b.ops.attention import causal_attention, layer_handle
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """The definition, written with torch's elementary operations; rounds to q's dtype after each of them."""
+    batch, heads, tokens, head_dim = q.shape
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    logits = q @ k.transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(head_dim))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    position = torch.arange(tokens, device=q.device)
+    distance = position[:, None] - position[None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.expand(batch, heads).to(q.dtype)
+        logits = logits - slopes[:, :, None, None] * distance
+    hidden = (distance < 0).expand(batch, 1, tokens, tokens)
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    if doc_ids is not None:
+        hidden = hidden | (doc_ids[:, None, :, None] != doc_ids[:, None, None, :])
+    return torch.softmax(logits.masked_fill(hidden, -math.inf), dim=-1) @ v
+
+
+def random_qkv(heads: int, kv_heads: int, *, batch: int = 2, tokens: int = 12, head_dim: int = 6, seed: int = 0,
+               dtype: torch.dtype = torch.float64) -> list[Tensor]:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, h, tokens, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+def gradients(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv of run(q, k, v)."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out = run(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Of out, dq, dk, dv: the norm of the difference over the norm. They are of one size, or zero: dq, window 1."""
+    norms = torch.stack([t.double().norm() for t in truth])
+    floor = 0.1 * norms.square().mean().sqrt()
+    differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(got, truth, strict=True)])
+    return (differences / norms.clamp_min(floor)).tolist()  # type: ignore[no-any-return]
+
+
+def segmented(
+    sizes: Sequence[int], options: dict, qkv_of_microbatches: Sequence[list[Tensor]], douts: Sequence[Tensor]
+) -> list[list[Tensor]]:
+    """The same by segments: micro-batches interleaved, each in its own slot. One list as of gradients() for each."""
+    count = len(qkv_of_microbatches)
+    step = SimulatedStep(sizes, kv_slots=count, grad_slots=count)
+    handle = layer_handle(0)
+    options = dict(options)
+    docs = options.pop("doc_ids", None)
+    leaves, outs = {}, {}
+    for s in range(len(sizes)):
+        rows = step.slice(s)
+        for m, qkv in enumerate(qkv_of_microbatches):
+            leaves[m, s] = [t[:, :, rows].detach().clone().requires_grad_() for t in qkv]
+            with step.unit("F", m, s, slot=m):
+                mine = {} if docs is None else {"doc_ids": docs[:, rows]}
+                outs[m, s] = causal_attention(*leaves[m, s], layer=handle, **options, **mine)
+    for s in reversed(range(len(sizes))):
+        for m in range(count):
+            with step.unit("B", m, s, slot=m, grad_slot=m):
+                outs[m, s].backward(douts[m][:, :, step.slice(s)])
+    segments = range(len(sizes))
+    return [
+        [torch.cat([outs[m, s].detach() for s in segments], dim=2)]
+        + [torch.cat([leaves[m, s][i].grad for s in segments], dim=2) for i in range(3)]
+        for m in range(count)
+    ]

@@ -1,0 +1,205 @@
+"""Builds CUDA kernels for the CPU, on the emulation of tests/cuda, and runs them on torch's CPU tensors.
+
+A mutation is a change of the kernels' source that must not pass the tests. All mutations of a list are compiled into
+one library, each behind a condition, and switched on one at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/cuda"))
+
+from kernel_table import Kernel, Operation, kernels_of  # noqa: E402
+
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
+DTYPES = {torch.bfloat16: 2, torch.float16: 3}  # csrc/core/dtype.h
+SHARED_99_KB, SHARED_163_KB = 99 * 1024, 163 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """A batch of sequences, how it is cut into segments, and which attention is asked for."""
+
+    tokens: int = 200
+    segments: tuple[int, ...] = ()  # none: the whole sequence
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+    documents: tuple[int, ...] = ()  # lengths; ids go 0, 1, ... and start again after 3, so that documents come back
+    num_parts: int = 0
+    head_major: bool = False  # q, out and their gradients (batch, heads, tokens, head_dim), with space between rows
+
+    def __str__(self) -> str:
+        shown = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in shown).replace("torch.", "") or "plain"
+
+    def document_ids(self) -> Tensor:
+        """(batch, tokens); each entry of the batch has other boundaries. Without documents all are 0."""
+        lengths = torch.tensor(self.documents or (self.tokens,))
+        assert lengths.sum() == self.tokens
+        ids = [torch.repeat_interleave(torch.arange(len(lengths)) % 4, lengths.roll(b)) for b in range(self.batch)]
+        return torch.stack(ids).to(torch.int32)
+
+    def hidden(self) -> Tensor:
+        """Which keys no query sees, (batch, 1, tokens, tokens)."""
+        position, ids = torch.arange(self.tokens), self.document_ids()
+        distance = position[:, None] - position[None, :]
+        outside = (distance < 0) | (distance >= (self.window or self.tokens))
+        return (outside | (ids[:, :, None] != ids[:, None, :]))[:, None]
+
+
+class Strides(Structure):
+    """s1f_strides, as the following their namesakes."""
+
+    _fields_ = [("batch", c_int64), ("head", c_int64), ("row", c_int64)]
+
+    def __repr__(self) -> str:  # names of tests hold it: the same in every process
+        return f"Strides({self.batch}, {self.head}, {self.row})"
+
+
+class Attention(Structure):
+    _fields_ = [
+        ("dtype", c_int32), *((name, c_int64) for name in
+        ("batch", "heads", "kv_heads", "segment_len", "head_dim", "q_start")),
+        ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("q_strides", Strides), ("kv_strides", Strides),
+        ("out", c_void_p), ("out_strides", Strides), ("lse", c_void_p), ("scale", c_double), ("window", c_int64),
+        ("softcap", c_double), ("slopes", POINTER(c_float)), ("slopes_batch_stride", c_int64), ("docs", c_void_p),
+        ("docs_batch_stride", c_int64), ("dout", c_void_p), ("dout_strides", Strides), ("dq", c_void_p),
+        ("dq_strides", Strides), ("dk", c_void_p), ("dv", c_void_p), ("dkv_strides", Strides),
+        ("store_kv_grads", c_int32), ("own_dk", c_void_p), ("own_dv", c_void_p), ("own_dkv_strides", Strides),
+    ]  # fmt: skip
+
+
+class CudaAttention(Structure):
+    _fields_ = [
+        ("attention", Attention), ("num_parts", c_int32), ("deterministic", c_int32), ("scratch", c_void_p),
+        ("scratch_bytes", c_int64),
+    ]  # fmt: skip
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str  # of kernels/cuda
+    original: str  # an expression, or whole statements; occurs once
+    mutated: str
+
+
+class KernelError(Exception):
+    """The emulation's error: a race, an access out of bounds, a copy that is not waited for ..."""
+
+
+class Refused(Exception):
+    """The launcher did not take the arguments."""
+
+
+def strides_of(t: Tensor) -> Strides:
+    assert t.stride(3) == 1
+    return Strides(*t.stride()[:3])
+
+
+def build(
+    sources: Sequence[str], work: Path, mutations: Sequence[Mutation] = (), flags: Sequence[str] = ()
+) -> Emulated:
+    """Compiles .cu files, named as from the root, and the emulation into a library in the folder ``work``."""
+    tree = work / "tree"
+    for folder in ("kernels", "kernels/cuda", "csrc", "tests/cuda"):
+        (tree / folder).mkdir(parents=True)
+        for path in [*(ROOT / folder).glob("*.h"), *(ROOT / folder).glob("*.cu")]:
+            shutil.copy(path, tree / folder)
+    for index, mutation in enumerate(mutations, 1):
+        _insert(mutation, index, tree / "kernels/cuda" / mutation.file)
+    objects = []
+    command = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *flags]
+    command += ["-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
+    if SANITIZED:
+        command += ["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]
+    command.append("-w" if mutations else "-Werror")
+    processes = []
+    for path in [ROOT / "tests/cuda/emulation.cpp", *(tree / source for source in sources)]:
+        objects.append(work / f"{path.stem}.o")
+        processes.append(subprocess.Popen([*command, "-x", "c++", "-c", path, "-o", objects[-1]]))
+    for process in processes:
+        assert process.wait() == 0, f"{process.args} failed"
+    library = work / "emulated.so"
+    subprocess.run([*command, "-shared", *objects, "-o", library], check=True)
+    return Emulated(library)
+
+
+def _insert(mutation: Mutation, index: int, path: Path) -> None:
+    text = (ROOT / "kernels/cuda" / mutation.file).read_text()
+    assert text.count(mutation.original) == 1, f"{mutation.name}: {mutation.original!r} must occur once"
+    condition = f"::s1f::emulation::mutation != {index}"
+    if mutation.original.rstrip().endswith((";", "}")):
+        both = f"if ({condition}) {{ {mutation.original} }} else {{ {mutation.mutated} }}"
+    else:
+        both = f"({condition} ? ({mutation.original}) : ({mutation.mutated}))"
+    changed = path.read_text()
+    assert mutation.original in changed, f"{mutation.name}: earlier mutations changed a part of {mutation.original!r}"
+    path.write_text(changed.replace(mutation.original, both, 1))
+
+
+class Emulated:
+    """A library of kernels on the emulation. Random orders follow from ``seed``."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.s1f_emulation_error.restype = c_char_p
+        self.seed = 0
+        self.mutation = 0  # index from 1 of the mutation that is switched on
+        self.shared_limit = SHARED_163_KB
+        self.conflicts = self.products = self.blocks = 0  # of the last run
+
+    def operation(self, name: str) -> Operation:
+        return Operation.in_dll(self._library, f"s1f_cuda_{name}")
+
+    def kernels(self, name: str) -> list[Kernel]:
+        return kernels_of(self.operation(name))
+
+    def run(self, name: str, arguments: CudaAttention, read: Sequence[Tensor], written: Sequence[Tensor],
+            kernel: int = -1) -> None:  # fmt: skip
+        """Launches with as much scratch as the operation asks for. ``read``, ``written``: dense tensors, the only
+        memory that the kernels may touch."""
+        self._library.s1f_emulation_set(self.mutation, self.shared_limit)
+        wanted = self.operation(name).scratch_bytes(byref(arguments), kernel)
+        scratch = torch.full((max(wanted, 0) // 4,), math.nan)
+        arguments.scratch, arguments.scratch_bytes = scratch.data_ptr(), max(wanted, 0)
+        self.launch(name, arguments, read, [*written, scratch], kernel)
+
+    def launch(self, name: str, arguments: Structure, read: Sequence[Tensor], written: Sequence[Tensor],
+               kernel: int) -> None:  # fmt: skip
+        library = self._library
+        library.s1f_emulation_reset(c_uint64(self.seed))
+        library.s1f_emulation_set(self.mutation, self.shared_limit)
+        for tensors, writable in ((read, 0), (written, 1)):
+            for t in tensors:
+                size = t.numel() * t.element_size()
+                library.s1f_emulation_add_extent(c_void_p(t.data_ptr()), c_int64(size), writable)
+        status = self.operation(name).launch(byref(arguments), kernel, None)
+        counts = [c_int64() for _ in range(3)]
+        library.s1f_emulation_counts(*(byref(count) for count in counts))
+        self.conflicts, self.products, self.blocks = (count.value for count in counts)
+        error = library.s1f_emulation_error().decode()
+        if error:
+            raise KernelError(error)
+        if status != 0:
+            raise Refused(f"{name} returned {status}")

@@ -1,0 +1,109 @@
+"""Local processes that form a gloo group, for tests across processes."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# One server of forks for all tests of a process: it has imported what their processes need.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "seq1f1b.runtime.engine", "pytest"])
+
+# Seconds in which what is seen at once is seen on a busy machine, too. Time-outs, where none is set, are 300 s or more.
+AT_ONCE = 10.0
+
+
+def _enter(rank: int, world: int, store_path: str, fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    try:
+        fn(rank, world, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def start_processes(world: int, fn: Callable[..., None], *arguments: Any) -> mp.ProcessContext:
+    """Calls ``fn(rank, *arguments)`` in fresh processes. They are forked from one that has imported torch already."""
+    return mp.start_processes(fn, arguments, nprocs=world, join=False, start_method="forkserver")
+
+
+def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
+    """Calls ``fn(rank, world, *arguments)`` in fresh processes with a gloo group; the first failure is raised."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
+        while not processes.join():
+            pass
+
+
+def shared_memory_names() -> set[str]:
+    """Of segments and semaphores on this machine, but those of Python's own locks, which tests run beside may hold."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+def join_and_run(
+    rank: int, pipe: Connection, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any
+) -> None:
+    """Of :class:`PipedProcesses`: ``join(rank)``, then sends what ``fn(rank, pipe, *arguments)`` returns."""
+    torch.set_num_threads(1)
+    try:
+        join(rank)
+        pipe.send(("result", fn(rank, pipe, *arguments)))
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+class PipedProcesses:
+    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all."""
+
+    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any) -> None:
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def receive(self, rank: int, timeout: float = 60.0) -> Any:
+        """What the rank sends next."""
+        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def result(self, rank: int) -> Any:
+        """The value of a (kind, value) that the rank sends next, which must be no error."""
+        kind, value = self.receive(rank)
+        assert kind != "error", f"rank {rank}: {value}"
+        return value
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
+    """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
+    try:
+        call()
+    except BaseException as error:
+        attributes = tuple(getattr(error, name, None) for name in ("rank", "unit", "edge"))
+        return type(error).__name__, str(error), attributes, time.monotonic()
+    return "", "", None, time.monotonic()

@@ -1,0 +1,54 @@
+"""Engines whose GPUs are stand-ins: rank r has device r, whose memory is the host's, and computes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stand_in_library import stand_in
+
+from seq1f1b import PipelineEngine
+from seq1f1b.device.device_edges import DeviceEdges
+
+
+class StandInEdges(DeviceEdges):
+    def __init__(self, *arguments: Any) -> None:
+        self.driver = stand_in().path
+        super().__init__(*arguments)
+
+    def ordinal(self) -> int:
+        return self._group.rank
+
+    def stream(self) -> int:
+        return 0
+
+    def place_views(self) -> Any:
+        return self._group.place_views
+
+    def begin_step(self, timeout_s: float) -> None:
+        stand_in().enter(self.ordinal())
+        super().begin_step(timeout_s)
+
+
+class StandInEngine(PipelineEngine):
+    """Its kernels are torch's on the CPU, which know nothing of a stream: the host waits for it before each unit, and
+    keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
+
+    _device_edges_class = StandInEdges
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.num_waits = 0
+        self._kept: list[Any] = []
+
+    def _forward(self, *arguments: Any) -> Any:
+        return self._after_the_stream(super()._forward, arguments)
+
+    def _backward(self, *arguments: Any) -> Any:
+        return self._after_the_stream(super()._backward, arguments)
+
+    def _after_the_stream(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        stand_in().synchronise()
+        self.num_waits += 1
+        self._kept.append(run(*arguments))
+        return self._kept[-1]

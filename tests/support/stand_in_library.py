@@ -1,0 +1,120 @@
+"""The stand-ins for the CUDA driver and for NCCL as one shared object, and what tests say to them and ask of them.
+
+``tests/stand_ins/stand_in.h`` says what they do and what each option, counter and fault means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "stand_ins"
+SENDER_LOST, RECEIVER_LOST, SENDER_FAILS, RECEIVER_FAILS = range(4)
+
+
+def build(folder: Path) -> Path:
+    """Compiles gpu_stand_in.so into ``folder``; it takes the place of libcuda.so.1 and of libnccl.so.2."""
+    library = folder / "gpu_stand_in.so"
+    sources = [FOLDER / name for name in ("machine.c", "driver.c", "nccl.c")]
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread"]
+    subprocess.run([*os.environ.get("CC", "cc").split(), *flags, *sources, "-o", library], check=True)
+    return library
+
+
+class StandIn:
+    """The controls of a loaded gpu_stand_in.so; its state is one for the whole process."""
+
+    def __init__(self, library: Path) -> None:
+        self.path = str(library)
+        self.library = ctypes.CDLL(self.path)
+        for function in (self.library.stand_in_misuse, self.library.stand_in_synchronisation):
+            function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_int64]
+        self.library.stand_in_deadlock.restype = ctypes.c_char_p
+        self.library.stand_in_count.restype = ctypes.c_int64
+
+    def reset(self, seed: int, **options: int) -> None:
+        self.library.stand_in_reset(ctypes.c_uint64(seed))
+        for name, value in options.items():
+            self.set(name, value)
+
+    def set(self, option: str, value: int) -> None:
+        if self.library.stand_in_set(option.encode(), ctypes.c_int64(value)) != 0:
+            raise ValueError(f"the stand-ins have no option {option} = {value}")
+
+    def count(self, counter: str) -> int:
+        found: int = self.library.stand_in_count(counter.encode())
+        if found < 0:
+            raise ValueError(f"the stand-ins have no counter {counter}")
+        return found
+
+    @property
+    def misuses(self) -> list[str]:
+        return self._lines(self.library.stand_in_misuse)
+
+    @property
+    def synchronisations(self) -> list[str]:
+        return self._lines(self.library.stand_in_synchronisation)
+
+    @staticmethod
+    def _lines(line: Callable[[int], bytes | None]) -> list[str]:
+        lines: list[str] = []
+        while (text := line(len(lines))) is not None:
+            lines.append(text.decode())
+        return lines
+
+    @property
+    def stuck(self) -> str | None:
+        """What each queue waits for, if none can go on."""
+        text = ctypes.c_char_p()
+        stuck = self.library.stand_in_stuck(ctypes.byref(text))
+        return text.value.decode() if stuck and text.value is not None else None
+
+    @property
+    def deadlock(self) -> str | None:
+        text = self.library.stand_in_deadlock()
+        return text.decode() if text is not None else None
+
+    def complaints(self) -> list[str]:
+        """Misuse, and the first deadlock: nothing, where all is well."""
+        return [*self.misuses, *([self.deadlock] if self.deadlock is not None else [])]
+
+    def drain(self, patience_ms: int = 100) -> bool:
+        """Waits until the queues are empty; False if they are stuck."""
+        return self.library.stand_in_drain(ctypes.c_int64(patience_ms)) == 0
+
+    def fault(self, kind: int, source: int, destination: int, index: int, result: int = 6) -> None:
+        self.library.stand_in_fault(kind, source, destination, ctypes.c_int64(index), result)
+
+    def end_faults(self) -> None:
+        self.library.stand_in_end_faults()
+
+    def break_communicators(self, device: int, peer: int, result: int) -> None:
+        self.library.stand_in_break_communicators(device, peer, result)
+
+    def fail_call(self, function: str, index: int, result: int) -> None:
+        self.library.stand_in_fail_call(function.encode(), ctypes.c_int64(index), result)
+
+    def name_thread(self, name: str) -> None:
+        self.library.stand_in_name_thread(name.encode())
+
+    def enter(self, ordinal: int) -> None:
+        """Makes a device current on the calling thread."""
+        context = ctypes.c_void_p()
+        assert self.library.cuInit(0) == 0
+        assert self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0
+        assert self.library.cuCtxSetCurrent(context) == 0
+
+    def synchronise(self) -> None:
+        """Waits for the current device's null stream."""
+        assert self.library.cuStreamSynchronize(None) == 0
+
+
+@functools.cache
+def stand_in() -> StandIn:
+    """The stand-ins of this process, built at the first call."""
+    return StandIn(build(Path(tempfile.mkdtemp(prefix="seq1f1b-stand-in-"))))

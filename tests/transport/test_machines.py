@@ -1,0 +1,194 @@
+"""Does a pipeline over two hosts train as one process does, and does it end when a host or the link between them goes?
+
+The hosts are network namespaces of this machine; an abstract Unix socket of one does not exist in the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import INTERFACE, Host, two_hosts
+from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+
+from seq1f1b import PipelineEngine
+
+P, M, K, LENGTH = 4, 3, 2, 13
+CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
+TOKENS, TARGET = batch(CONFIG, M, LENGTH, size=1)
+ROOT = Path(__file__).parents[2]
+PORT = 29500  # of a network namespace's own
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as pair:
+        yield pair
+
+
+def test_torchrun_over_two_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Two ranks on each: only the edges between the hosts go over the process group."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}", "--rdzv-id=1"]
+    agents = []
+    for host in hosts:
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **host.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        command = [*host.shell, *launch, str(ROOT / "tests/support/two_hosts_step.py"), str(tmp_path)]
+        agents.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [agent.communicate(timeout=200)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(errors)[-4000:]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(P)]
+    carried = {(0, 1): "shm", (1, 2): "c10d", (2, 3): "shm"}
+    expected = [
+        [[a, b, carried[min(a, b), max(a, b)]] for a, b in [(r - 1, r), (r, r + 1), (r + 1, r), (r, r - 1)]
+         if min(a, b) >= 0 and max(a, b) < P]
+        for r in range(P)
+    ]  # fmt: skip
+    for rank, result in enumerate(ranks):
+        assert result["gradient_error"] < 1e-10
+        assert sorted(result["edges"]) == sorted(expected[rank])
+        assert [sorted(edges) for edges in result["seen by all"]] == [sorted(edges) for edges in expected]
+    assert len(ranks[-1]["losses"]) == M and max(map(abs, ranks[-1]["losses"])) < 1e-12
+
+
+# Ranks 0 and 1 are on the second host, so the process group's store is not on the host of the pipeline's rank 0.
+HOST_OF = (1, 1, 0, 0)
+
+
+def join(hosts: tuple[Host, Host], port: int, rank: int) -> None:
+    hosts[HOST_OF[rank]].enter()
+    limit = datetime.timedelta(seconds=60)
+    store = dist.TCPStore(hosts[0].name, port, P, is_master=rank == 2, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
+
+
+class Trapped(nn.Module):
+    """A stage that says so in its ``at``-th forward, and stays there."""
+
+    def __init__(self, rank: int, at: int, pipe: Connection) -> None:
+        super().__init__()
+        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
+        self.at, self.calls, self.pipe = at, 0, pipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            self.pipe.send(("result", "in the trap"))
+            time.sleep(120)
+        return self.stage(x)
+
+
+def make(rank: int, pipe: Connection, trapped_at: int = 0, **limits: float) -> PipelineEngine:
+    return PipelineEngine(
+        Trapped(rank, trapped_at, pipe), num_microbatches=M, num_segments=K, loss_fn=cross_entropy, **limits
+    )
+
+
+def step_twice(rank: int, pipe: Connection) -> Any:
+    """A good step, one in which rank 2 stays in F1.0, and what another try ends with."""
+    engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == 2 else 0)
+    engine.step(TOKENS, target=TARGET)
+    gradients = {name.removeprefix("stage."): p.grad.numpy() for name, p in engine.named_parameters()}
+    pipe.send(("result", gradients))
+    first = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    again = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    engine.close()
+    return first, again, time.monotonic()
+
+
+def test_a_host_that_is_killed(hosts: tuple[Host, Host]) -> None:
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 1), step_twice) as ranks:
+        found = {name: torch.from_numpy(g) for rank in range(P) for name, g in ranks.result(rank).items()}
+        _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
+        assert gradient_error(found, truth) < 1e-10
+        assert ranks.result(2) == "in the trap"
+        time.sleep(0.5)  # what a rank does is published five times a second
+        for rank in (2, 3):
+            os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        results = [ranks.result(rank) for rank in (0, 1)]
+    for (name, text, (rank, unit, edge), ended), again, closed in results:
+        assert name == again[0] == "PipelineError"
+        assert rank == 2 and unit == "F1.0" and "stage 2" in edge
+        assert f"rank 2 is gone, last seen in F1.0 ({edge}" in text
+        assert ended - killed < AT_ONCE and again[3] - ended < AT_ONCE and closed - again[3] < AT_ONCE
+
+
+def step_once(rank: int, pipe: Connection) -> Any:
+    engine = make(rank, pipe)
+    pipe.send(("result", "ready"))
+    if rank == 3:
+        time.sleep(120)
+    failure = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    engine.close()
+    return failure
+
+
+def test_a_rank_that_is_killed_before_its_first_step(hosts: tuple[Host, Host]) -> None:
+    """Long before first_step_timeout, though nobody waits for a message of that rank."""
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 2), step_once) as ranks:
+        assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
+        time.sleep(0.5)
+        os.kill(ranks.processes[3].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        results = [ranks.result(rank) for rank in range(3)]
+    for name, text, (rank, _, _), ended in results:
+        assert name == "PipelineError" and rank == 3 and "rank 3 is gone" in text
+        assert ended - killed < AT_ONCE
+
+
+def step_until_it_fails(rank: int, pipe: Connection) -> Any:
+    engine = make(rank, pipe, timeout=2.0, first_step_timeout=15.0)
+    engine.step(TOKENS, target=TARGET)
+    pipe.send(("result", "ready"))
+
+    def steps() -> None:
+        while True:
+            engine.step(TOKENS, target=TARGET)
+
+    failure = outcome(steps)
+    engine.close()
+    dist.destroy_process_group()
+    return failure
+
+
+def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
+    """No connection ends: only time tells. The processes end by themselves, too.
+
+    A rank that waits for a step's first message, which tells the length, allows for a new one: first_step_timeout.
+    """
+    host = hosts[1]
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 3), step_until_it_fails) as ranks:
+        assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
+        with contextlib.ExitStack() as undo:
+            undo.callback(host.run, "ip", "link", "set", INTERFACE, "up")
+            host.run("ip", "link", "set", INTERFACE, "down")
+            down = time.monotonic()
+            results = [ranks.result(rank) for rank in range(P)]
+            for process in ranks.processes:
+                process.join(20)
+    assert [process.exitcode for process in ranks.processes] == [0] * P
+    for name, text, (rank, _, _), ended in results:
+        assert name == "PipelineError" and rank is not None, text
+        assert 1.0 < ended - down < 15.0 + 10.0

@@ -1,0 +1,199 @@
+"""Are the pictures of a timeline right: text, PNG, trace?"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from seq1f1b import Schedule, Simulation, build_schedule
+from seq1f1b.view import draw
+
+
+def simulate(name: str, num_segments: int, forward: float, num_microbatches: int = 4) -> Simulation:
+    schedule = build_schedule(name, num_ranks=4, num_microbatches=num_microbatches, num_segments=num_segments)
+    return schedule.simulate(forward, 2 * forward)
+
+
+def test_text_of_1f1b_and_seq1f1b() -> None:
+    assert simulate("1f1b", 1, 2.0).to_text(92) == (
+        "rank 0  0---1---2---3---                        0=======    1=======    2=======    3=======\n"
+        "rank 1      0---1---2---                0=======3---1=======    2=======    3=======\n"
+        "rank 2          0---1---        0=======2---1=======3---2=======    3=======\n"
+        "rank 3              0---0=======1---1=======2---2=======3---3=======\n"
+        "0-- forward, 0== backward of micro-batch 0; one column is 500 ms\n"
+    )
+    assert simulate("seq1f1b", 2, 1.0).to_text(92) == (
+        "rank 0  0a0b1a1b2a            0b==2b0a==3a1b==3b1a==  2b==  2a==  3b==3a==\n"
+        "rank 1    0a0b1a1b        0b==2a0a==2b1b==3a1a==3b2b==  2a==  3b==3a==\n"
+        "rank 2      0a0b1a    0b==1b0a==2a1b==2b1a==3a2b==3b2a==  3b==3a==\n"
+        "rank 3        0a0b0b==1a0a==1b1b==2a1a==2b2b==3a2a==3b3b==3a==\n"
+        "0b-- forward, 0b== backward of micro-batch 0, segment 1; one column is 500 ms\n"
+    )
+
+
+def test_the_readme_shows_what_we_print() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for simulation in (simulate("1f1b", 1, 2.0), simulate("seq1f1b", 2, 1.0)):
+        assert "\n".join(simulation.to_text(92).splitlines()[:-1]) in readme
+
+
+def test_labels_shrink_with_the_width() -> None:
+    simulation = simulate("seq1f1b", 2, 1.0)
+    assert simulation.to_text(140).startswith("rank 0  0.0-0.1-1.0-")
+    assert simulation.to_text(80).startswith("rank 0  0a0b1a")
+    assert simulation.to_text(50).startswith("rank 0  00112")
+    assert simulation.to_text(20).startswith("rank 0  ")
+    for width in (10, 20, 50, 80, 140, 1000):
+        lines = simulation.to_text(width).splitlines()
+        assert max(map(len, lines[:4])) <= max(width, 9)
+        assert max(map(len, lines[4:])) <= max(width, 40)
+
+
+def test_text_of_a_split_backward() -> None:
+    simulation = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0").simulate()
+    assert simulation.to_text(38) == (
+        "rank 0  0----0----0~~~~0~~~~0++++0++++\n"
+        "0-- forward, 0~~ input gradient, 0++\n"
+        "weight gradient of micro-batch 0; one\n"
+        "column is 200 ms\n"
+    )
+
+
+def test_a_label_leaves_room_for_the_pass() -> None:
+    """Units of F, I and W are equally long: a label without a fill would make them alike."""
+    run = build_schedule("zbv", num_ranks=4, num_microbatches=8, stages_per_rank=2).simulate(0.5, 1.0)
+    assert run.busy[0] == run.span[0]  # no blanks
+    fills = "".join({"F": "-", "I": "~", "W": "+"}[unit.kind] for unit, _, _ in run.timeline[0])
+    assert run.to_text(80).splitlines()[0] == "rank 0  " + fills
+    assert run.to_text(120).splitlines()[0].startswith("rank 0  0-1-2-3-4-5-6-0-0~0+1-1~1+")
+    for name, stages in (("zb-h1", 1), ("dualpipev", 2), ("seq-v-min", 2), ("hanayo", 2), ("v-half", 2)):
+        drawn = build_schedule(name, num_ranks=4, num_microbatches=4 if name == "hanayo" else 8, stages_per_rank=stages)
+        for width in (60, 80, 100, 160):
+            lines = drawn.simulate().to_text(width).splitlines()
+            for kind, fill in {"F": "-", "B": "=", "I": "~", "W": "+"}.items():
+                if fill != "-" and any(unit.kind == kind for unit in drawn.ranks[0]):
+                    assert fill in lines[0], (name, width, fill)
+
+
+def test_units_narrower_than_a_column_have_their_shares() -> None:
+    """Of every rank: forwards, backwards and bubble, within one column, over any stretch from the start."""
+    run = build_schedule("seq1f1b", num_ranks=8, num_microbatches=16, num_segments=4).simulate(0.25, 0.5)
+    lines = run.to_text(80).splitlines()
+    columns = 72
+    second = columns / run.makespan
+    assert "one column is 740 ms, units are shorter" in lines[-1]
+    for track, line in zip(run.timeline, lines, strict=False):
+        drawn = line[8:].ljust(columns)
+        for until in range(1, columns + 1):
+            for kind, fill in (("F", "-"), ("B", "=")):
+                spent = sum(
+                    max(0.0, min(end * second, until) - start * second)
+                    for unit, start, end in track
+                    if unit.kind == kind
+                )
+                assert abs(drawn[:until].count(fill) - spent) <= 1.0, (line, until)
+
+
+def test_text_of_units_that_take_no_time() -> None:
+    text = Schedule.from_text("F0.0 B0.0").simulate(0.0, 0.0).to_text()
+    assert text == "rank 0  \n-- forward, == backward\n"
+
+
+def test_trace(tmp_path: Path) -> None:
+    planned, measured = simulate("1f1b", 1, 2e-3), simulate("seq1f1b", 2, 1e-3)
+    path = tmp_path / "trace.json"
+    draw.trace_json(path, {"planned": planned.timeline, "measured": measured.timeline})
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["planned", "measured"]
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert threads == {(pid, rank): f"rank {rank}" for pid in range(2) for rank in range(4)}
+    for pid, simulation in enumerate((planned, measured)):
+        for rank, track in enumerate(simulation.timeline):
+            bars = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, rank)]
+            assert [bar["name"] for bar in bars] == [str(unit) for unit, _, _ in track]
+            assert [bar["ts"] for bar in bars] == pytest.approx([1e6 * start for _, start, _ in track])
+            assert [bar["dur"] for bar in bars] == pytest.approx([1e6 * (end - start) for _, start, end in track])
+            assert [bar["args"] for bar in bars] == [
+                {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment} for unit, _, _ in track
+            ]
+            assert [bar["cat"] for bar in bars] == [{"F": "forward", "B": "backward"}[u.kind] for u, _, _ in track]
+
+
+def test_trace_names_stages_where_a_rank_holds_several(tmp_path: Path) -> None:
+    schedule = Schedule.from_text("[0]F0.0 [3]F0.0\n[1]F0.0 [2]F0.0")
+    draw.trace_json(tmp_path / "trace.json", schedule.simulate().timeline)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    bars = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
+    assert bars == [(0, "[0]F0.0"), (0, "[3]F0.0"), (1, "[1]F0.0"), (1, "[2]F0.0")]
+
+
+def test_a_timeline_without_units(tmp_path: Path) -> None:
+    for draw_it in (draw.trace_json, draw.timeline_png):
+        with pytest.raises(ValueError, match="the timeline holds no unit"):
+            draw_it(tmp_path / "nothing", [[], []])
+    with pytest.raises(ValueError, match="the timeline holds no unit"):
+        draw.timeline_text([])
+
+
+def test_a_measured_timeline_starts_at_its_own_zero(tmp_path: Path) -> None:
+    """A clock's zero is anywhere; pictures begin at the first start."""
+    planned = simulate("1f1b", 1, 2.0).timeline
+    measured = [[(unit, start + 12345.0, end + 12345.0) for unit, start, end in track] for track in planned]
+    assert draw.timeline_text(measured, width=92) == draw.timeline_text(planned, width=92)
+    draw.trace_json(tmp_path / "a.json", planned)
+    draw.trace_json(tmp_path / "b.json", measured)
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
+
+
+def test_png_shows_every_microbatch_forward_and_backward(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "timeline.png"
+    timelines = {"1F1B": simulate("1f1b", 1, 2.0).timeline, "Seq1F1B": simulate("seq1f1b", 2, 1.0).timeline}
+    draw.timeline_png(path, timelines, title="4 ranks")
+    pixels = image.imread(path)
+    assert pixels.shape[1] > 1200 and pixels.shape[0] > 400
+    bars = pixels[:, 60:-60, :3].reshape(-1, 3)
+    for red, green, blue in ((0x1F, 0x77, 0xB4), (0xE6, 0x86, 0x2D), (0x2C, 0x9A, 0x45), (0xCC, 0x3B, 0x3B)):
+        for strength in (1.0, 0.38):  # backward, forward
+            color = [1 - strength * (1 - channel / 255) for channel in (red, green, blue)]
+            assert (abs(bars - color).max(axis=1) < 0.01).mean() > 0.01
+
+
+def test_png_hatches_later_stages(tmp_path: Path) -> None:
+    """A rank that has run nothing yet is an empty row; the other's second stage shows white lines."""
+    image = pytest.importorskip("matplotlib.image")
+    pixels = {}
+    for name, text in {"plain": "F0.0 F1.0", "hatched": "[0]F0.0 [1]F0.0"}.items():
+        timeline = [*Schedule.from_text(text).simulate().timeline, ()]
+        draw.timeline_png(tmp_path / "timeline.png", timeline)
+        pixels[name] = image.imread(tmp_path / "timeline.png")[:, :, :3]
+    row = {name: picture[20, picture.shape[1] * 3 // 5 : -40] for name, picture in pixels.items()}
+    assert not (row["plain"].min(axis=1) > 0.95).any()
+    assert (row["hatched"].min(axis=1) > 0.95).any()
+
+
+def test_png_of_one_timeline_with_more_microbatches_than_colours(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    draw.timeline_png(path, simulate("seq1f1b", 4, 1e-3, num_microbatches=12).timeline)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_units_of_a_pair_are_drawn_one_above_the_other() -> None:
+    """Each over the whole time of both, in its half of the row."""
+    figure = pytest.importorskip("matplotlib.figure", reason="pictures need the optional matplotlib")
+    schedule = build_schedule("dualpipev", num_ranks=2, num_microbatches=4, stages_per_rank=2)
+    timeline = schedule.simulate().timeline
+    ax = figure.Figure().subplots()
+    draw._draw_tracks(ax, timeline, 1.0)
+    bars = {tuple(path.get_extents().extents.round(6)) for bars in ax.collections for path in bars.get_paths()}
+    pairs = [(rank, i) for rank, firsts in enumerate(schedule.pairs) for i in firsts]
+    assert pairs
+    for rank, i in pairs:
+        (_, start, end), second = timeline[rank][i : i + 2]
+        assert second[1:] == (start, end)
+        for top, bottom in ((rank - 0.42, rank), (rank, rank + 0.42)):
+            assert (start, round(top, 6), end, round(bottom, 6)) in bars
