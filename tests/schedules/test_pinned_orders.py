@@ -13,9 +13,9 @@ The digests were computed at commit 1501567. A digest that changes means that be
 one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
 ``(F5.0;B1.0)``; all its digests are those of the order without pairs.
 
-    python tests/test_pinned_orders.py --write              compute and write all digests
-    python tests/test_pinned_orders.py --write zbv auto     only those of some families, for instance of new ones
-    python tests/test_pinned_orders.py --list zbv times     a digest for each case: compare the lists of two commits
+    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --write    compute and write all digests
+    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --write zbv auto     only those of some families, for instance of new ones
+    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --list zbv times     a digest for each case: compare the lists of two commits
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from orders import random_order
 from seq1f1b import Schedule, Unit, _core, build_schedule, schedules
 from seq1f1b.schedule import Family, StepMemory, families
 
-FILE = Path(__file__).parent / "data" / "orders.json"
+FILE = Path(__file__).parents[1] / "data" / "orders.json"
 FAMILIES = {family.name: family for family in families()}
 RANDOM_ORDERS = "random orders"  # orders that keep the rules and belong to no family
 NAMES = (*schedules(), RANDOM_ORDERS)
