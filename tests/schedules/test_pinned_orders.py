@@ -13,9 +13,10 @@ The digests were computed at commit 1501567. A digest that changes means that be
 one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
 ``(F5.0;B1.0)``; all its digests are those of the order without pairs.
 
-    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --write    compute and write all digests
-    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --write zbv auto     only those of some families, for instance of new ones
-    PYTHONPATH=tests/support python tests/schedules/test_pinned_orders.py --list zbv times     a digest for each case: compare the lists of two commits
+    export PYTHONPATH=tests/support
+    python tests/schedules/test_pinned_orders.py --write              compute and write all digests
+    python tests/schedules/test_pinned_orders.py --write zbv auto     only those of some families, for instance of new ones
+    python tests/schedules/test_pinned_orders.py --list zbv times     a digest for each case: compare two commits
 """
 
 from __future__ import annotations
