@@ -15,7 +15,7 @@ one says which order changed and why. At that commit the units of ``dualpipev`` 
 
     export PYTHONPATH=tests/support
     python tests/schedules/test_pinned_orders.py --write              compute and write all digests
-    python tests/schedules/test_pinned_orders.py --write zbv auto     only those of some families, for instance of new ones
+    python tests/schedules/test_pinned_orders.py --write zbv auto     only those of some families
     python tests/schedules/test_pinned_orders.py --list zbv times     a digest for each case: compare two commits
 """
 
