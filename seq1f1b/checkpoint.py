@@ -72,7 +72,7 @@ class PipelineState:
         self._model = json.dumps(shapes, sort_keys=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors that DCP reads or fills (``model``, ``optimizer``), and the ``shapes`` of the whole model."""
+        """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model."""
         model = {name: tensors[0].detach() for name, tensors in self._tensors.items()}
         optimizer: dict[str, Any] = {}
         for each in self._optimizers:

@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def doc_ids(self) -> Tensor:
-        """For each token the position in its row of its document's first token; padding is a document. (rows, row_len)."""
+        """For each token the position of its document's first token, (rows, row_len); padding is a document."""
         ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
         for row, documents in zip(ids, self.rows, strict=True):
             lengths = [self.lengths[index] for index in documents]

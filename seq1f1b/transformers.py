@@ -197,7 +197,7 @@ def pipeline_stage(
 class CausalLMStage(nn.Module):
     """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
 
-    The first stage takes token ids (batch, tokens), later ones take hidden states (batch, tokens, hidden). The last stage
+    The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
     returns logits (batch, tokens, vocabulary), the others return hidden states. Positions count along the sequence, or
     within packed documents if every stage is given ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`.
 
