@@ -191,44 +191,34 @@ def objects(_page: Path, rest: str) -> str:
     return table(("name", "what it is for"), rows)
 
 
+def option_row(action: argparse.Action) -> tuple[str, str]:
+    """An argument of a command, and its help."""
+    value = ""
+    if action.option_strings and action.nargs != 0 and not action.choices:
+        value = f" {action.metavar or action.dest.upper()}"
+    text = (action.help or "") % {"prog": "seq1f1b", **vars(action)}
+    if action.choices and not action.metavar:
+        text = f"{text} ({', '.join(map(str, action.choices))})".strip()
+    text = re.sub(r"(?<![`\w-])--[a-z][\w-]*", r"`\g<0>`", text)
+    return f"`{', '.join(action.option_strings) or action.dest}{value}`", text
+
+
 def commands(_page: Path, _rest: str) -> str:
     """Reads the parser, because the form of ``--help`` depends on the version of Python."""
     from seq1f1b.__main__ import make_parser
 
-    choices = next(
-        a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)
-    )
+    parts = make_parser()._actions
+    choices = next(a for a in parts if isinstance(a, argparse._SubParsersAction))
     says = {action.dest: action.help or "" for action in choices._choices_actions}
-    text = table(
-        ("command", "does"),
-        [(f"[`{name}`](#{name})", says[name]) for name in choices.choices],
-    )
+    rows = [(f"[`{name}`](#{name})", says[name]) for name in choices.choices]
+    text = table(("command", "does"), rows)
     for name, parser in choices.choices.items():
-        rows = []
-        for action in parser._actions:
-            if action.dest == "help" or action.help == argparse.SUPPRESS:
-                continue
-            value = (
-                ""
-                if action.nargs == 0
-                else action.metavar or ("" if action.choices else action.dest.upper())
-            )
-            words = ", ".join(action.option_strings) or action.dest
-            default = {"default": action.default, "prog": "seq1f1b"}
-            helps = (action.help or "") % {**vars(action), **default}
-            if action.choices and not action.metavar:
-                helps = f"{helps} ({', '.join(map(str, action.choices))})".strip()
-            rows.append(
-                (
-                    f"`{words} {value}`".replace(" `", "`")
-                    if action.option_strings
-                    else f"`{words}`",
-                    helps,
-                )
-            )
-        text += f"\n## {name}\n\n`seq1f1b {name}`: {says[name]}.\n\n" + table(
-            ("argument", "meaning"), rows
-        )
+        text += f"\n## {name}\n\n`seq1f1b {name}`: {says[name]}.\n"
+        shown = [
+            a for a in parser._actions if a.help != argparse.SUPPRESS and a.dest != "help"
+        ]
+        if shown:
+            text += "\n" + table(("argument", "meaning"), [option_row(a) for a in shown])
     return text
 
 
