@@ -93,14 +93,14 @@ def _key(layer: Tensor | int) -> int:
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """State that the previous segment left by :func:`carry_out`.
 
-    Of packed documents, a layer forgets its state where a document begins, wherever in the segment that is, the first
-    token included: there ``positions(x, doc_ids=doc_ids)`` is 0.
+    With packed documents, a layer must forget its state at the first token of every document, wherever in the segment
+    that lies: ``positions(x, doc_ids=doc_ids)`` is 0 there.
 
     Args:
         layer: handle or int that names the state; attention has its own names.
-        default: the state before the first token: returned for the first segment, and outside a step.
+        default: the state before the first token. It is returned in the first segment, and outside a step.
     Returns:
-        A tensor of any shape, the one that ``carry_out`` got in the previous segment. Its gradient flows back to it.
+        The tensor that ``carry_out`` got in the previous segment. Its gradient flows back to that segment.
     Raises:
         RuntimeError: the previous segment left nothing under this name.
     """
@@ -132,8 +132,8 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
     """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
 
     Raises:
-        RuntimeError: gradients are off in a training forward (reentrant checkpointing): use ``use_reentrant=False``.
-        ValueError: the same name twice in one segment.
+        RuntimeError: gradients are off in a training forward (reentrant checkpointing); use ``use_reentrant=False``.
+        ValueError: the same name was used twice in one segment.
     """
     unit = current()
     if unit is None or not unit.forward:
@@ -153,16 +153,16 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def add_loss(tensor: Tensor) -> None:
-    """Adds an auxiliary loss of any stage (expert balance, for one): one more root of the segment's backward.
+    """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
-    A loss that is a mean over the segment's tokens gets the segment's share of the sequence as its weight, and 1 / M
-    like the main one, so that over a micro-batch it is the mean over all its tokens. With ``loss_reduction="sum"``
-    it is added as it is. It is no part of the losses that ``step`` returns.
+    It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
+    the segment's share of the sequence, and by 1 / M like the main one, so over a micro-batch it is the mean over all
+    tokens. With ``loss_reduction="sum"`` it is added as it is. It is not part of the losses that ``step`` returns.
 
     Args:
-        tensor: one element.
+        tensor: a tensor of one element.
     Raises:
-        ValueError: more than one element.
+        ValueError: the tensor has more than one element.
     """
     if tensor.numel() != 1:
         raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")
