@@ -469,7 +469,7 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
             continue;
         int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
         int64_t row = shape->head_dim * s1f_dtype_bytes(shape->dtype);
-        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(shape->dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
+        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
         const slab *slabs[] = {NULL, NULL, NULL, NULL};
         if (unit->kv_slot < entry->num_slots) {
             slabs[0] = &entry->slots[unit->kv_slot].k;
@@ -614,7 +614,7 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
     entry->grads = grads;
     *out = &entry->grads[index];
     int64_t bytes = element_count(cache, &entry->shape) *
-                    s1f_dtype_bytes(entry->shape.dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
+                    s1f_dtype_bytes(s1f_dtype_of_sums(entry->shape.dtype));
     status = slab_reserve(&(*out)->dk, bytes, &entry->shape, &cache->grad_bytes);
     return status == S1F_OK ? slab_reserve(&(*out)->dv, bytes, &entry->shape, &cache->grad_bytes) : status;
 }
