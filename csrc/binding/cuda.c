@@ -2,7 +2,7 @@
 #include "binding.h"
 
 #include "../../kernels/cuda/attention_cuda.h"
-#include "../device/library.h"
+#include "../device/kernel_library.h"
 
 #include <string.h>
 

@@ -97,6 +97,8 @@ s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target,
  * is_done may report progress of this rank. */
 s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void *context,
                           const s1f_wait_reason *reason);
+/* Nanoseconds of the clock that all of this goes by, CLOCK_MONOTONIC. */
+int64_t s1f_now_ns(void);
 /* Raises the position and wakes who sleeps on it. */
 void s1f_signal_raise(s1f_signal *signal, uint64_t position);
 
