@@ -1,6 +1,6 @@
 """Have the stand-ins for the CUDA driver and NCCL the declarations of the real ones, and do they load as one library?
 
-What they do is tested in C: tests/c/test_stand_ins.c.
+What they do is tested in C: tests/c/test_{driver,nccl}_stand_in.c.
 """
 
 from __future__ import annotations
