@@ -1,7 +1,7 @@
 /* cuda.c - conversions for the CUDA kernels: what their library holds, and launches from tensors' addresses. */
 #include "binding.h"
 
-#include "../../kernels/cuda/attention_cuda.h"
+#include "../../kernels/cuda/attention_arguments.h"
 #include "../device/kernel_library.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-"""What each primitive of kernels/cuda/device.h must give, by the PTX ISA and by fp64, and a check that it does.
+"""What each primitive of sm80_primitives.cuh must give, by the PTX ISA and by fp64, and a check that it does.
 
 On a GPU, from benchmarks/gpu.py, this tells whether the hardware does what the emulation of the tests does; on the CPU,
 from tests/device/test_cuda_own.py, whether the emulation does what the PTX ISA says.
@@ -175,7 +175,7 @@ def lanes(prober: Prober) -> None:
 
 
 def arithmetic(prober: Prober) -> None:
-    """Within the errors that device.h states, 2^-22; at the ends of the range what it states."""
+    """Within the errors that sm80_primitives.cuh states, 2^-22; at the ends of the range what it states."""
 
     def run(probe: str, x: Tensor) -> Tensor:
         return prober(probe, spread_over_warps(x)).flatten()[: len(x)].view(torch.float32).double()

@@ -306,7 +306,7 @@ def check(sources: list[str], work: Path, **options: Any) -> tuple[list[str], st
     except setup.CompileError as error:
         said = str(error).splitlines()
         return [f"compiler: {line}" for line in said if re.search(r"\b(error|warning) *:", line)] or said, ""
-    operations = [kernel_table.find_operation(library, Path(source).stem) for source in sources]
+    operations = [kernel_table.find_operation(library, kernel_table.operation_of(source)) for source in sources]
     kernels = {kernel.name: kernel for operation in operations for kernel in kernel_table.kernels_of(operation)}
     functions = disassemble(library)
     lines = []

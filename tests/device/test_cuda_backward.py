@@ -201,7 +201,7 @@ def check(emulated: Emulated, case: Case) -> None:
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_backward.cu"], Path(work))
+        yield build(["kernels/cuda/sm80_attention_backward.cu"], Path(work))
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -299,7 +299,8 @@ def test_refused_arguments(emulated: Emulated, change: dict) -> None:
 
 # -- every error is found --------------------------------------------------------------------------------------------
 
-BACKWARD, PRODUCTS, LAUNCHER = "attention_backward.h", "products.h", "attention_backward.cu"
+BACKWARD, KEYS, QUERIES = "sm80_attention_backward.cuh", "sm80_key_gradients.cuh", "sm80_query_gradients.cuh"
+PRODUCTS, LAUNCHER = "sm80_products.cuh", "sm80_attention_backward.cu"
 WAIT = "copy_async_wait<0>();"
 BARRIER = "block_barrier(); /* the turn's tiles are there; all have left the turn before */"
 COPY = """if (next < here.end) {
@@ -319,77 +320,77 @@ def lines(*statements: str) -> str:
 TURN, DQ_TURN = lines(WAIT, BARRIER, COPY), lines(WAIT, DQ_BARRIER, DQ_COPY)
 MUTATIONS = [
     # copies and barriers
-    Mutation("wait behind the barrier", BACKWARD, TURN, lines(BARRIER, WAIT, COPY)),
-    Mutation("no wait for a turn's tiles", BACKWARD, TURN, lines(BARRIER, COPY)),
-    Mutation("no barrier before a turn's tiles are used", BACKWARD, TURN, lines(WAIT, COPY)),
-    Mutation("copy before the barrier", BACKWARD, TURN, lines(WAIT, COPY, BARRIER)),
-    Mutation("copy onto the tile in use", BACKWARD, "copy_queries(a, here, next, shared, stage ^ 1);",
+    Mutation("wait behind the barrier", KEYS, TURN, lines(BARRIER, WAIT, COPY)),
+    Mutation("no wait for a turn's tiles", KEYS, TURN, lines(BARRIER, COPY)),
+    Mutation("no barrier before a turn's tiles are used", KEYS, TURN, lines(WAIT, COPY)),
+    Mutation("copy before the barrier", KEYS, TURN, lines(WAIT, COPY, BARRIER)),
+    Mutation("copy onto the tile in use", KEYS, "copy_queries(a, here, next, shared, stage ^ 1);",
              "copy_queries(a, here, next, shared, stage);"),
-    Mutation("no barrier before P and dS are read", BACKWARD, """block_barrier(); /* P and dS are there */
+    Mutation("no barrier before P and dS are read", KEYS, """block_barrier(); /* P and dS are there */
 
             multiply_others(dv, shared + P, dout_tile);""", "multiply_others(dv, shared + P, dout_tile);"),
-    Mutation("no barrier before dO makes room", BACKWARD, """block_barrier(); /* all have left dO */
+    Mutation("no barrier before dO makes room", KEYS, """block_barrier(); /* all have left dO */
                 if (next < here.end)
                     copy_dout(a, here, next, dout_tile);""",
              "if (next < here.end) copy_dout(a, here, next, dout_tile);"),
-    Mutation("delta of the other stage", BACKWARD, "shared + DELTA + stage * STATISTICS",
+    Mutation("delta of the other stage", KEYS, "shared + DELTA + stage * STATISTICS",
              "shared + DELTA + (stage ^ 1) * STATISTICS"),
-    Mutation("a key behind the last", BACKWARD, "a.options.num_tokens - here.first_key",
+    Mutation("a key behind the last", KEYS, "a.options.num_tokens - here.first_key",
              "a.options.num_tokens - here.first_key + 1"),
-    Mutation("no wait for K and V of dQ", BACKWARD, DQ_TURN, lines(DQ_BARRIER, DQ_COPY)),
-    Mutation("no barrier before K and V of dQ are used", BACKWARD, DQ_TURN, lines(WAIT, DQ_COPY)),
-    Mutation("copy onto K and V in use", BACKWARD, "shared + KV + (stage ^ 1) * 2 * KEY_TILE",
+    Mutation("no wait for K and V of dQ", QUERIES, DQ_TURN, lines(DQ_BARRIER, DQ_COPY)),
+    Mutation("no barrier before K and V of dQ are used", QUERIES, DQ_TURN, lines(WAIT, DQ_COPY)),
+    Mutation("copy onto K and V in use", QUERIES, "shared + KV + (stage ^ 1) * 2 * KEY_TILE",
              "shared + KV + stage * 2 * KEY_TILE"),
     # which pairs are seen
-    Mutation("the next token is seen", BACKWARD, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 - 1"),
-    Mutation("the own token is not seen", BACKWARD, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 + 1"),
-    Mutation("no mask where a tile of queries begins within one of keys", BACKWARD,
+    Mutation("the next token is seen", KEYS, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 - 1"),
+    Mutation("the own token is not seen", KEYS, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 + 1"),
+    Mutation("no mask where a tile of queries begins within one of keys", KEYS,
              "here.first_key + KEY_ROWS - 1 > token", "here.first_key + KEY_ROWS - 1 > token + 1"),
-    Mutation("no mask where the window begins", BACKWARD,
+    Mutation("no mask where the window begins", KEYS,
              "token + QUERY_ROWS - 1 - here.first_key >= a.options.window",
              "token - here.first_key >= a.options.window"),
-    Mutation("the first tile of queries left out", BACKWARD, "first_row / QUERY_ROWS",
+    Mutation("the first tile of queries left out", KEYS, "first_row / QUERY_ROWS",
              "(first_row + QUERY_ROWS - 1) / QUERY_ROWS"),
-    Mutation("the last tile of queries left out", BACKWARD, "(seen_to - q_start - 1) / QUERY_ROWS",
+    Mutation("the last tile of queries left out", KEYS, "(seen_to - q_start - 1) / QUERY_ROWS",
              "(seen_to - q_start - 2) / QUERY_ROWS"),
-    Mutation("the last query of the window left out", BACKWARD, "last_key + a.options.window", "last_key + 1"),
+    Mutation("the last query of the window left out", KEYS, "last_key + a.options.window", "last_key + 1"),
     Mutation("the window's first keys left out", LAUNCHER, "(int)a.q_start - window + 1", "(int)a.q_start"),
-    Mutation("other documents are seen", BACKWARD, "key_id[i * 2 + r / 2] == id[r % 2]", "true"),
-    Mutation("no mask between documents", BACKWARD, "keys.low != keys.high || queries.low != queries.high", "false"),
-    Mutation("documents of other queries", BACKWARD, "a.q_start + here.row(turn + lane)", "here.row(turn + lane)"),
+    Mutation("other documents are seen", KEYS, "key_id[i * 2 + r / 2] == id[r % 2]", "true"),
+    Mutation("no mask between documents", KEYS, "keys.low != keys.high || queries.low != queries.high", "false"),
+    Mutation("documents of other queries", KEYS, "a.q_start + here.row(turn + lane)", "here.row(turn + lane)"),
     Mutation("documents of a block less", BACKWARD, "block <= last / RANGE_TOKENS", "block < last / RANGE_TOKENS"),
-    Mutation("the next token is seen by dQ", BACKWARD, "token + r / 2 * 8", "token + r / 2 * 8 + 1"),
-    Mutation("other documents are seen by dQ", BACKWARD, "key_id[r % 2] == id[r / 2]", "true"),
+    Mutation("the next token is seen by dQ", QUERIES, "token + r / 2 * 8", "token + r / 2 * 8 + 1"),
+    Mutation("other documents are seen by dQ", QUERIES, "key_id[r % 2] == id[r / 2]", "true"),
     # which numbers are multiplied
-    Mutation("own P and dS for those of others", BACKWARD, "(own + other) % QUERY_WARPS", "own"),
-    Mutation("columns of K for rows of dS", BACKWARD, "warp / DQ_ROW_WARPS * DQ_COLUMNS",
+    Mutation("own P and dS for those of others", KEYS, "(own + other) % QUERY_WARPS", "own"),
+    Mutation("columns of K for rows of dS", KEYS, "warp / DQ_ROW_WARPS * DQ_COLUMNS",
              "warp % DQ_ROW_WARPS * DQ_COLUMNS"),
     Mutation("dS not transposed for dQ", PRODUCTS, "corner_at<A_COLUMNS>(a_at, k * 16, i * 16)",
              "corner_at<A_COLUMNS>(a_at, i * 16, k * 16)"),
     Mutation("quarters stored crosswise", PRODUCTS, "word % 2 * 8", "word / 2 * 8"),
     Mutation("dQ of other rows", BACKWARD, "warp % Gradients::DQ_ROW_WARPS * ROWS + lane / 4",
              "warp % Gradients::DQ_ROW_WARPS * ROWS + lane % 8"),
-    Mutation("the other kv head", BACKWARD, "kv_head() * a.group + turn / num_tiles", "kv_head() + turn / num_tiles"),
-    Mutation("the other kv head for dQ", BACKWARD, "head / a.group", "head % a.kv_heads"),
+    Mutation("the other kv head", KEYS, "kv_head() * a.group + turn / num_tiles", "kv_head() + turn / num_tiles"),
+    Mutation("the other kv head for dQ", QUERIES, "head / a.group", "head % a.kv_heads"),
     # sums
-    Mutation("no delta", BACKWARD, "dp[i][j][r] - of_query(i, j, r)", "dp[i][j][r]"),
+    Mutation("no delta", KEYS, "dp[i][j][r] - of_query(i, j, r)", "dp[i][j][r]"),
     Mutation("delta of half a row", BACKWARD, "delta += shuffle_xor(delta, mask);",
              "delta += mask == 1 ? 0 : shuffle_xor(delta, mask);"),
-    Mutation("delta of the other row in dQ", BACKWARD, "dp[i][j][r] - delta[r / 2]", "dp[i][j][r] - delta[1 - r / 2]"),
+    Mutation("delta of the other row in dQ", QUERIES, "dp[i][j][r] - delta[r / 2]", "dp[i][j][r] - delta[1 - r / 2]"),
     Mutation("lse to base e", BACKWARD,
              "LOG2_E * global_load(a.lse + (batch * (int64_t)a.heads + head) * a.segment_len + row)",
              "global_load(a.lse + (batch * (int64_t)a.heads + head) * a.segment_len + row)"),
     Mutation("no derivative of the cap", BACKWARD, "1 - t * t", "1.0f"),
-    Mutation("dK without the scale", BACKWARD, "store(a, here, dk, a.scale, a.part_dk, a.dk, a.own_dk);",
+    Mutation("dK without the scale", KEYS, "store(a, here, dk, a.scale, a.part_dk, a.dk, a.own_dk);",
              "store(a, here, dk, 1, a.part_dk, a.dk, a.own_dk);"),
     Mutation("sums of dQ not zeroed", BACKWARD, "global_store(sums + i + thread, float_quad{});", ""),
     # the slab
-    Mutation("the first contribution adds", BACKWARD, "parts == nullptr && !a.store_kv_grads", "parts == nullptr"),
-    Mutation("later contributions store", BACKWARD,
+    Mutation("the first contribution adds", KEYS, "parts == nullptr && !a.store_kv_grads", "parts == nullptr"),
+    Mutation("later contributions store", KEYS,
              "sum = {before.element[0] + sum.element[0], before.element[1] + sum.element[1]};", ""),
-    Mutation("a row behind the last is stored", BACKWARD, "token >= a.options.num_tokens",
+    Mutation("a row behind the last is stored", KEYS, "token >= a.options.num_tokens",
              "token > a.options.num_tokens"),
-    Mutation("a turn between parts left out", BACKWARD, "turns * (part + 1) / a.num_parts",
+    Mutation("a turn between parts left out", KEYS, "turns * (part + 1) / a.num_parts",
              "(turns * (part + 1) - 1) / a.num_parts"),
     Mutation("the last part left out", BACKWARD, "part < a.num_parts", "part < a.num_parts - 1"),
     Mutation("room for one part less", LAUNCHER, "p.part_dv + part_rows * a.head_dim * size", "p.part_dv"),
@@ -409,7 +410,7 @@ not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sani
 @pytest.fixture(scope="module")
 def mutated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_backward.cu"], Path(work), MUTATIONS)
+        yield build(["kernels/cuda/sm80_attention_backward.cu"], Path(work), MUTATIONS)
 
 
 @not_sanitized

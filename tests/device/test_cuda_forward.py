@@ -161,7 +161,7 @@ def check(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_forward.cu"], Path(work))
+        yield build(["kernels/cuda/sm80_attention_forward.cu"], Path(work))
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -279,7 +279,8 @@ def test_the_launcher_splits_keys_where_blocks_are_few(emulated: Emulated) -> No
 
 # -- mutations -------------------------------------------------------------------------------------------------------
 
-FORWARD, OPTIONS, TILE, PRODUCTS = "attention_forward.h", "attention_options.h", "tile.h", "products.h"
+FORWARD, OPTIONS = "sm80_attention_forward.cuh", "attention_options.cuh"
+TILE, PRODUCTS = "sm80_tile.cuh", "sm80_products.cuh"
 WAIT, BARRIER, COPY = "copy_async_wait<AHEAD - 1>();", "block_barrier();", "copy_next(coming, a, at, keys, ring);"
 LOAD_Q = "load_factors<HEAD_DIM>(q, q_tile, at.warp * WARP_ROWS);"
 NEW_LINE = "\n" + 8 * " "
@@ -410,7 +411,7 @@ not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sani
 @pytest.fixture(scope="module")
 def mutated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_forward.cu"], Path(work), MUTATIONS)
+        yield build(["kernels/cuda/sm80_attention_forward.cu"], Path(work), MUTATIONS)
 
 
 @not_sanitized

@@ -1,8 +1,8 @@
 """Do our CUDA kernels do their work where a training step calls them? On the emulation of tests/cuda, not on a GPU.
 
-As test_cuda.py, with the kernels' own source in place of torch's ops: from causal_attention over the KV cache,
-the extension and the launcher to the results. And each primitive of device.h against what the PTX ISA says of it, by
-the same checks that benchmarks/gpu.py makes on a GPU; the other stages of that script that look at our kernels run too.
+The kernels' own source stands in place of torch's ops: from causal_attention over the KV cache, the extension and the
+launcher to the results. Each primitive of sm80_primitives.cuh is held to what the PTX ISA says of it, by the same checks
+that benchmarks/gpu.py makes on a GPU; the other stages of that script that look at our kernels run too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Emulated, Path]:
     work = tmp_path_factory.mktemp("emulated")
-    sources = [f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS]
+    sources = [f"kernels/cuda/sm80_{name}.cu" for name in cuda_kernels.OPERATIONS]
     sources.append("tests/cuda/primitive_probes.cu")
     return build(sources, work, flags=["-DS1F_CUDA_ALL_TILES=1"]), work / "emulated.so"
 

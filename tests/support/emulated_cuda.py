@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import os
 import shutil
@@ -124,7 +125,7 @@ def build(
     tree = work / "tree"
     for folder in ("kernels", "kernels/cuda", "csrc", "tests/cuda"):
         (tree / folder).mkdir(parents=True)
-        for path in [*(ROOT / folder).glob("*.h"), *(ROOT / folder).glob("*.cu")]:
+        for path in itertools.chain(*((ROOT / folder).glob(kind) for kind in ("*.h", "*.cuh", "*.cu"))):
             shutil.copy(path, tree / folder)
     for index, mutation in enumerate(mutations, 1):
         _insert(mutation, index, tree / "kernels/cuda" / mutation.file)

@@ -1,4 +1,4 @@
-/* attention_options.h - what becomes of a product q . k: its exponent, and whether the query sees the key at all; and
+/* attention_options.cuh - what becomes of a product q . k: its exponent, and whether the query sees the key at all; and
  * which blocks of keys a tile of queries need not look at.
  *
  *   p = 2^(x - lse log2 e),  x = factor q.k  or  cap tanh(inner q.k),  factor = scale log2 e
@@ -6,11 +6,11 @@
  *
  * Documents are ids per token, in any order. A kernel that is launched before finds the lowest and highest id of each
  * block of keys; a tile skips the blocks whose range does not meet its own. */
-#ifndef S1F_CUDA_ATTENTION_OPTIONS_H
-#define S1F_CUDA_ATTENTION_OPTIONS_H
+#ifndef S1F_CUDA_ATTENTION_OPTIONS_CUH
+#define S1F_CUDA_ATTENTION_OPTIONS_CUH
 
-#include "attention_cuda.h"
-#include "device.h"
+#include "attention_arguments.h"
+#include "sm80_primitives.cuh"
 
 namespace s1f
 {

@@ -1,8 +1,9 @@
-/* attention_backward.cu - the backward kernels that are compiled, and their launcher. Without a line that only nvcc takes:
+/* sm80_attention_backward.cu - the backward kernels that are compiled, and their launcher. Without a line that only nvcc takes:
  * the tests compile it for the CPU. */
-#include "attention_backward.h"
-#include "attention_launch.h"
+#include "attention_launch.cuh"
 #include "kernel_table.h"
+#include "sm80_key_gradients.cuh"
+#include "sm80_query_gradients.cuh"
 
 using namespace s1f;
 

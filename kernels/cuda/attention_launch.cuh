@@ -1,8 +1,8 @@
-/* attention_launch.h - what the launchers of attention have in common. */
-#ifndef S1F_CUDA_ATTENTION_LAUNCH_H
-#define S1F_CUDA_ATTENTION_LAUNCH_H
+/* attention_launch.cuh - what the launchers of attention have in common. */
+#ifndef S1F_CUDA_ATTENTION_LAUNCH_CUH
+#define S1F_CUDA_ATTENTION_LAUNCH_CUH
 
-#include "attention_options.h"
+#include "attention_options.cuh"
 
 namespace s1f
 {
@@ -19,7 +19,7 @@ inline bool fits_chunks(const void *address, const s1f_strides &strides, int chu
            strides.head % chunk_elements == 0 && strides.row % chunk_elements == 0;
 }
 
-/* What attention_cuda.h asks of the arguments, but for what only backward has. */
+/* What attention_arguments.h asks of the arguments, but for what only backward has. */
 inline bool is_supported(const s1f_attention_args &a)
 {
     const int64_t limit = 1 << 30, grid_limit = 65535;

@@ -1,11 +1,11 @@
-/* tile.h - rows of 16-bit elements in shared memory, as copies write and ldmatrix reads them.
+/* sm80_tile.cuh - rows of 16-bit elements in shared memory, as copies write and ldmatrix reads them.
  *
  * A row has COLUMNS elements, COLUMNS / 8 chunks of 16 bytes. Chunk c of row r lies at chunk c ^ (r % 8) of its row: so
  * eight rows' chunks of one column, which ldmatrix reads at once, lie in different banks. */
-#ifndef S1F_CUDA_TILE_H
-#define S1F_CUDA_TILE_H
+#ifndef S1F_CUDA_SM80_TILE_CUH
+#define S1F_CUDA_SM80_TILE_CUH
 
-#include "device.h"
+#include "sm80_primitives.cuh"
 
 namespace s1f
 {
