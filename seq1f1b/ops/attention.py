@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seq1f1b import _core
-from seq1f1b.device import cuda
+from seq1f1b.device import cuda_attention
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
 _core.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
-cuda.register(_cuda_kernels)
+cuda_attention.register(_cuda_kernels)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -55,7 +55,7 @@ def causal_attention(
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
     Outside a pipeline step: plain causal attention. On CUDA by torch's own ops, see
-    ``seq1f1b/device/cuda.py``, which nobody has run on a GPU yet.
+    ``seq1f1b/device/cuda_attention.py``, which nobody has run on a GPU yet.
 
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. On the CPU or a
