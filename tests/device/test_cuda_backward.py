@@ -32,7 +32,11 @@ from emulated_cuda import (
     Refused,
     Sequences,
     Strides,
+    attention_of,
     build,
+    dense_pieces,
+    errors,
+    laid_out,
     strides_of,
 )
 from torch import Tensor
@@ -48,7 +52,7 @@ class Case(Sequences):
 
 
 class Inputs:
-    """What the kernels get, in 16 bit, and the gradients that are to come out: dq, dk, dv."""
+    """The kernels' input, in 16 bit, and the gradients that are to come out: dq, dk, dv."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,12 +110,6 @@ def inputs(case: Case) -> Inputs:
     return _inputs(dataclasses.replace(case, **{name: same[name] for name in asked}))
 
 
-def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Largest and root mean square."""
-    difference = got.double() - truth
-    return difference.abs().max().item(), difference.square().mean().sqrt().item()
-
-
 def backward(emulated: Emulated, case: Case) -> list[Tensor]:
     """dq, dk and dv of the whole sequence, segment by segment, last first, over slabs as the cache's.
 
@@ -145,15 +143,11 @@ def backward(emulated: Emulated, case: Case) -> list[Tensor]:
         read += [piece for t in (q, out, dout) for piece in dense_pieces(t)]
         written = [t[b, h, :end] for t in (dk, dv) for b, h in strips]
         written += [*complete, *dense_pieces(dq)]
-        attention = Attention(
-            dtype=DTYPES[case.dtype], batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, segment_len=length,
-            head_dim=case.head_dim, q_start=begin, q=q.data_ptr(), k=keys.data_ptr(), v=values.data_ptr(),
-            q_strides=strides_of(q), kv_strides=strides_of(keys), out=out.data_ptr(), out_strides=strides_of(out),
-            lse=lse.data_ptr(), scale=given.scale, window=case.window, softcap=case.softcap,
-            docs=docs.data_ptr() if case.documents else None, docs_batch_stride=docs.stride(0), dout=dout.data_ptr(),
-            dout_strides=strides_of(dout), dq=dq.data_ptr(), dq_strides=strides_of(dq), dk=dk.data_ptr(),
-            dv=dv.data_ptr(), dkv_strides=strides_of(dk), store_kv_grads=end == case.tokens,
-        )  # fmt: skip
+        attention = attention_of(case, begin, q, keys, values, out, lse, docs, given.scale)
+        attention.dout, attention.dout_strides = dout.data_ptr(), strides_of(dout)
+        attention.dq, attention.dq_strides = dq.data_ptr(), strides_of(dq)
+        attention.dk, attention.dv, attention.dkv_strides = dk.data_ptr(), dv.data_ptr(), strides_of(dk)
+        attention.store_kv_grads = end == case.tokens
         if case.own_rows:
             attention.own_dk, attention.own_dv = own_dk.data_ptr(), own_dv.data_ptr()
             attention.own_dkv_strides = strides_of(own_dk)
@@ -167,19 +161,6 @@ def backward(emulated: Emulated, case: Case) -> list[Tensor]:
         results.insert(0, [dq.clone(), own_dk, own_dv])
         end = begin
     return [torch.cat(pieces, 2) for pieces in zip(*results, strict=True)]
-
-
-def laid_out(t: Tensor, case: Case) -> Tensor:
-    if not case.head_major:
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    memory = torch.full((*t.shape[:3], case.head_dim + 8), math.nan, dtype=t.dtype)
-    memory[..., : case.head_dim] = t
-    return memory[..., : case.head_dim]
-
-
-def dense_pieces(t: Tensor) -> list[Tensor]:
-    token_major = t.transpose(1, 2)
-    return [token_major] if token_major.is_contiguous() else list(t.flatten(0, 2))
 
 
 def check(emulated: Emulated, case: Case) -> None:

@@ -1,4 +1,4 @@
-/* driver.h - what the driver's functions have in common; for driver.c, driver_streams.c and driver_memory.c. */
+/* driver.h - checks and helpers of the driver's functions; for driver.c, driver_streams.c and driver_memory.c. */
 #ifndef STAND_IN_DRIVER_H
 #define STAND_IN_DRIVER_H
 
@@ -45,7 +45,7 @@
 
 CUcontext current_context(void);
 int unsafe_in_capture(api_call call); /* notes the misuse */
-/* What stands between a launch and its stream: lazy module loading, for one, synchronises the device. */
+/* Comes between a launch and its stream: lazy module loading, for one, synchronises the device. */
 CUresult before_launch(api_call call, const struct CUstream_st *stream);
 void memory_reset(void);
 void boards_reset(void);

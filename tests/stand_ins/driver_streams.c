@@ -144,11 +144,21 @@ CUresult cuStreamQuery(CUstream stream)
     return stream->first == NULL ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-static CUresult check_value(api_call call, CUdeviceptr address, span *out)
+/* Waits for a value in memory, or writes it. */
+static CUresult enqueue_value(operation_kind kind, api_call this_call, CUstream stream, CUdeviceptr address,
+                              cuuint64_t value, unsigned int flags)
 {
     const void *pointer = (const void *)(uintptr_t)address;
-    if (address == 0 || address % 8 != 0 || !find_span(call, pointer, 8, 0, out))
+    span found;
+    NEEDS_STREAM(stream);
+    if (address == 0 || address % 8 != 0 || !find_span(this_call, pointer, 8, 0, &found))
         return CUDA_ERROR_INVALID_VALUE;
+    check_no_group_in_progress(this_call, stream);
+    operation *op = new_operation(kind, this_call);
+    *(kind == WAIT_VALUE ? &op->source : &op->destination) = found;
+    op->value = value;
+    op->flags = flags;
+    enqueue(op, stream);
     return CUDA_SUCCESS;
 }
 
@@ -156,35 +166,14 @@ CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t
 {
     ENTER(cuStreamWaitValue64_v2, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT((flags & ~(unsigned int)CU_STREAM_WAIT_VALUE_FLUSH) <= CU_STREAM_WAIT_VALUE_NOR);
-    NEEDS_STREAM(stream);
-    span found;
-    CUresult result = check_value(this_call, address, &found);
-    if (result != CUDA_SUCCESS)
-        return result;
-    check_no_group_in_progress(this_call, stream);
-    operation *op = new_operation(WAIT_VALUE, this_call);
-    op->source = found;
-    op->value = value;
-    op->flags = flags;
-    enqueue(op, stream);
-    return CUDA_SUCCESS;
+    return enqueue_value(WAIT_VALUE, this_call, stream, address, value, flags);
 }
 
 CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags)
 {
     ENTER(cuStreamWriteValue64_v2, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(flags == CU_STREAM_WRITE_VALUE_DEFAULT || flags == CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER);
-    NEEDS_STREAM(stream);
-    span found;
-    CUresult result = check_value(this_call, address, &found);
-    if (result != CUDA_SUCCESS)
-        return result;
-    check_no_group_in_progress(this_call, stream);
-    operation *op = new_operation(WRITE_VALUE, this_call);
-    op->destination = found;
-    op->value = value;
-    enqueue(op, stream);
-    return CUDA_SUCCESS;
+    return enqueue_value(WRITE_VALUE, this_call, stream, address, value, flags);
 }
 
 CUresult before_launch(api_call call, const struct CUstream_st *stream)
@@ -360,7 +349,7 @@ CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
     return CUDA_SUCCESS;
 }
 
-/* As for memory, the same process is allowed as well; another one needs shared_memory in the exporting process. */
+/* The same process may open a handle, as with memory; another one needs shared_memory in the exporting process. */
 CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
 {
     ENTER(cuIpcOpenEventHandle, CUDA_ERROR_NOT_PERMITTED);

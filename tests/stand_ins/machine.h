@@ -292,7 +292,7 @@ int span_lives(operation *op, const span *memory);
 
 /* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock. */
 int wait_until(const char *call, int (*done)(const void *argument), const void *argument);
-/* The same for a device; counts and lists the synchronisation. */
+/* Waits for a device; counts and lists the synchronisation. */
 int synchronise_device(const char *call, int32_t device_index, int injected);
 void list_synchronisation(const char *call, int32_t device_index);
 /* Draws whether this launch synchronises the device first. */
