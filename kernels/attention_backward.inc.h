@@ -185,7 +185,7 @@ static void store_query_gradient(const attention_job *job, const row_group *rows
     }
 }
 
-/* Both, of a piece of a query head of the kv heads that are cut. */
+/* Finds the piece of a query head that a task is for, among the kv heads that are cut. Returns the kv head. */
 static int64_t cut_piece(const attention_job *job, int64_t task, int64_t *g, int64_t *piece)
 {
     int64_t pieces = num_pieces(job), group = group_of(job->args);

@@ -11,7 +11,7 @@
  * token can reach the few rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
  * Every sum has one order, whatever the number of threads.
  *
- * Not here, and handed to the truth: fp64, head_dim above MAX_DIM. */
+ * fp64 and a head_dim above MAX_DIM are handed to the truth. */
 #include "attention_internal.h"
 #include "attention_micro.inc.h"
 

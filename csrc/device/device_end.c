@@ -366,7 +366,7 @@ static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number
     return status == S1F_OK ? end_transfer(end) : status;
 }
 
-/* Where the data needs the peer its header goes first: the peer then starts its receive. */
+/* If the data needs the peer, its header goes first: the peer then starts its receive. */
 static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message *message,
                               const void *const *tensors)
 {

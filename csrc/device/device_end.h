@@ -1,4 +1,4 @@
-/* device_end.h - edges whose payloads stay in GPU memory: what NCCL's and the copy engine's have in common.
+/* device_end.h - edges whose payloads stay in GPU memory: the part that NCCL's and the copy engine's share.
  *
  * Headers go over a control edge, which is an edge of host memory (arena.h): so credits, checks of messages, waiting,
  * failures and a lost peer are those of every other edge, and a rank knows each message before its data. The host never
@@ -13,7 +13,7 @@
  *     finish     host: waits until what it received is there (so that no optimizer's step reads half a gradient)
  *
  * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
- * allocated. What the host does not wait for the watchdog looks after (watchdog.h). */
+ * allocated. The watchdog (watchdog.h) looks after what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
 #define S1F_DEVICE_END_H
 
@@ -91,8 +91,8 @@ void s1f_device_end_close(s1f_edge_end *end);
 void s1f_device_end_lock(s1f_device_end *end);
 void s1f_device_end_unlock(s1f_device_end *end);
 
-/* For the watchdog, under the lock. is_over: the transfer of a message has ended. fail: ends the step on every rank; the
- * message is -1 where none is to blame. abort: ends what is under way, once. */
+/* The watchdog calls these, under the lock. is_over: the transfer of a message has ended. fail: ends the step on every
+ * rank; sequence is -1 if no message is to blame. abort: ends what is under way, once. */
 int s1f_device_end_is_over(const s1f_device_end *end, int64_t sequence);
 void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why);
 void s1f_device_end_abort(s1f_device_end *end);

@@ -30,8 +30,8 @@ typedef struct { /* what a rank does; one cache line, written by that rank (or i
 
 _Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
 
-/* What one rank gives to a gather. Two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so all have
- * read round g. */
+/* One rank's contribution to a gather. It has two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so
+ * all have read round g. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
     int32_t bytes[2];
@@ -311,7 +311,7 @@ static void describe_seconds(int64_t ns, char *text, size_t bytes)
     snprintf(text, bytes, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
 }
 
-/* What every rank then reads is the failure that came first, so that text, rank, unit and edge are of one. */
+/* Every rank then reads the failure that came first, so that text, rank, unit and edge belong together. */
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {

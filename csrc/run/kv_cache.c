@@ -466,7 +466,7 @@ static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, l
                     s1f_dtype_name(fixed->dtype), fixed->with_docs ? "with" : "without");
 }
 
-/* Where the layer's slabs are. */
+/* In the memory that the layer's shape names. */
 static s1f_status reserve(const layer_entry *entry, s1f_slab *slab, int64_t bytes, int64_t *total)
 {
     return s1f_slab_reserve(slab, bytes, entry->shape.memory, entry->shape.device, total);

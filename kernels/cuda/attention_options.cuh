@@ -74,7 +74,7 @@ S1F_DEVICE visibility visibility_of(const attention_options &options, int batch,
     return rule;
 }
 
-/* But for documents. */
+/* Tells whether a token sees a key, documents aside. */
 S1F_DEVICE bool sees(const visibility &rule, int token, int key)
 {
     return (uint32_t)(token - key) < (uint32_t)rule.window;
@@ -133,7 +133,7 @@ template <int KEYS> struct seen_blocks {
         return end;
     }
 
-    /* Whether a key of it may be hidden from one of the queries. */
+    /* Tells whether a key of the block may be hidden from one of the queries. */
     S1F_DEVICE bool hides_some(int block) const
     {
         const int first_key = block * KEYS, last_key = first_key + KEYS - 1;

@@ -94,10 +94,10 @@ template <int ROWS, int COLUMNS, typename Body> S1F_DEVICE void for_each(float (
     }
 }
 
-/* What a hidden product, or its tanh, becomes: its P is 0 by any factor above 2^-50, its square finite. */
+/* A hidden product, or its tanh, becomes this: its P is 0 by any factor above 2^-50, its square finite. */
 constexpr float HIDDEN = -0x1p60f;
 
-/* Of products, or the tanh of what is capped: P, rounded, and in place of s P cap', by which dS = s (dP - delta). */
+/* From products, or the tanh of what is capped: p becomes P, rounded, and s becomes P cap', so that dS = s (dP - delta). */
 template <typename Element, int ROWS, int COLUMNS, typename Statistic>
 S1F_DEVICE void probabilities(float (&s)[ROWS][COLUMNS][4], uint32_t (&p)[COLUMNS / 2][ROWS][4],
                               const attention_options &options, Statistic lse2)
@@ -190,7 +190,7 @@ template <typename Element, int HEAD_DIM> struct add_parts {
     static constexpr int THREADS = 256, BLOCKS_PER_SM = 4, SHARED_BYTES = 0;
     static constexpr int ROWS_AT_ONCE = THREADS * 4 / HEAD_DIM;
 
-    /* Where rows are stored, those that no query sees become 0. */
+    /* If rows are stored and not added to, those that no query sees become 0. */
     static int num_blocks(const arguments &a)
     {
         const int rows = a.options.num_tokens - (a.store_kv_grads ? 0 : a.first_key);

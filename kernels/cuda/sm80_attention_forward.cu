@@ -1,5 +1,5 @@
-/* sm80_attention_forward.cu - the forward kernels that are compiled, and their launcher. Without a line that only nvcc takes:
- * the tests compile it for the CPU. */
+/* sm80_attention_forward.cu - the forward kernels that are compiled, and their launcher. No line here is one that only nvcc
+ * takes, so the tests compile it for the CPU. */
 #include "attention_launch.cuh"
 #include "kernel_table.h"
 #include "sm80_attention_forward.cuh"

@@ -41,7 +41,7 @@ struct key_gradients {
     using factors = uint32_t[QUERIES / 16][KEYS / 16][4]; /* a corner, rounded */
     using key_sums = float[KEYS / 16][COLUMNS / 8][4];
 
-    /* Where a block works, and its turns: pairs of a query head and a tile of queries, tiles fastest. Little is kept, for
+    /* The place of a block, and its turns: pairs of a query head and a tile of queries, tiles fastest. Little is kept, for
      * registers are short; what few turns need is found again. */
     struct place {
         int first_key, first_tile, num_tiles; /* tiles of queries that see some of the keys, but for documents */
@@ -303,7 +303,7 @@ struct key_gradients {
 
     /* -- results ------------------------------------------------------------------------------------------------ */
 
-    /* To the part's sums; or to the slab, or onto what it holds, and complete rows of the segment to its own. */
+    /* Stores sums to the part's, or to the slab, or adds to what it holds; complete rows of the segment go to its own. */
     static S1F_DEVICE void store(const arguments &a, const place &here, const key_sums &d, float factor, float *parts,
                                  float *slab, void *own_rows)
     {

@@ -97,7 +97,7 @@ S1F_DEVICE void block_barrier()
     __syncthreads();
 }
 
-/* The same for the 32 threads of a warp. */
+/* A barrier for the 32 threads of a warp. */
 S1F_DEVICE void warp_barrier()
 {
     __syncwarp();
@@ -138,7 +138,7 @@ S1F_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t row_address)
                  : "memory");
 }
 
-/* The same of each matrix's transpose. */
+/* Loads each matrix's transpose. */
 S1F_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

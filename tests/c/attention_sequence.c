@@ -201,7 +201,7 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
 
 /* ---- the naive computation, in double ----
  *
- * Of a 16-bit dtype, dout . out is taken from the out that is stored in the sequence, as attention.h defines it: its
+ * For a 16-bit dtype, dout . out is taken from the out that is stored in the sequence, as attention.h defines it: its
  * rounding is part of the result. Otherwise from the sum of p dp, which is the same where nothing is rounded. */
 
 static int rounds_products(const shape *s)

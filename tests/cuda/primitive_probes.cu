@@ -4,8 +4,8 @@
  * tests/cuda/probes.py says what must come out. Of the library that benchmarks/gpu.py takes along, not of the one that
  * is installed. */
 #include "../../csrc/core/dtype.h"
-#include "../../kernels/cuda/sm80_primitives.cuh"
 #include "../../kernels/cuda/kernel_table.h"
+#include "../../kernels/cuda/sm80_primitives.cuh"
 
 namespace s1f
 {

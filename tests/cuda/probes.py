@@ -132,7 +132,7 @@ def products(prober: Prober) -> None:
 
 
 def sums_of_products(prober: Prober) -> None:
-    """What tensor cores lose of a sum: within 2^-20 of the sum of absolute values, for normal numbers."""
+    """Tensor cores lose little of a sum: within 2^-20 of the sum of absolute values, for normal numbers."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(size, generator=generator) for size in ((16, 16), (16, 8)))
     for name, dtype in HALVES.items():
@@ -197,7 +197,7 @@ def arithmetic(prober: Prober) -> None:
 
 
 def rounding(prober: Prober) -> None:
-    """To nearest even, the first number in the low half; and back."""
+    """Rounds to nearest even, the first number in the low half; and back."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(4096, generator=generator) * 100
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, -0.0, 0.0])
