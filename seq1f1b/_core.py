@@ -62,7 +62,6 @@ schedule_broken_rule = _C.schedule_broken_rule
 schedule_counts = _C.schedule_counts
 schedule_placement = _C.schedule_placement
 schedule_units = _C.schedule_units
-schedule_pairs = _C.schedule_pairs
 schedule_check = _C.schedule_check
 schedule_forward_only = _C.schedule_forward_only
 schedule_to_text = _C.schedule_to_text
@@ -76,7 +75,6 @@ program_stage_peak = _C.program_stage_peak
 program_peak_tokens = _C.program_peak_tokens
 program_rank_peak = _C.program_rank_peak
 tape_of_program = _C.tape_of_program
-tape_of_family = _C.tape_of_family
 tape_simulate = _C.tape_simulate
 tape_memory = _C.tape_memory
 
