@@ -635,7 +635,7 @@ def show_progress(done: int, total: int) -> None:
 
 
 def _found_nccl() -> str:
-    from seq1f1b.device.device_edges import find_nccl
+    from seq1f1b.device.edges import find_nccl
 
     try:
         version, path = _core.nccl_find(find_nccl())
@@ -664,7 +664,7 @@ def doctor(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
     print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
-    for line in importlib.import_module("seq1f1b.device.cuda_kernels").describe():
+    for line in importlib.import_module("seq1f1b.device.kernel_library").describe():
         print(line)
     print(f"NCCL: {_found_nccl()}")
     print("messages between GPUs: through host memory; transport='nccl' and 'copy' never yet run on a GPU")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _core
-from seq1f1b.device.device_edges import TRANSPORTS as DEVICE_TRANSPORTS
-from seq1f1b.device.device_edges import DeviceEdges
-from seq1f1b.device.devices import common_device, move, step_on, through_host
+from seq1f1b.device.edges import TRANSPORTS as DEVICE_TRANSPORTS
+from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.placement import common_device, move, step_on, through_host
 from seq1f1b.ops.attention import check_shard
 from seq1f1b.ops.context import inside_step
 from seq1f1b.ops.packing import document_lengths

@@ -1,8 +1,8 @@
-/* attention_forward.cu - the forward kernels that are compiled, and their launcher. Without a line that only nvcc takes:
- * the tests compile it for the CPU. */
-#include "attention_forward.h"
-#include "attention_launch.h"
+/* sm80_attention_forward.cu - the forward kernels that are compiled, and their launcher. No line here is one that only nvcc
+ * takes, so the tests compile it for the CPU. */
+#include "attention_launch.cuh"
 #include "kernel_table.h"
+#include "sm80_attention_forward.cuh"
 
 using namespace s1f;
 

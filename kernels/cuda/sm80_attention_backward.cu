@@ -1,8 +1,9 @@
-/* attention_backward.cu - the backward kernels that are compiled, and their launcher. Without a line that only nvcc takes:
- * the tests compile it for the CPU. */
-#include "attention_backward.h"
-#include "attention_launch.h"
+/* sm80_attention_backward.cu - the backward kernels that are compiled, and their launcher. No line here is one that only nvcc
+ * takes, so the tests compile it for the CPU. */
+#include "attention_launch.cuh"
 #include "kernel_table.h"
+#include "sm80_key_gradients.cuh"
+#include "sm80_query_gradients.cuh"
 
 using namespace s1f;
 
@@ -13,7 +14,7 @@ using namespace s1f;
     X(element, dtype, 64, 128, 128, 4, 2, 2, 163)                                                                      \
     X(element, dtype, 128, 64, 64, 2, 4, 1, 99)                                                                        \
     X(element, dtype, 128, 64, 128, 4, 2, 2, 163)
-/* The same of query_gradients: X(element, dtype, head_dim, query rows, warps, KB). */
+/* The tiles of query_gradients: X(element, dtype, head_dim, query rows, warps, KB). */
 #define QUERY_TILES(X, element, dtype)                                                                                 \
     X(element, dtype, 64, 128, 8, 99)                                                                                  \
     X(element, dtype, 128, 64, 4, 99)                                                                                  \
@@ -84,17 +85,11 @@ namespace
      5,                                                                                                                \
      KEY_GRADIENTS(element, head_dim, rows, keys, key_warps, query_warps, stages)::SHARED_BYTES,                       \
      S1F_CUDA_SHARED_##limit##_KB},
+/* A kernel without matrix products, whose rows have no tile. */
+#define PLAIN_ROW(name, dtype, head_dim, warps) {name, dtype, head_dim, 0, 0, warps, 0, 0, 0, S1F_CUDA_SHARED_99_KB},
 #define ROUND_ROW(element, dtype, head_dim, rows, keys, key_warps, query_warps, stages, limit)                         \
-    {TEXT(ROUND_NAME(element, head_dim, rows, keys, key_warps, query_warps, stages)),                                  \
-     dtype,                                                                                                            \
-     head_dim,                                                                                                         \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     (key_warps) * (query_warps),                                                                                      \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     S1F_CUDA_SHARED_99_KB},
+    PLAIN_ROW(TEXT(ROUND_NAME(element, head_dim, rows, keys, key_warps, query_warps, stages)), dtype, head_dim,        \
+              (key_warps) * (query_warps))
 #define QUERIES_ROW(element, dtype, head_dim, rows, warps, limit)                                                      \
     {TEXT(QUERIES_NAME(element, head_dim, rows, warps)),                                                               \
      dtype,                                                                                                            \
@@ -107,30 +102,10 @@ namespace
      query_gradients<element, head_dim, rows>::SHARED_BYTES,                                                           \
      S1F_CUDA_SHARED_##limit##_KB},
 #define HELPER_ROWS(element, dtype, head_dim)                                                                          \
-    {TEXT(s1f_attention_backward_prepare_##element##_d##head_dim),                                                     \
-     dtype,                                                                                                            \
-     head_dim,                                                                                                         \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     8,                                                                                                                \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     0,                                                                                                                \
-     S1F_CUDA_SHARED_99_KB},                                                                                           \
-        {TEXT(s1f_attention_backward_add_##element##_d##head_dim),                                                     \
-         dtype,                                                                                                        \
-         head_dim,                                                                                                     \
-         0,                                                                                                            \
-         0,                                                                                                            \
-         8,                                                                                                            \
-         0,                                                                                                            \
-         0,                                                                                                            \
-         0,                                                                                                            \
-         S1F_CUDA_SHARED_99_KB},
-const s1f_cuda_kernel kernels[] = {
-    ALL(KEYS_ROW) ALL(ROUND_ROW) ALL_QUERY_TILES(QUERIES_ROW)
-        HELPERS(HELPER_ROWS){"s1f_attention_backward_document_ranges", -1, 0, 0, 0, 4, 0, 0, 0, S1F_CUDA_SHARED_99_KB},
-};
+    PLAIN_ROW(TEXT(s1f_attention_backward_prepare_##element##_d##head_dim), dtype, head_dim, 8)                        \
+    PLAIN_ROW(TEXT(s1f_attention_backward_add_##element##_d##head_dim), dtype, head_dim, 8)
+const s1f_cuda_kernel kernels[] = {ALL(KEYS_ROW) ALL(ROUND_ROW) ALL_QUERY_TILES(QUERIES_ROW) HELPERS(HELPER_ROWS)
+                                       PLAIN_ROW("s1f_attention_backward_document_ranges", -1, 0, 4)};
 
 using entry = void (*)(attention_backward_arguments);
 #define KEYS_POINTER(element, dtype, head_dim, rows, keys, key_warps, query_warps, stages, limit)                      \

@@ -72,7 +72,7 @@ class DeviceEdges:
         self._watchdog = _core.watchdog_create(group.group, self._device, group.timeout_s)
 
     def ordinal(self) -> int:
-        """Of the GPU, as the driver counts. Raises ValueError where the stages are not on one."""
+        """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
         if self._torch_device.type != "cuda":
             raise ValueError(
                 f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self._torch_device}: "

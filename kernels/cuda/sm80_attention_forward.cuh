@@ -1,4 +1,4 @@
-/* attention_forward.h - out and lse of one segment over its prefix; attention.h says what they are.
+/* sm80_attention_forward.cuh - out and lse of one segment over its prefix; attention.h says what they are.
  *
  * A block takes ROWS rows of queries that share a kv head and goes over the keys they see, KEYS at a time, with a running
  * maximum and sum per row (online softmax). Queries of a group are packed: row r is token r / group, head r % group of
@@ -15,11 +15,11 @@
  * Parts    where blocks are few, each goes over a part of its keys and stores sums in fp32; merge_parts adds them up in
  *          the order of their index
  * Bits     equal inputs give equal bits: no atomics, and all orders follow from the shape */
-#ifndef S1F_CUDA_ATTENTION_FORWARD_H
-#define S1F_CUDA_ATTENTION_FORWARD_H
+#ifndef S1F_CUDA_SM80_ATTENTION_FORWARD_CUH
+#define S1F_CUDA_SM80_ATTENTION_FORWARD_CUH
 
-#include "attention_options.h"
-#include "products.h"
+#include "attention_options.cuh"
+#include "sm80_products.cuh"
 
 namespace s1f
 {

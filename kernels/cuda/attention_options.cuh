@@ -1,4 +1,4 @@
-/* attention_options.h - what becomes of a product q . k: its exponent, and whether the query sees the key at all; and
+/* attention_options.cuh - what becomes of a product q . k: its exponent, and whether the query sees the key at all; and
  * which blocks of keys a tile of queries need not look at.
  *
  *   p = 2^(x - lse log2 e),  x = factor q.k  or  cap tanh(inner q.k),  factor = scale log2 e
@@ -6,11 +6,11 @@
  *
  * Documents are ids per token, in any order. A kernel that is launched before finds the lowest and highest id of each
  * block of keys; a tile skips the blocks whose range does not meet its own. */
-#ifndef S1F_CUDA_ATTENTION_OPTIONS_H
-#define S1F_CUDA_ATTENTION_OPTIONS_H
+#ifndef S1F_CUDA_ATTENTION_OPTIONS_CUH
+#define S1F_CUDA_ATTENTION_OPTIONS_CUH
 
-#include "attention_cuda.h"
-#include "device.h"
+#include "attention_arguments.h"
+#include "sm80_primitives.cuh"
 
 namespace s1f
 {
@@ -74,7 +74,7 @@ S1F_DEVICE visibility visibility_of(const attention_options &options, int batch,
     return rule;
 }
 
-/* But for documents. */
+/* Tells whether a token sees a key, documents aside. */
 S1F_DEVICE bool sees(const visibility &rule, int token, int key)
 {
     return (uint32_t)(token - key) < (uint32_t)rule.window;
@@ -133,7 +133,7 @@ template <int KEYS> struct seen_blocks {
         return end;
     }
 
-    /* Whether a key of it may be hidden from one of the queries. */
+    /* Tells whether a key of the block may be hidden from one of the queries. */
     S1F_DEVICE bool hides_some(int block) const
     {
         const int first_key = block * KEYS, last_key = first_key + KEYS - 1;

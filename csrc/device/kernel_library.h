@@ -1,8 +1,8 @@
-/* library.h - the shared object of CUDA kernels, libseq1f1b_cuda.so: opened at run time, for nothing here links CUDA.
+/* kernel_library.h - the shared object of CUDA kernels, libseq1f1b_cuda.so.
  *
- * It loads on a machine without a GPU, where its tables can be read and every launch fails with CUDA's own words. */
-#ifndef S1F_CUDA_LIBRARY_H
-#define S1F_CUDA_LIBRARY_H
+ * It is opened at run time, for nothing here links CUDA. It loads on a machine without a GPU, where its tables can be read and every launch fails with CUDA's own words. */
+#ifndef S1F_KERNEL_LIBRARY_H
+#define S1F_KERNEL_LIBRARY_H
 
 #include "../../kernels/cuda/kernel_table.h"
 #include "../core/status.h"

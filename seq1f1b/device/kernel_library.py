@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """That an operation is right and faster than torch's ops: on which architecture, of which library."""
+    """A record that an operation is right and faster than torch's ops, on one architecture and from one library."""
 
     architecture: str  # "sm_90"
     operation: str
@@ -83,7 +83,7 @@ _verified = functools.cache(verified)
 
 @functools.cache
 def operations(path: Path | None = None) -> dict[str, Operation]:
-    """Of the library, by name; none where it was not built.
+    """The library's operations by name; none if it was not built.
 
     Raises:
         OSError, ValueError: there is one, and it cannot be used.
@@ -177,7 +177,7 @@ def launch_attention(
 
 
 def describe() -> list[str]:
-    """For ``seq1f1b doctor``: what there is, and what its absence costs."""
+    """Lines for ``seq1f1b doctor``: what there is, and what its absence costs."""
     try:
         found = operations()
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-/* attention_launch.h - what the launchers of attention have in common. */
-#ifndef S1F_CUDA_ATTENTION_LAUNCH_H
-#define S1F_CUDA_ATTENTION_LAUNCH_H
+/* attention_launch.cuh - checks and helpers that the launchers of attention share. */
+#ifndef S1F_CUDA_ATTENTION_LAUNCH_CUH
+#define S1F_CUDA_ATTENTION_LAUNCH_CUH
 
-#include "attention_options.h"
+#include "attention_options.cuh"
 
 namespace s1f
 {
@@ -12,14 +12,14 @@ inline int64_t round_up(int64_t x, int64_t multiple)
     return (x + multiple - 1) / multiple * multiple;
 }
 
-/* Whether each row of head_dim elements, of which `chunk_elements` make 16 bytes, begins at a multiple of 16 bytes. */
+/* Tells whether each row begins at a multiple of 16 bytes, which `chunk_elements` make. */
 inline bool fits_chunks(const void *address, const s1f_strides &strides, int chunk_elements = CHUNK_BYTES / 2)
 {
     return (uintptr_t)address % CHUNK_BYTES == 0 && strides.batch % chunk_elements == 0 &&
            strides.head % chunk_elements == 0 && strides.row % chunk_elements == 0;
 }
 
-/* What attention_cuda.h asks of the arguments, but for what only backward has. */
+/* Checks the rules of attention_arguments.h, but for arguments that only backward has. */
 inline bool is_supported(const s1f_attention_args &a)
 {
     const int64_t limit = 1 << 30, grid_limit = 65535;

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
-from attention_runs import errors, formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
-from test_attention import OPTIONS
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
 
@@ -24,7 +23,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import cuda, devices
+from seq1f1b.device import cuda_attention, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.testing import run_ranks
 
@@ -36,8 +35,8 @@ WAYS = {"flash": torch.bfloat16, "efficient": torch.float32, "plain": torch.floa
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
-    monkeypatch.setattr(cuda, "KEY_RANGE", 3)
-    monkeypatch.setattr(cuda, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 3)
+    monkeypatch.setattr(cuda_attention, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
     with cuda_kernels_on_the_cpu() as calls:
         yield calls
 
@@ -128,7 +127,7 @@ def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
 
 def test_gradients_add_up_in_float32(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many segments contribute, dK and dV are rounded twice: a contribution by the op, and the sum."""
-    monkeypatch.setattr(cuda, "KEY_RANGE", 8192)
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8192)
     tokens, sizes = 96, [6] * 16
     qkv, dout = (random_qkv(2, 2, tokens=tokens, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     truth = gradients(formula, *(t.double() for t in (*qkv, dout[0])))
@@ -290,7 +289,7 @@ def test_messages_through_host_memory() -> None:
         )  # fmt: skip
         if copies:
             for name in "_forward", "_backward":
-                setattr(engine, name, devices.through_host(getattr(engine, name), torch.device("cpu")))
+                setattr(engine, name, placement.through_host(getattr(engine, name), torch.device("cpu")))
         engine.step(tokens, target=target)
         return [p.grad for p in engine.parameters()]
 

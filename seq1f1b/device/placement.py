@@ -1,4 +1,4 @@
-"""What the engine does where the stages lie on a CUDA device: nothing of it happens on the CPU.
+"""Placement of a step on the GPU that its stages lie on. Stages on the CPU need none of this.
 
 Messages between stages go through host memory, whatever transport is behind an edge: correct on every machine, and as
 slow as two copies over PCIe that the host waits for. Nobody has run this on a GPU yet.
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def common_device(modules: Sequence[Any]) -> torch.device:
-    """Where the parameters of a rank's stages lie; the CPU where there are none."""
+    """The device of the parameters of a rank's stages; the CPU if there are none."""
     devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
     if len(devices) > 1:
         raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")

@@ -1,11 +1,11 @@
-/* tile.h - rows of 16-bit elements in shared memory, as copies write and ldmatrix reads them.
+/* sm80_tile.cuh - rows of 16-bit elements in shared memory, as copies write and ldmatrix reads them.
  *
  * A row has COLUMNS elements, COLUMNS / 8 chunks of 16 bytes. Chunk c of row r lies at chunk c ^ (r % 8) of its row: so
  * eight rows' chunks of one column, which ldmatrix reads at once, lie in different banks. */
-#ifndef S1F_CUDA_TILE_H
-#define S1F_CUDA_TILE_H
+#ifndef S1F_CUDA_SM80_TILE_CUH
+#define S1F_CUDA_SM80_TILE_CUH
 
-#include "device.h"
+#include "sm80_primitives.cuh"
 
 namespace s1f
 {
@@ -28,7 +28,7 @@ template <int COLUMNS> S1F_DEVICE uint32_t tile_offset(int row, int column_chunk
     return (uint32_t)(row * COLUMNS * 2 + ((column_chunk ^ (row & 7)) * CHUNK_BYTES));
 }
 
-/* Where a lane points load_matrices for a 16 x 16 corner of a tile, at a row and a chunk that are multiples of 16 and 2.
+/* A lane points load_matrices here for a 16 x 16 corner of a tile, at a row and a chunk that are multiples of 16 and 2.
  *
  * matrix_rows: matrices 0 and 1 are rows 0..7 and 8..15 of the first 8 columns, 2 and 3 of the next 8. A operand of a
  * tile; transposed, two B operands (r[0], r[1] and r[2], r[3]) of a tile that has a row per row of B. */

@@ -3,7 +3,7 @@
 The CUDA kernels of this package's ops; those of the CPU are C. Four ways, by what the call needs:
 
     own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
-               right and faster (cuda_kernels.py)
+               right and faster (kernel_library.py)
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
     efficient  float32 without a window: ``aten::_efficient_attention_*``
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b import _core
-from seq1f1b.device import cuda_kernels
+from seq1f1b.device import kernel_library
 
 __all__: list[str] = []
 
@@ -148,10 +148,10 @@ def _library_way(q: Tensor, options: Options) -> str:
     return "flash" if q.shape[3] % 8 == 0 and _has_flash(q.device) else "plain"
 
 
-def _own(q: Tensor, options: Options, operation: str) -> cuda_kernels.Operation | None:
+def _own(q: Tensor, options: Options, operation: str) -> kernel_library.Operation | None:
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
-    return cuda_kernels.choose(operation, q) if _has_flash(q.device) else None
+    return kernel_library.choose(operation, q) if _has_flash(q.device) else None
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -257,7 +257,7 @@ def _token_major_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _token_major(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same in another dtype, laid out in memory as (batch, tokens, heads, head_dim): what the ops promise."""
+    """A copy in another dtype, laid out in memory as (batch, tokens, heads, head_dim): what the ops promise."""
     return t.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
 
 
@@ -280,7 +280,7 @@ def _aligned(*tensors: Tensor) -> list[Tensor]:
 
 
 def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and of the same strides."""
+    """The two with equal strides."""
     first, second = _aligned(first, second)
     if first.stride() == second.stride():
         return first, second
@@ -288,12 +288,12 @@ def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _own_forward(
-    operation: cuda_kernels.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options, kernel: int = -1
+    operation: kernel_library.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options, kernel: int = -1
 ) -> tuple[Tensor, Tensor]:
     (q,), (keys, values) = _aligned(q), _aligned_pair(keys, values)
     out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    cuda_kernels.launch_attention(
+    kernel_library.launch_attention(
         operation, q, keys, values, out, lse, scale=options.scale, window=options.window, softcap=options.softcap,
         docs=options.key_docs, kernel=kernel,
     )  # fmt: skip
@@ -301,15 +301,15 @@ def _own_forward(
 
 
 def _own_backward(
-    operation: cuda_kernels.Operation, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-    options: Options, dk: Tensor, dv: Tensor, store: bool = False, kernel: int = -1,
+    operation: kernel_library.Operation, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
+    lse: Tensor, options: Options, dk: Tensor, dv: Tensor, store: bool = False, kernel: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (dout, q, out), (keys, values) = _aligned(dout, q, out), _aligned_pair(keys, values)
     batch, heads, tokens, head_dim = q.shape
     dq, own_dk, own_dv = (
         q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
     )
-    cuda_kernels.launch_attention(
+    kernel_library.launch_attention(
         operation, q, keys, values, out, lse.contiguous(), scale=options.scale, window=options.window,
         softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=dk, dv=dv, own_dk=own_dk, own_dv=own_dv,
         store=store, kernel=kernel,

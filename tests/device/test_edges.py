@@ -22,7 +22,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, _core
-from seq1f1b.device import device_edges
+from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -47,7 +47,7 @@ def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **opt
 
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize(("schedule", "P", "v"), [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)])
-@pytest.mark.parametrize("transport", device_edges.TRANSPORTS)
+@pytest.mark.parametrize("transport", edges.TRANSPORTS)
 def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
     reset(P * queues, queues=queues)
     config = Config(kv_heads=2)
@@ -73,9 +73,9 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
     results = run_ranks(P, run)
     assert stand_in().complaints() == []
     gradients = {}
-    for rank, (found, evaluated, of_rank, edges) in enumerate(results):
+    for rank, (found, evaluated, of_rank, carried_by) in enumerate(results):
         gradients |= of_rank
-        assert edges == {transport}
+        assert carried_by == {transport}
         for losses_of_rank in (found, evaluated):
             assert len(losses_of_rank) == (2 * P if rank == P - 1 else 0)
             for mine, theirs in zip(losses_of_rank, losses, strict=False):
@@ -87,9 +87,9 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
         assert stand_in().count(f"live_{kind}") == 0
 
 
-@pytest.mark.parametrize("transport", device_edges.TRANSPORTS)
+@pytest.mark.parametrize("transport", edges.TRANSPORTS)
 def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
-    """From the third step on: the only waits are the stand-in engine's own."""
+    """From the third step on the only waits are the stand-in engine's own."""
     reset(5)
     config = Config()
     model = whole_model(config)
@@ -183,12 +183,12 @@ def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> Non
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: the 2 streams"):
-        device_edges._warn_of_few_queues(2)
+        edges._warn_of_few_queues(2)
     for enough in ("", "4", "32"):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", enough)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            device_edges._warn_of_few_queues(2)
+            edges._warn_of_few_queues(2)
 
 
 def test_stages_on_the_cpu_are_refused() -> None:
@@ -227,7 +227,7 @@ def test_missing_libraries_are_named(tmp_path: Path) -> None:
 def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its version and ids; and what it says of a communicator where there is no GPU."""
     monkeypatch.delenv("SEQ1F1B_NCCL")
-    path = device_edges.find_nccl()
+    path = edges.find_nccl()
     version, found = _core.nccl_find(path)
     assert version >= 21800 and found.endswith("libnccl.so.2")
     first, second = _core.nccl_unique_id(path), _core.nccl_unique_id(path)

@@ -1,4 +1,4 @@
-/* device.h - what a kernel may ask of the device: the one place with PTX.
+/* sm80_primitives.cuh - what a kernel may ask of the device: the one place with PTX.
  *
  * Kernel bodies are headers that include this one and nothing of CUDA. nvcc compiles the functions below; a host
  * compiler finds emulation.h in its place (tests/cuda), which defines the same functions on the CPU. Shared memory is
@@ -11,8 +11,8 @@
  *
  * A kernel is a struct: `arguments` (passed by value), THREADS, BLOCKS_PER_SM (at least so many fit by registers) and
  * `static S1F_DEVICE void run(const arguments &)`. S1F_KERNEL(name, struct) makes an entry of it, which launch() starts. */
-#ifndef S1F_CUDA_DEVICE_H
-#define S1F_CUDA_DEVICE_H
+#ifndef S1F_CUDA_SM80_PRIMITIVES_CUH
+#define S1F_CUDA_SM80_PRIMITIVES_CUH
 
 #include <stdint.h>
 
@@ -97,7 +97,7 @@ S1F_DEVICE void block_barrier()
     __syncthreads();
 }
 
-/* The same for the 32 threads of a warp. */
+/* A barrier for the 32 threads of a warp. */
 S1F_DEVICE void warp_barrier()
 {
     __syncwarp();
@@ -138,7 +138,7 @@ S1F_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t row_address)
                  : "memory");
 }
 
-/* The same of each matrix's transpose. */
+/* Loads each matrix's transpose. */
 S1F_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

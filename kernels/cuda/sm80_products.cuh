@@ -1,11 +1,11 @@
-/* products.h - products of matrices that lie in tiles (tile.h) or in registers, a warp's share of them.
+/* sm80_products.cuh - products of matrices that lie in tiles (sm80_tile.cuh) or in registers, a warp's share of them.
  *
  * d[i][j] is the 16 x 8 corner at row 16 i, column 8 j; a[i][k] the 16 x 16 corner of the first factor at row 16 i, depth
  * 16 k. Each adds to d. */
-#ifndef S1F_CUDA_PRODUCTS_H
-#define S1F_CUDA_PRODUCTS_H
+#ifndef S1F_CUDA_SM80_PRODUCTS_CUH
+#define S1F_CUDA_SM80_PRODUCTS_CUH
 
-#include "tile.h"
+#include "sm80_tile.cuh"
 
 namespace s1f
 {

@@ -1,5 +1,5 @@
-/* library.c - finds the operations of the shared object of CUDA kernels by name, and launches them. */
-#include "library.h"
+/* kernel_library.c - finds the operations of the shared object of CUDA kernels by name, and launches them. */
+#include "kernel_library.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
