@@ -1,9 +1,9 @@
 """Does a profile foretell the step, and is the planned best the best? Real steps of 2 to 4 processes on this machine.
 
 For each of four models `seq1f1b.planning.profiler` measures a stage, the embedding and the head, alone and in as many
-processes as there are cores; and how much longer the same work takes where twice as many share them. From that alone come the
-predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a replay of
-the order in which running ranks share the cores. Nothing is fitted to steps.
+processes as there are cores; and how much longer the same work takes where twice as many share them. From that alone
+come the predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a
+replay of the order in which running ranks share the cores. Nothing is fitted to steps.
 
 The interval of a step is the hypotenuse of independent parts, each moved on its own through the replay:
     fit      two of its relative residual of F and of B, and of the ends, as if all units erred alike

@@ -1,11 +1,10 @@
-"""Units per second of the simulator, on one core: a listed order with random costs in every run, and a streamed one.
+"""Units per second of the simulator, on one core, with random costs in every run.
 
-    python benchmarks/simulate.py [--runs 15] [--no-stream]
+    python benchmarks/simulate.py [--runs 15]
 
 P = 64, M = 512, k = 16 of seq1f1b: 1048576 units, checked and lowered once, which has its own row. Every run has new
 random costs per (pass, stage, segment), transfers with latency and bandwidth, and bytes of every kind of memory; it is
-timed as a user calls it, `Schedule.simulate`, in CPU seconds of its one thread. The streamed order has P = 1024 and
-10^8 units; its row says by how much the process grew, measured in a process of its own.
+timed as a user calls it, `Schedule.simulate`, in CPU seconds of its one thread.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import header
 
 from seq1f1b import build_schedule
-from seq1f1b.schedule import StepMemory, StreamedSchedule
+from seq1f1b.schedule import StepMemory
 
-LISTED = {"num_ranks": 64, "num_microbatches": 512, "num_segments": 16}
-STREAMED = {"num_ranks": 1024, "num_microbatches": 3052, "num_segments": 16}
+COUNTS = {"num_ranks": 64, "num_microbatches": 512, "num_segments": 16}
 WARM_UP = 3
 
 
@@ -51,19 +48,19 @@ def num_units(counts: dict[str, int]) -> int:
     return 2 * counts["num_ranks"] * counts["num_microbatches"] * counts["num_segments"]
 
 
-def row(name: str, units: int, seconds: list[float], rest: str = "") -> str:
+def row(name: str, units: int, seconds: list[float]) -> str:
     rates = sorted(units / s / 1e6 for s in seconds)
     return (
         f"{name:<34}{units:>11}{statistics.median(seconds):>9.3f}{statistics.median(rates):>10.1f}"
-        f"  {rates[0]:.1f}..{rates[-1]:.1f}, {len(seconds)} runs{rest}"
+        f"  {rates[0]:.1f}..{rates[-1]:.1f}, {len(seconds)} runs"
     )
 
 
-def measure_listed(runs: int) -> None:
+def measure(runs: int) -> None:
     rng = random.Random(0)
-    units = num_units(LISTED)
+    units = num_units(COUNTS)
     begin = time.process_time()
-    schedule = build_schedule("seq1f1b", **LISTED)
+    schedule = build_schedule("seq1f1b", **COUNTS)
     built = time.process_time()
     schedule.simulate()
     print(row("build", units, [built - begin]))
@@ -74,7 +71,7 @@ def measure_listed(runs: int) -> None:
     ):
         seconds = []
         for run in range(WARM_UP + runs):
-            given = arguments(rng, LISTED["num_ranks"], LISTED["num_segments"]) | more
+            given = arguments(rng, COUNTS["num_ranks"], COUNTS["num_segments"]) | more
             begin = time.process_time()
             schedule.simulate(**given, seed=run)
             if run >= WARM_UP:
@@ -82,39 +79,13 @@ def measure_listed(runs: int) -> None:
         print(row(name, units, seconds))
 
 
-def peak_bytes() -> int:
-    """Most resident memory of this process. (ru_maxrss would start with that of the process it was started from.)"""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-
-
-def measure_streamed() -> None:
-    rng = random.Random(0)
-    given = arguments(rng, STREAMED["num_ranks"], STREAMED["num_segments"])
-    StreamedSchedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=2).simulate()  # all code is loaded
-    before = peak_bytes()
-    begin = time.process_time()
-    StreamedSchedule("seq1f1b", **STREAMED).simulate(**given)
-    seconds = time.process_time() - begin
-    grown = (peak_bytes() - before) / 2**20
-    print(row("streamed, P = 1024, the same costs", num_units(STREAMED), [seconds], f", grew by {grown:.0f} MiB"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--no-stream", action="store_true")
-    parser.add_argument("--only-stream", action="store_true", help=argparse.SUPPRESS)  # the process of its own
     options = parser.parse_args()
-    if options.only_stream:
-        measure_streamed()
-        return
     print(header("Simulator: median CPU seconds of a run, millions of units per second (lowest..highest)"))
     print(f"{'what':<34}{'units':>11}{'s':>9}{'10^6/s':>10}", flush=True)
-    measure_listed(options.runs)
-    if not options.no_stream:
-        sys.stdout.flush()
-        subprocess.run([sys.executable, __file__, "--only-stream"], check=True)
+    measure(options.runs)
 
 
 if __name__ == "__main__":

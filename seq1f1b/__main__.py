@@ -44,12 +44,11 @@ from seq1f1b.planning.cost import (
 )
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import search_plans
-from seq1f1b.schedule import StreamedSchedule, families, nearest_name
+from seq1f1b.schedule import families, nearest_name
 from seq1f1b.view import draw, page
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
-MOST_STREAMED = 1_000_000_000  # that simulate never holds; they take a minute or two
-STREAMED = ("seq1f1b", "1f1b", "gpipe", "terapipe")
+MOST_RUN = 1_000_000_000  # that simulate runs over all steps: a minute or two
 PICTURES = {
     "png": "a picture (needs matplotlib)",
     "svg": "the same as SVG",
@@ -72,11 +71,6 @@ def make_parser() -> argparse.ArgumentParser:
         drawing.add_argument(f"--{form}", metavar="FILE", help=what)
     simulating = commands.add_parser("simulate", help="makespan, bubble and peaks of schedules")
     simulating.add_argument("schedule", nargs="+", help=kinds)
-    simulating.add_argument(
-        "--stream",
-        action="store_true",
-        help=f"never list the order, as is done for more than {MOST_UNITS} units: {', '.join(STREAMED)}",
-    )
     simulating.add_argument("--steps", type=int, default=1, help="in a row, for the period of a step")
     simulating.add_argument("--optimizer", type=float, help="seconds after each step (default: 0, or the model's)")
     simulating.add_argument("--sync", action="store_true", help="the optimizer waits for all ranks (a norm over all)")
@@ -204,29 +198,6 @@ def check_size(name: str, options: argparse.Namespace, stages_per_rank: int) -> 
         raise ValueError(f"{name}: {num_units} units, more than the {MOST_UNITS} that the command line takes")
 
 
-def stream_schedule(name: str, options: argparse.Namespace) -> StreamedSchedule | None:
-    """An order that is never listed, where it is asked for or the list would be too long; None: not for this one."""
-    num_units = units_of(options, 1)
-    can = name in STREAMED and options.stages in (None, 1) and not options.option
-    if name == "1f1b":  # over segments it has no such form
-        can &= options.segments == 1
-    if not (options.stream or (can and num_units > MOST_UNITS)):
-        return None
-    if not can:
-        raise ValueError(
-            f"{name} cannot be streamed: {', '.join(STREAMED)} can, with one stage per rank and no --option, 1f1b with "
-            "one segment"
-        )
-    if num_units > MOST_STREAMED:
-        raise ValueError(f"{name}: {num_units} units, more than the {MOST_STREAMED} that are streamed")
-    return StreamedSchedule(
-        "seq1f1b" if name == "1f1b" else name,
-        num_ranks=options.ranks,
-        num_microbatches=options.microbatches,
-        num_segments=options.segments,
-    )
-
-
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
@@ -279,7 +250,7 @@ def read_option(text: str) -> tuple[str, int | str]:
     return name, int(value)
 
 
-def units_per_microbatch(schedule: Schedule | StreamedSchedule) -> int:
+def units_per_microbatch(schedule: Schedule) -> int:
     """Of one rank and pass."""
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
@@ -302,7 +273,7 @@ def tokens_of(options: argparse.Namespace) -> int:
     return options.seq if sizes is None else sum(sizes)
 
 
-def arguments_of(schedule: Schedule | StreamedSchedule, options: argparse.Namespace) -> dict[str, Any]:
+def arguments_of(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
     """Of its simulation. Without a model segments of a micro-batch cost the same, and so do the stages."""
     arguments = {name: getattr(options, name) for name in ("jitter", "transfer_jitter", "seed")}
     optimizer = getattr(options, "optimizer", None)
@@ -320,7 +291,7 @@ def arguments_of(schedule: Schedule | StreamedSchedule, options: argparse.Namesp
         raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
     stages = schedule.num_stages // schedule.num_ranks
     cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
-    is_split = isinstance(schedule, Schedule) and any(unit.kind == "W" for unit in schedule.ranks[0])
+    is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
     return {
         **arguments,
         **cost.simulation_arguments(schedule, sizes, split_backward=is_split),
@@ -420,16 +391,13 @@ def compare_families(options: argparse.Namespace) -> int:
 def simulate(options: argparse.Namespace) -> int:
     found = []
     for name in options.schedule:
-        schedule = stream_schedule(name, options) or make_schedule(name, options)
+        schedule = make_schedule(name, options)
         arguments = arguments_of(schedule, options) | {"steps": options.steps, "optimizer_sync": options.sync}
         num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
-        if num_units > MOST_STREAMED:
-            raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_STREAMED}")
-        if isinstance(schedule, StreamedSchedule):
-            with progress_bar(num_units) as progress:
-                run = schedule.simulate(**arguments, progress=progress)
-        else:
-            run = schedule.simulate(**arguments)
+        if num_units > MOST_RUN:
+            raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_RUN}")
+        with progress_bar(num_units) as progress:
+            run = schedule.simulate(**arguments, progress=progress)
         found.append((name, schedule, run))
     if options.json:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))
@@ -452,7 +420,7 @@ def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def simulation_json(name: str, schedule: Schedule | StreamedSchedule, run: Simulation) -> dict[str, Any]:
+def simulation_json(name: str, schedule: Schedule, run: Simulation) -> dict[str, Any]:
     """Times in seconds, memory in bytes; lists hold one value per rank."""
     figures = ("makespan", "period", "bubble_ratio", "span", "busy", "wait", "bubble", "peak")
     counts = ("num_ranks", "num_stages", "num_microbatches", "num_segments")

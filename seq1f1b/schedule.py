@@ -18,7 +18,6 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StepMemory",
-    "StreamedSchedule",
     "Timeline",
     "Unit",
     "build_schedule",
@@ -50,7 +49,7 @@ Costs = float | Sequence[Sequence[float]]
 """Seconds per unit: one number, or ``[stage][segment]``."""
 
 
-_TOTALS, _TIMELINE, _CAUSES = range(3)  # what the core keeps of a simulation
+_TIMELINE, _CAUSES = 1, 2  # what the core keeps of a simulation
 
 
 @dataclass(frozen=True)
@@ -98,22 +97,107 @@ class PeakMemory:
     total: tuple[int, ...]
 
 
-class _Order:
-    """What can be simulated: an order with its counts and placement."""
+class Schedule:
+    """The order in which every rank runs its units.
 
-    num_ranks: int
-    num_stages: int
-    num_microbatches: int
-    num_segments: int
-    rank_of_stage: tuple[int, ...]
-    _tapes: dict[int, Any]  # by prefetch: what the core reads again in every simulation
+    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Nothing is
+    checked beyond the placement (a stage lives on one rank) until :meth:`check`, which :meth:`simulate` and the engine
+    call.
+    """
 
-    def _make_tape(self, prefetch: int) -> Any:
-        raise NotImplementedError
+    def __init__(self, ranks: Iterable[Iterable[Unit]]) -> None:
+        lines = [" ".join(f"[{unit.stage}]{unit}" for unit in order) for order in ranks]
+        for rank, line in enumerate(lines):
+            if not line:
+                raise ValueError(f"rank {rank} has no units")
+        self._adopt(_C.schedule_from_text("\n".join(lines)))
 
-    def _listed(self) -> Schedule | None:
-        """The schedule, where the order exists as a list."""
-        raise NotImplementedError
+    def _adopt(self, handle: Any) -> None:
+        self.handle = handle  # of the C core; the engine lowers it
+        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
+        self.rank_of_stage = tuple(_C.schedule_placement(handle))
+        self._ranks: tuple[tuple[Unit, ...], ...] | None = None
+        self._tapes: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
+
+    @classmethod
+    def _from_handle(cls, handle: Any) -> Schedule:
+        schedule = cls.__new__(cls)
+        schedule._adopt(handle)
+        return schedule
+
+    @property
+    def ranks(self) -> tuple[tuple[Unit, ...], ...]:
+        """The units of every rank in run order."""
+        if self._ranks is None:
+            self._ranks = tuple(
+                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
+            )
+        return self._ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
+            f"{self.num_segments} segments>"
+        )
+
+    def forward_only(self) -> Schedule:
+        """The same order without backward units: what evaluation runs."""
+        return self._from_handle(_C.schedule_forward_only(self.handle))
+
+    def check(self, max_live_units: int | None = None) -> None:
+        """Holds the order to its rules.
+
+        Args:
+            max_live_units: cap on the units of one rank between their forward and the end of their backward.
+        Raises:
+            ScheduleError: names the rule and the units.
+            ValueError: ``max_live_units`` is below 1.
+        """
+        if max_live_units is not None and max_live_units < 1:
+            raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
+        _C.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
+
+    def to_text(self) -> str:
+        """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
+
+        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
+        """
+        return _C.schedule_to_text(self.handle)
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Reads what :meth:`to_text` writes.
+
+        One line per rank, units separated by blanks; ``#`` starts a comment and empty lines do not count. Placement is
+        read from the stage prefixes: for two ranks with stages in V order, the first line holds ``[0]`` and ``[3]``,
+        the second ``[1]`` and ``[2]``. Without prefixes rank ``r`` holds stage ``r``.
+
+        Raises:
+            ValueError: names line and unit.
+        """
+        return cls._from_handle(_C.schedule_from_text(text))
+
+    def to_csv(self) -> str:
+        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment."""
+        return _C.schedule_to_csv(self.handle)
+
+    @classmethod
+    def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
+        """Reads torch's compute-only action CSV, for instance a file of ``_dump_csv`` read as text.
+
+        Empty cells are bubbles: they say nothing about the order. A cell ``(0F3;7B1)OVERLAP_F_B`` is read as its two
+        units, one after the other. Cells that move data or parameters are refused.
+
+        Raises:
+            ValueError: names line and cell.
+        """
+        return cls._from_handle(_C.schedule_from_csv(text, num_segments))
 
     def simulate(
         self,
@@ -126,7 +210,6 @@ class _Order:
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
         prefetch: int = 1,
-        overlap: float = 0.0,
         durations: Sequence[Sequence[float]] | None = None,
         segment_sizes: Sequence[int] | None = None,
         unit_bytes: int | Sequence[Sequence[int]] | None = None,
@@ -155,7 +238,6 @@ class _Order:
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
             send: seconds that a sender itself spends on a message.
             prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
-            overlap: share of the shorter unit of a pair that the other one hides, 0 to 1.
             durations: seconds of every unit, per rank in run order, in place of ``forward``, ``backward``, ``weight``:
                 replays what was measured.
             segment_sizes: tokens of each segment, for ``peak_tokens``.
@@ -192,20 +274,17 @@ class _Order:
             raise ValueError("optimizer_sync must be True or False where there is more than one step")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
-        listed = self._listed()
-        if listed is None and (critical or durations is not None):
-            raise ValueError("critical and durations need an order that is listed: build_schedule makes one")
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
         tape = self._tape(prefetch)
         makespan, period, span, busy, wait, start, end, slack, path = _C.tape_simulate(
             tape,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
             durations,
-            (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send, overlap),
+            (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
             sizes,
             (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
-            _TOTALS if listed is None else _CAUSES if critical else _TIMELINE,
+            _CAUSES if critical else _TIMELINE,
             progress or _ignore,
         )
         peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
@@ -222,10 +301,10 @@ class _Order:
             given=memory,
             period=period if steps > 1 else None,
             slack=None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
-            critical_path=None if path is None or listed is None else tuple(listed.ranks[rank][i] for rank, i in path),
-            schedule=listed,
-            start=None if start is None else tuple(map(_doubles, start)),
-            end=None if end is None else tuple(map(_doubles, end)),
+            critical_path=None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
+            schedule=self,
+            start=tuple(map(_doubles, start)),
+            end=tuple(map(_doubles, end)),
         )
 
     def peak_memory(
@@ -241,7 +320,7 @@ class _Order:
     def _tape(self, prefetch: int) -> Any:
         tape = self._tapes.get(prefetch)
         if tape is None:
-            tape = self._tapes[prefetch] = self._make_tape(prefetch)
+            tape = self._tapes[prefetch] = _C.tape_of_program(_C.program_lower(self.handle, prefetch))
         return tape
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
@@ -292,148 +371,6 @@ class _Order:
         )
 
 
-class Schedule(_Order):
-    """The order in which every rank runs its units.
-
-    Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Nothing is
-    checked beyond the placement (a stage lives on one rank) until :meth:`check`, which :meth:`simulate` and the engine
-    call.
-    """
-
-    def __init__(self, ranks: Iterable[Iterable[Unit]]) -> None:
-        lines = [" ".join(f"[{unit.stage}]{unit}" for unit in order) for order in ranks]
-        for rank, line in enumerate(lines):
-            if not line:
-                raise ValueError(f"rank {rank} has no units")
-        self._adopt(_C.schedule_from_text("\n".join(lines)))
-
-    def _adopt(self, handle: Any) -> None:
-        self.handle = handle  # of the C core; the engine lowers it
-        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
-        self.rank_of_stage = tuple(_C.schedule_placement(handle))
-        self._ranks: tuple[tuple[Unit, ...], ...] | None = None
-        self.pairs = tuple(tuple(_C.schedule_pairs(handle, rank)) for rank in range(self.num_ranks))
-        """Per rank the positions i at which units i, an F, and i + 1, a B of another micro-batch, are a pair."""
-        self._tapes = {}
-
-    @classmethod
-    def _from_handle(cls, handle: Any) -> Schedule:
-        schedule = cls.__new__(cls)
-        schedule._adopt(handle)
-        return schedule
-
-    def _make_tape(self, prefetch: int) -> Any:
-        return _C.tape_of_program(_C.program_lower(self.handle, prefetch))
-
-    def _listed(self) -> Schedule:
-        return self
-
-    @property
-    def ranks(self) -> tuple[tuple[Unit, ...], ...]:
-        """The units of every rank in run order."""
-        if self._ranks is None:
-            self._ranks = tuple(
-                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
-            )
-        return self._ranks
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.ranks == other.ranks and self.pairs == other.pairs
-
-    def __hash__(self) -> int:
-        return hash(self.ranks)
-
-    def __repr__(self) -> str:
-        return (
-            f"<Schedule: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
-            f"{self.num_segments} segments>"
-        )
-
-    def forward_only(self) -> Schedule:
-        """The same order without backward units: what evaluation runs."""
-        return self._from_handle(_C.schedule_forward_only(self.handle))
-
-    def check(self, max_live_units: int | None = None) -> None:
-        """Holds the order to its rules.
-
-        Args:
-            max_live_units: cap on the units of one rank between their forward and the end of their backward.
-        Raises:
-            ScheduleError: names the rule and the units.
-            ValueError: ``max_live_units`` is below 1.
-        """
-        if max_live_units is not None and max_live_units < 1:
-            raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        _C.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
-
-    def to_text(self) -> str:
-        """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
-
-        A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other. Units that are a
-        pair stand in brackets, ``(F5.0;B1.0)``.
-        """
-        return _C.schedule_to_text(self.handle)
-
-    @classmethod
-    def from_text(cls, text: str) -> Schedule:
-        """Reads what :meth:`to_text` writes.
-
-        One line per rank, units separated by blanks; ``#`` starts a comment and empty lines do not count. Placement is
-        read from the stage prefixes: for two ranks with stages in V order, the first line holds ``[0]`` and ``[3]``,
-        the second ``[1]`` and ``[2]``. Without prefixes rank ``r`` holds stage ``r``.
-
-        Raises:
-            ValueError: names line and unit.
-        """
-        return cls._from_handle(_C.schedule_from_text(text))
-
-    def to_csv(self) -> str:
-        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
-
-        A pair is ``(0F3;7B1)OVERLAP_F_B``.
-        """
-        return _C.schedule_to_csv(self.handle)
-
-    @classmethod
-    def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
-        """Reads torch's compute-only action CSV, for instance a file of ``_dump_csv`` read as text.
-
-        Empty cells are bubbles: they say nothing about the order. Cells that move data or parameters are refused.
-
-        Raises:
-            ValueError: names line and cell.
-        """
-        return cls._from_handle(_C.schedule_from_csv(text, num_segments))
-
-
-class StreamedSchedule(_Order):
-    """A family's order that never exists as a list, to simulate orders of any length.
-
-    Its units are made while they are simulated: memory is that of ranks and receive places. There is no timeline, and
-    nothing that names units.
-
-    Args:
-        name: a family whose order is warm-up, one forward and one backward in turn, cool-down: ``seq1f1b`` (``1f1b``
-            where ``num_segments`` is 1), ``gpipe``, ``terapipe``.
-        num_ranks, num_microbatches, num_segments: P, M, k.
-    Raises:
-        ValueError: unknown name, a family of another kind, or a count out of range.
-    """
-
-    def __init__(self, name: str, *, num_ranks: int, num_microbatches: int, num_segments: int = 1) -> None:
-        self.name = name
-        self.num_ranks = self.num_stages = num_ranks
-        self.num_microbatches, self.num_segments = num_microbatches, num_segments
-        self._tapes = {1: self._make_tape(1)}  # of simulate's own prefetch
-        self.rank_of_stage = tuple(range(num_ranks))
-
-    def _make_tape(self, prefetch: int) -> Any:
-        return _C.tape_of_family(self.name, self.num_ranks, self.num_microbatches, self.num_segments, prefetch)
-
-    def _listed(self) -> None:
-        return None
-
-
 def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
     """One value per (stage, segment), flat."""
     if not hasattr(costs, "__len__"):
@@ -477,10 +414,10 @@ class Simulation:
         given: what was given.
         period: seconds per step where several were simulated: from the last end of the first step to that of the last.
         slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
-            stays (a pair has one slack).
+            stays.
         critical_path: where asked for, units each of which waited for the one before it, from a first start to the last
-            end: the makespan is theirs and their transfers' (a pair is named by its first unit).
-        start, end: seconds of every unit in run order; None for a streamed order.
+            end: the makespan is theirs and their transfers'.
+        start, end: seconds of every unit in run order.
     """
 
     makespan: float
@@ -496,19 +433,13 @@ class Simulation:
     period: float | None
     slack: tuple[tuple[float, ...], ...] | None
     critical_path: tuple[Unit, ...] | None
-    schedule: Schedule | None = field(repr=False)
-    start: tuple[memoryview[float], ...] | None = field(repr=False, hash=False)
-    end: tuple[memoryview[float], ...] | None = field(repr=False, hash=False)
+    schedule: Schedule = field(repr=False)
+    start: tuple[memoryview[float], ...] = field(repr=False, hash=False)
+    end: tuple[memoryview[float], ...] = field(repr=False, hash=False)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """(unit, start, end) of every unit in run order.
-
-        Raises:
-            ValueError: the order was streamed.
-        """
-        if self.schedule is None or self.start is None or self.end is None:
-            raise ValueError("a streamed order has no timeline: build_schedule makes one that has")
+        """(unit, start, end) of every unit in run order."""
         tracks = zip(self.schedule.ranks, self.start, self.end, strict=True)
         return tuple(tuple(zip(*track, strict=True)) for track in tracks)
 

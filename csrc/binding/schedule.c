@@ -390,25 +390,6 @@ static PyObject *schedule_units(PyObject *self, PyObject *arguments)
     return list;
 }
 
-static PyObject *schedule_pairs(PyObject *self, PyObject *arguments)
-{
-    (void)self;
-    PyObject *capsule;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
-        return NULL;
-    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
-    if (schedule == NULL || !require_rank(rank, s1f_schedule_num_ranks(schedule)))
-        return NULL;
-    int64_t num_units;
-    s1f_schedule_units(schedule, rank, &num_units);
-    PyObject *list = PyList_New(0);
-    for (int64_t i = 0; list != NULL && i < num_units; i++)
-        if (s1f_schedule_is_pair(schedule, rank, i) && append_new(list, PyLong_FromLongLong(i)) < 0)
-            Py_CLEAR(list);
-    return list;
-}
-
 static PyObject *schedule_check(PyObject *self, PyObject *arguments)
 {
     (void)self;
@@ -643,8 +624,6 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_placement", schedule_placement, METH_O, "Rank of every stage."},
     {"schedule_units", schedule_units, METH_VARARGS,
      "schedule_units(schedule, rank): units in run order, as (kind, stage, microbatch, segment)."},
-    {"schedule_pairs", schedule_pairs, METH_VARARGS,
-     "schedule_pairs(schedule, rank): positions i where units i and i + 1 are a pair."},
     {"schedule_check", schedule_check, METH_VARARGS,
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},

@@ -34,18 +34,6 @@ static PyObject *tape_of_program(PyObject *self, PyObject *capsule)
     return wrap_tape(status, tape);
 }
 
-static PyObject *tape_of_family(PyObject *self, PyObject *arguments)
-{
-    (void)self;
-    const char *family;
-    int num_ranks, num_microbatches, num_segments, prefetch;
-    if (!PyArg_ParseTuple(arguments, "siiii", &family, &num_ranks, &num_microbatches, &num_segments, &prefetch))
-        return NULL;
-    s1f_tape *tape = NULL;
-    s1f_status status = s1f_tape_of_family(family, num_ranks, num_microbatches, num_segments, prefetch, &tape);
-    return wrap_tape(status, tape);
-}
-
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
 static PyObject *bytes_of(const double *values, int64_t count)
@@ -193,10 +181,9 @@ static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
     cost_arrays arrays = {.unit_seconds = NULL};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "OOO(OOdd)O(ddK)(ipO)iO", &capsule, &per_pass, &per_unit, &latency,
-                          &seconds_per_byte, &costs.send, &costs.overlap, &message_bytes, &costs.jitter,
-                          &costs.transfer_jitter, &seed, &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep,
-                          &progress))
+    if (!PyArg_ParseTuple(arguments, "OOO(OOd)O(ddK)(ipO)iO", &capsule, &per_pass, &per_unit, &latency,
+                          &seconds_per_byte, &costs.send, &message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
+                          &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep, &progress))
         return NULL;
     const s1f_tape *tape = s1f_from_capsule(capsule, S1F_CAPSULE_TAPE);
     if (tape == NULL)
@@ -283,11 +270,8 @@ static PyObject *tape_memory(PyObject *self, PyObject *arguments)
 
 PyMethodDef s1f_simulate_methods[] = {
     {"tape_of_program", tape_of_program, METH_O, "A tape handle, which does not need the program any more."},
-    {"tape_of_family", tape_of_family, METH_VARARGS,
-     "tape_of_family(family, num_ranks, num_microbatches, num_segments, prefetch): a tape handle of an order that is "
-     "never listed."},
     {"tape_simulate", tape_simulate, METH_VARARGS,
-     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, overlap), message_bytes, "
+     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
      "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"tape_memory", tape_memory, METH_VARARGS,

@@ -101,11 +101,6 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
  * *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out);
-/* Orders that are warm-up forwards, then one forward and one backward in turn, then backwards, both in plain order on every
- * rank: (*warmups)[num_ranks] forwards before the first backward. No order is built. S1F_ERR_ARG as above, and for a family
- * of another kind. *warmups is owned by the caller (free) and untouched on error. */
-s1f_status s1f_schedule_warmups(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                                int64_t **warmups);
 /* Refuses an option by the family's name for it: S1F_ERR_ARG with the options that it takes. */
 s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option);
 

@@ -5,9 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { UNIT_TEXT_BYTES = 64, PAIR_TEXT_BYTES = 16, QUOTED_TOKEN_BYTES = 40 };
-
-static const char torch_pair[] = "OVERLAP_F_B";
+enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
 
 static const char pass_letters[S1F_NUM_PASSES + 1] = "FBIW";
 
@@ -49,7 +47,7 @@ static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **t
         s1f_schedule_units(schedule, rank, &num_units);
         total += num_units;
     }
-    size_t capacity = (size_t)total * (UNIT_TEXT_BYTES + PAIR_TEXT_BYTES) + (size_t)num_ranks + 1, used = 0;
+    size_t capacity = (size_t)total * UNIT_TEXT_BYTES + (size_t)num_ranks + 1, used = 0;
     char *lines = malloc(capacity);
     if (lines == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the text of %lld units", (long long)total);
@@ -57,18 +55,13 @@ static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **t
     for (int32_t rank = 0; rank < num_ranks; rank++) {
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++) {
-            int is_second = s1f_schedule_is_pair(schedule, rank, i - 1);
             if (i > 0)
-                lines[used++] = is_second ? ';' : as_csv ? ',' : ' ';
-            if (s1f_schedule_is_pair(schedule, rank, i))
-                lines[used++] = '(';
+                lines[used++] = as_csv ? ',' : ' ';
             if (as_csv)
                 csv_unit_text(schedule, units[i], lines + used, UNIT_TEXT_BYTES - 1);
             else
                 s1f_unit_text(units[i], with_stage, lines + used, UNIT_TEXT_BYTES - 1);
             used += strlen(lines + used);
-            if (is_second)
-                used += (size_t)snprintf(lines + used, PAIR_TEXT_BYTES, ")%s", as_csv ? torch_pair : "");
         }
         lines[used++] = '\n';
     }
@@ -100,7 +93,6 @@ typedef struct {
 typedef struct {
     s1f_unit unit;
     int32_t rank, names_stage;
-    int32_t ends_pair; /* with the unit before it */
     token where;
 } parsed_unit;
 
@@ -262,11 +254,8 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     if (status == S1F_OK)
         status =
             s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage, &schedule);
-    for (int64_t i = 0; i < count && status == S1F_OK; i++) {
+    for (int64_t i = 0; i < count && status == S1F_OK; i++)
         status = s1f_schedule_append(schedule, units[i].unit);
-        if (status == S1F_OK && units[i].ends_pair && s1f_schedule_pair_last(schedule, units[i].rank) != S1F_OK)
-            status = fail_at(&units[i].where, "a pair is a forward and then a backward");
-    }
     free(rank_of_stage);
     if (status != S1F_OK) {
         s1f_schedule_free(schedule);
@@ -276,20 +265,21 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     return S1F_OK;
 }
 
-/* The two units of a pair, (F1.0;B0.0) or torch's (0F1;0B0)OVERLAP_F_B; one unit otherwise. */
-static int split_pair(const token *t, int as_csv, token parts[2])
+/* Torch writes an F and a B that share their time as one cell, (0F1;0B0)OVERLAP_F_B. It is read as F, then B: parts
+ * receives the two and 2 is returned; 1 with the token itself for any other cell. */
+static int split_overlapped(const token *t, token parts[2])
 {
+    static const char tail[] = ")OVERLAP_F_B";
+    const size_t tail_bytes = sizeof tail - 1;
     const char *end = t->begin + t->bytes, *middle = memchr(t->begin, ';', t->bytes);
-    size_t tail = 1 + (as_csv ? strlen(torch_pair) : 0);
-    parts[0] = *t;
-    if (*t->begin != '(' || middle == NULL || (size_t)(end - middle) <= tail || end[-(ptrdiff_t)tail] != ')' ||
-        (as_csv && memcmp(end - tail + 1, torch_pair, tail - 1) != 0))
+    parts[0] = parts[1] = *t;
+    if (*t->begin != '(' || middle == NULL || (size_t)(end - middle) <= tail_bytes ||
+        memcmp(end - tail_bytes, tail, tail_bytes) != 0)
         return 1;
-    parts[1] = *t;
     parts[0].begin = t->begin + 1;
     parts[0].bytes = (size_t)(middle - parts[0].begin);
     parts[1].begin = middle + 1;
-    parts[1].bytes = (size_t)(end - middle - 1) - tail;
+    parts[1].bytes = (size_t)(end - middle - 1) - tail_bytes;
     return 2;
 }
 
@@ -302,12 +292,11 @@ static s1f_status read_lines(const char *text, int32_t num_segments, s1f_schedul
     token t;
     s1f_status status = S1F_OK;
     while (status == S1F_OK && next_token(&s, &t)) {
-        token parts[2];
-        int num_parts = split_pair(&t, s.as_csv, parts);
+        token parts[2] = {t};
+        int num_parts = s.as_csv ? split_overlapped(&t, parts) : 1;
         for (int i = 0; i < num_parts && status == S1F_OK; i++) {
             parsed_unit unit = {0};
             status = s.as_csv ? parse_torch(&parts[i], num_segments, &unit) : parse_ours(&parts[i], &unit);
-            unit.ends_pair = i == 1;
             if (status == S1F_OK)
                 status = append_parsed(&units, &count, &capacity, unit);
         }

@@ -147,66 +147,6 @@ no_memory:
     return s1f_fail(S1F_ERR_MEMORY, "no memory for the tape of %d ranks", num_ranks);
 }
 
-/* -- from a family ------------------------------------------------------------------------------------------------- */
-
-static s1f_edge edge_between(int32_t source, int32_t destination, int64_t num_messages, int64_t num_places)
-{
-    return (s1f_edge){
-        .source_stage = source,
-        .destination_stage = destination,
-        .source_rank = source,
-        .destination_rank = destination,
-        .is_gradient = destination < source,
-        .num_places = (int32_t)(num_places < num_messages ? num_places : num_messages),
-        .num_messages = num_messages,
-    };
-}
-
-/* Rank r holds stage r. Both ends use the messages in one order, so an edge needs the receiver's peak of live messages:
- * of activations one more than its warm-up, of gradients one. */
-static void fill_stream(s1f_tape *tape, int32_t prefetch)
-{
-    int32_t P = tape->num_ranks;
-    int64_t N = tape->num_forward;
-    for (int32_t rank = 0; rank + 1 < P; rank++) {
-        int64_t live = tape->warmup[rank + 1] < N ? tape->warmup[rank + 1] + 1 : N;
-        tape->edges[rank] = edge_between(rank, rank + 1, N, live + prefetch);
-        tape->edges[P - 1 + rank] = edge_between(rank + 1, rank, N, (int64_t)1 + prefetch);
-    }
-    tape->has_backward = 1;
-    fill_kinds(tape);
-    for (int32_t rank = 0; rank < P; rank++) {
-        tape->num_units[rank] = 2 * N;
-        for (int32_t pass = S1F_PASS_FORWARD; pass <= S1F_PASS_BACKWARD; pass++) {
-            kind_of(tape, rank, pass)->rank = rank;
-            kind_of(tape, rank, pass)->num_units = N;
-        }
-    }
-    for (int32_t e = 0; e < tape->num_edges; e++)
-        fill_window(tape, e, 1);
-}
-
-s1f_status s1f_tape_of_family(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t prefetch, s1f_tape **out)
-{
-    if (prefetch < 0)
-        return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", prefetch);
-    int64_t *warmup = NULL;
-    s1f_tape *tape = NULL;
-    s1f_status status = s1f_schedule_warmups(family, num_ranks, num_microbatches, num_segments, &warmup);
-    if (status == S1F_OK)
-        status = create(num_ranks, num_ranks, num_segments, 2 * (num_ranks - 1), &tape);
-    if (status != S1F_OK) {
-        free(warmup);
-        return status;
-    }
-    tape->warmup = warmup;
-    tape->num_forward = (int64_t)num_microbatches * num_segments;
-    fill_stream(tape, prefetch);
-    *out = tape;
-    return S1F_OK;
-}
-
 /* -- reading ------------------------------------------------------------------------------------------------------- */
 
 void s1f_tape_rewind(const s1f_tape *tape, int32_t rank, s1f_tape_reader *reader)

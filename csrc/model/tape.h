@@ -38,10 +38,6 @@ typedef struct {
 
 /* *out is owned by the caller (s1f_tape_free), untouched on error, and does not need the program any more. */
 s1f_status s1f_tape_of_program(const s1f_program *program, s1f_tape **out);
-/* The tape that lowering the family's order would give, in memory linear in ranks and places. S1F_ERR_ARG as
- * s1f_schedule_build, and for a family whose order is more than warm-up, one forward and one backward, cool-down. */
-s1f_status s1f_tape_of_family(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t prefetch, s1f_tape **out);
 void s1f_tape_free(s1f_tape *tape); /* NULL is fine */
 
 /* Reads the units of one rank: while (reader.next < reader.end || s1f_tape_refill(...)) use(*reader.next++); */

@@ -1,9 +1,9 @@
-/* dualpipev.c - F and B of two micro-batches as one: two stages per rank in a V. [DualPipe, DeepSeek-V3,
- * arXiv:2412.19437; its V form is DeepSeek's published DualPipeV]
+/* dualpipev.c - the micro-batches of a rank's first stage meet those on their way back in its second, so that F and B take
+ * turns in the steady state: two stages per rank in a V. [DualPipe, DeepSeek-V3, arXiv:2412.19437; its V form is
+ * DeepSeek's published DualPipeV]
  *
- * The micro-batches of the first stage meet those on their way back in the second, so that in the steady state every F is
- * paired with a B whose communication it hides. Warm-up and cool-down split some backwards and put their W off. With F&B
- * the time of a pair, F, B and W those of one stage: bubble (P - 1) (F&B + B - 3 W), peak 2 P + 1. M >= 2 P. */
+ * Warm-up and cool-down split some backwards and put their W off. F = I = W of one stage: bubble (P - 1) F, peak 2 P + 1.
+ * There an F and the next B share the device at the same time; here they run one after the other. M >= 2 P. */
 #include "families.h"
 
 #include <stdlib.h>
@@ -49,12 +49,10 @@ static void oldest_weight(writer *w)
         append(w, w->put_off[w->num_weights++]);
 }
 
-static void pair(writer *w, int forward_way)
+static void forward_backward(writer *w, int forward_way)
 {
     forward(w, forward_way);
     backward(w, forward_way == DOWN ? UP : DOWN);
-    if (w->status == S1F_OK)
-        w->status = s1f_schedule_pair_last(w->schedule, w->rank);
 }
 
 static void warm_up(writer *w, int32_t P)
@@ -73,17 +71,11 @@ static void warm_up(writer *w, int32_t P)
     }
 }
 
-/* The last rank's first F and B are no pair: B needs not wait for the F then. */
 static void steady(writer *w, int32_t P, int32_t M)
 {
     for (int32_t i = 0; i < M - 2 * P + w->rank + 1; i++) {
-        if (i == 0 && w->rank == P - 1) {
-            forward(w, DOWN);
-            backward(w, UP);
-        } else {
-            pair(w, DOWN);
-        }
-        pair(w, UP);
+        forward_backward(w, DOWN);
+        forward_backward(w, UP);
     }
 }
 
@@ -92,7 +84,7 @@ static void cool_down(writer *w, int32_t P)
     int32_t behind = P - 1 - w->rank;
     for (int32_t i = 0; i < behind; i++) {
         backward(w, UP);
-        pair(w, UP);
+        forward_backward(w, UP);
     }
     for (int32_t i = 0; i <= w->rank; i++) { /* the later half puts its W off */
         int is_late = 2 * i >= w->rank + 1;
@@ -143,7 +135,7 @@ static const char *broken_rule(const s1f_request *request)
 
 const s1f_family s1f_family_dualpipev = {
     .facts = {.name = "dualpipev",
-              .description = "F of one micro-batch paired with B of another: two stages per rank in a V",
+              .description = "F of one micro-batch, then B of another: two stages per rank in a V",
               .source = "DualPipe, arXiv:2412.19437, in its V form",
               .validity = "M >= 2 P, k = 1, v = 2",
               .stages_per_rank = 2},

@@ -194,25 +194,6 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
     return known->build(&request, out);
 }
 
-s1f_status s1f_schedule_warmups(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                                int64_t **warmups)
-{
-    s1f_request request = {num_ranks, num_microbatches, num_segments, 1, {0}};
-    const s1f_family *known;
-    s1f_status status = check_request(family, &request, &known);
-    if (status != S1F_OK)
-        return status;
-    if (known->warmup == NULL)
-        return s1f_fail(S1F_ERR_ARG, "%s has no formula for its units: build_schedule lists them", known->facts.name);
-    int64_t *lengths = malloc((size_t)num_ranks * sizeof *lengths);
-    if (lengths == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d ranks", num_ranks);
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        lengths[rank] = known->warmup(&request, rank);
-    *warmups = lengths;
-    return S1F_OK;
-}
-
 /* -- what families share ------------------------------------------------------------------------------------------- */
 
 int32_t s1f_placement_loop(int32_t num_ranks, int32_t stage)

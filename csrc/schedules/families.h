@@ -16,9 +16,6 @@ typedef struct {
     const char *(*broken_rule)(const s1f_request *request);
     /* Builds the order of every rank; no rule is broken. *out is owned by the caller and untouched on error. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
-    /* Where the order is warm-up, one forward and one backward, cool-down in plain order: forwards of a rank before its
-     * first backward; else NULL. */
-    int64_t (*warmup)(const s1f_request *request, int64_t rank);
 } s1f_family;
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,

@@ -4,15 +4,9 @@
  * micro-batches in order both times. F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak M k. Any counts. */
 #include "families.h"
 
-static int64_t all_units(const s1f_request *request, int64_t rank)
-{
-    (void)rank;
-    return (int64_t)request->num_microbatches * request->num_segments;
-}
-
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t num_units = all_units(request, rank);
+    int64_t num_units = (int64_t)request->num_microbatches * request->num_segments;
     s1f_status status = S1F_OK;
     for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
         status = s1f_schedule_append_forward(schedule, rank, i);
@@ -34,7 +28,6 @@ const s1f_family s1f_family_gpipe = {
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .build = build,
-    .warmup = all_units,
 };
 
 const s1f_family s1f_family_terapipe = {
@@ -45,5 +38,4 @@ const s1f_family s1f_family_terapipe = {
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .build = build,
-    .warmup = all_units,
 };

@@ -43,5 +43,4 @@ const s1f_family s1f_family_seq1f1b = {
               .options = S1F_OPTION_EXTRA_WARMUP},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .build = build,
-    .warmup = warmup_units,
 };

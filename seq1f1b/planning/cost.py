@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape, make_model, partition_sequence
 from seq1f1b.planning.profile import Part, Profile
-from seq1f1b.schedule import Schedule, StepMemory, StreamedSchedule, nearest_name
+from seq1f1b.schedule import Schedule, StepMemory, nearest_name
 
 __all__ = [
     "CostModel",
@@ -567,9 +567,7 @@ class CostModel:
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
 
-    def simulation_arguments(
-        self, schedule: Schedule | StreamedSchedule, sizes: Sequence[int], *, split_backward: bool
-    ) -> dict[str, Any]:
+    def simulation_arguments(self, schedule: Schedule, sizes: Sequence[int], *, split_backward: bool) -> dict[str, Any]:
         """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, bytes, the optimizer."""
         seconds = self.unit_seconds(sizes, split_backward=split_backward)
         both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]

@@ -10,7 +10,6 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +38,8 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
     begin, end = _extent(timeline)
     margin = len(f"rank {len(timeline) - 1}  ")
     columns = max(width - margin, 1)
-    tracks = [_side_by_side(track) for track in timeline]
     shortest: dict[str, float] = {}  # of each pass
-    for unit, start, stop in (entry for track in tracks for entry in track):
+    for unit, start, stop in (entry for track in timeline for entry in track):
         if stop > start:
             shortest[unit.kind] = min(shortest.get(unit.kind, stop - start), stop - start)
     narrowest = min(shortest.values(), default=0.0)
@@ -50,7 +48,7 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
         scale = int(scale * narrowest + 1e-9) / narrowest
     label = _label(units, sorted(int(scale * length + 1e-9) for length in shortest.values()))
     lines = []
-    for rank, track in enumerate(tracks):
+    for rank, track in enumerate(timeline):
         line = ""
         if scale * narrowest < 1:
             line = _shares(track, begin, scale, columns)
@@ -131,30 +129,6 @@ def _extent(timeline: Timeline) -> tuple[float, float]:
     begin = min(start for track in timeline for _, start, _ in track)
     end = max(stop for track in timeline for _, _, stop in track)
     return begin, end
-
-
-def _is_pair(first: tuple[Unit, float, float], second: tuple[Unit, float, float]) -> bool:
-    """Units that run together."""
-    return first[1:] == second[1:] and first[1] < first[2]
-
-
-def _side_by_side(track: Sequence[tuple[Unit, float, float]]) -> list[tuple[Unit, float, float]]:
-    """The units of a pair, which take the same time, get a half of it each."""
-    shown = list(track)
-    for i, (first, second) in enumerate(pairwise(track)):
-        if _is_pair(first, second):
-            middle = sum(first[1:]) / 2
-            shown[i : i + 2] = (first[0], first[1], middle), (second[0], middle, second[2])
-    return shown
-
-
-def _halves(track: Sequence[tuple[Unit, float, float]]) -> dict[Unit, tuple[float, float]]:
-    """Of the units of pairs, the part of a row's height, from its top, that each gets."""
-    halves: dict[Unit, tuple[float, float]] = {}
-    for first, second in pairwise(track):
-        if _is_pair(first, second):
-            halves |= {first[0]: (0.0, 0.5), second[0]: (0.5, 1.0)}
-    return halves
 
 
 def _first_stages(timeline: Timeline) -> list[int]:
@@ -251,25 +225,17 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
     room = 0.005 * ax.get_xlim()[1]  # that one character takes
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, (track, first_stage) in enumerate(zip(timeline, _first_stages(timeline), strict=True)):
-        halves = _halves(track)
         for hatch in (None, "////"):
-            for part in ((0.0, 1.0), (0.0, 0.5), (0.5, 1.0)):  # of the row's height
-                shown = [
-                    entry
-                    for entry in track
-                    if (entry[0].stage != first_stage) is (hatch is not None)
-                    and halves.get(entry[0], (0.0, 1.0)) == part
-                ]
-                bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
-                colors = [_color(unit) for unit, _, _ in shown]
-                top, height = rank - 0.42 + 0.84 * part[0], 0.84 * (part[1] - part[0])
-                ax.broken_barh(bars, (top, height), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
-                for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
-                    text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
-                    if width >= room * len(text):
-                        color = _color(unit)
-                        box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
-                        ax.text(left + width / 2, top + height / 2, text, color=_ink(color), bbox=box, **centred)
+            shown = [entry for entry in track if (entry[0].stage != first_stage) is (hatch is not None)]
+            bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
+            colors = [_color(unit) for unit, _, _ in shown]
+            ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
+            for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
+                text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
+                if width >= room * len(text):
+                    color = _color(unit)
+                    box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
+                    ax.text(left + width / 2, rank, text, color=_ink(color), bbox=box, **centred)
     ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     ax.set_ylim(len(timeline) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)

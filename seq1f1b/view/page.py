@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
 from seq1f1b.view import draw
-from seq1f1b.view.draw import _PASSES, _color, _extent, _first_stages, _halves, _ink, _is_pair, _time_unit
+from seq1f1b.view.draw import _PASSES, _color, _extent, _first_stages, _ink, _time_unit
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline
@@ -80,7 +80,7 @@ def timeline_html(
             axis.
     Raises:
         ImportError: bokeh is not installed.
-        ValueError: a timeline holds no unit, all together more than 100000, or a simulation was streamed.
+        ValueError: a timeline holds no unit, or all together more than 100000.
     """
     try:
         from bokeh.embed import file_html
@@ -136,8 +136,8 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         ValueError: the simulation was not given ``memory``.
     """
     given, peaks, schedule = run.given, run.memory, run.schedule
-    if given is None or peaks is None or schedule is None:
-        raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...)) of an order that is listed")
+    if given is None or peaks is None:
+        raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
     P, k = schedule.num_stages, schedule.num_segments
     whole = _per_unit(given.activations, "activations", P, k)
     kept = whole if given.kept_activations is None else _per_unit(given.kept_activations, "kept_activations", P, k)
@@ -198,14 +198,9 @@ def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
     units = {unit for track in timeline for unit, _, _ in track}
     after = {unit: [other for other in _neighbours(unit) if other in units] for unit in units}
     for track in timeline:
-        for i, (unit, _, _) in enumerate(track):
-            is_second = i > 0 and _is_pair(track[i - 1], track[i])
-            earlier = i - 2 if is_second else i - 1
-            if earlier >= 0 and track[earlier][0] not in after[unit]:
-                after[unit].append(track[earlier][0])
-            if is_second:  # a pair starts once the inputs of both are there
-                first = track[i - 1][0]
-                after[unit] = after[first] = list(dict.fromkeys(after[first] + after[unit]))
+        for (earlier, _, _), (unit, _, _) in pairwise(track):
+            if earlier not in after[unit]:
+                after[unit].append(earlier)
     return after
 
 
@@ -392,10 +387,7 @@ class _Plot:
         """With makespan and bubble."""
         _, end = _extent(self.timeline)
         makespan = end - self.begin
-        busy = 0.0
-        for track in self.timeline:
-            busy += sum(stop - start for _, start, stop in track)
-            busy -= sum(b[2] - b[1] for a, b in pairwise(track) if _is_pair(a, b))  # a pair's time counts once
+        busy = sum(stop - start for track in self.timeline for _, start, stop in track)
         text = f"{makespan / self.second:.6g} {self.unit_name}"
         if makespan > 0:
             text += f", bubble {max(0.0, 1 - busy / (makespan * len(self.timeline))):.1%}"
@@ -422,31 +414,21 @@ class _Plot:
         number = {unit: i for i, (_, unit, _, _) in enumerate(placed)}
         after = predecessors(self.timeline)
         edges = [[number[other] for other in after[unit]] for _, unit, _, _ in placed]
-        halves: dict[Unit, tuple[float, float]] = {}
-        for track in self.timeline:
-            halves |= _halves(track)
         first_stages = _first_stages(self.timeline)
-        path = set(self.path)  # names a pair by its first unit
-        for track in self.timeline:
-            path |= {b[0] for a, b in pairwise(track) if _is_pair(a, b) and a[0] in path}
+        path = set(self.path)
         colors = {key: _color(key) for key in {unit._replace(stage=0, segment=0) for _, unit, _, _ in placed}}
-        tall = _UNITS[1] - _UNITS[0]
-        parts = [halves.get(unit, (0.0, 1.0)) for _, unit, _, _ in placed]
+        ranks = np.array([rank for rank, *_ in placed], np.int32)
         shades = [colors[unit._replace(stage=0, segment=0)] for _, unit, _, _ in placed]
         red_green_blue = np.round(255 * np.array(shades)).astype(np.uint32)
         columns = {
             "left": np.array([self.at(start) for _, _, start, _ in placed]),
             "right": np.array([self.at(end) for _, _, _, end in placed]),
-            "top": np.array(
-                [rank + _UNITS[0] + tall * part[0] for (rank, *_), part in zip(placed, parts, strict=True)]
-            ).astype(np.float32),
-            "bottom": np.array(
-                [rank + _UNITS[0] + tall * part[1] for (rank, *_), part in zip(placed, parts, strict=True)]
-            ).astype(np.float32),
+            "top": (ranks + _UNITS[0]).astype(np.float32),
+            "bottom": (ranks + _UNITS[1]).astype(np.float32),
             "color": red_green_blue @ np.array([1 << 24, 1 << 16, 1 << 8], np.uint32) + np.uint32(255),
             "ink": np.array([_ink(shade) == "white" for shade in shades], np.uint8),
             "kind": np.array([_UNIT_KINDS.index(unit.kind) for _, unit, _, _ in placed], np.uint8),
-            "rank": np.array([rank for rank, *_ in placed], np.int32),
+            "rank": ranks,
             "stage": np.array([unit.stage for _, unit, _, _ in placed], np.int32),
             "microbatch": np.array([unit.microbatch for _, unit, _, _ in placed], np.int32),
             "segment": np.array([unit.segment for _, unit, _, _ in placed], np.int32),

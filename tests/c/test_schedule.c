@@ -178,25 +178,6 @@ static s1f_status simulate_tape(void)
     return status;
 }
 
-static s1f_status stream(void)
-{
-    static const double seconds[6] = {1, 1, 1, 1, 1, 1};
-    s1f_costs costs = {.pass_seconds = {seconds, seconds}};
-    s1f_tape *tape = NULL;
-    s1f_simulation *simulation = NULL;
-    s1f_status status = s1f_tape_of_family("seq1f1b", 3, 40, 2, 1, &tape);
-    CHECK((status == S1F_OK) == (tape != NULL));
-    if (status == S1F_OK)
-        status = s1f_tape_simulate(tape, &costs, S1F_KEEP_TOTALS, &simulation);
-    if (status == S1F_OK) {
-        CHECK(simulation->makespan == 160 + 2 * 2 && simulation->start == NULL);
-        CHECK_STATUS(s1f_simulation_find_slack(tape, &costs, simulation), S1F_ERR_STATE, "needs a listed order");
-    }
-    s1f_simulation_free(simulation);
-    s1f_tape_free(tape);
-    return status;
-}
-
 /* A failed allocation is S1F_ERR_MEMORY, leaves *out alone and nothing behind; a shrinking realloc may fail unnoticed. */
 static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
 {
@@ -230,7 +211,6 @@ static void test_failing_allocations(void)
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
     fail_each_allocation(build_auto, 40);
-    fail_each_allocation(stream, 15);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");

@@ -38,7 +38,7 @@ def mistyped(draw: st.DrawFn, as_csv: bool) -> tuple[str, int]:
     """A valid order with a few characters changed, dropped or doubled; and its segments."""
     if draw(st.booleans()):
         schedule = random_order(random.Random(draw(st.integers(0, 200))))
-    else:  # with pairs of F and B
+    else:  # with the backward split, in a V
         schedule = build_schedule("dualpipev", num_ranks=draw(st.integers(1, 2)), num_microbatches=4, stages_per_rank=2)
     text = schedule.to_csv() if as_csv else schedule.to_text()
     for _ in range(draw(st.integers(0, 3))):

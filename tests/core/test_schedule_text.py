@@ -56,6 +56,16 @@ def test_csv_of_torch() -> None:
     assert schedule == build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
 
 
+def test_cells_of_two_units_are_read_one_after_the_other() -> None:
+    """Torch's DualPipeV writes them; ours are plain cells."""
+    csv = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    schedule = Schedule.from_csv(csv, num_segments=1)
+    assert schedule.ranks[0][2:4] == (Unit("F", 0, 2, 0), Unit("B", 0, 0, 0))
+    assert schedule.to_csv() == csv.replace("(", "").replace(";", ",").replace(")OVERLAP_F_B", "")
+    assert Schedule.from_csv(schedule.to_csv(), num_segments=1) == schedule
+    schedule.check()
+
+
 def test_units_and_schedules_as_values() -> None:
     unit = Unit("F", 2, 1, 0)
     assert str(unit) == "F1.0"
@@ -86,6 +96,7 @@ HOW_CSV = "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transf
         ("F0.0.0", f"line 1, unit 1, 'F0.0.0': {HOW}"),
         ("[F0.0", f"line 1, unit 1, '[F0.0': {HOW}"),
         ("[0F0.0", f"line 1, unit 1, '[0F0.0': {HOW}"),
+        ("F1.0 (F0.0;B0.0)", f"line 1, unit 2, '(F0.0;B0.0)': {HOW}"),
         ("F2147483648.0", f"line 1, unit 1, 'F2147483648.0': {HOW}"),
         ("F" + 60 * "9", f"line 1, unit 1, 'F{38 * '9'}': {HOW}"),
         ("F0.0\n\n[1]F0.0", "line 3, unit 1, '[1]F0.0': either every unit names its stage or none does"),
@@ -108,6 +119,11 @@ def test_errors_of_text(text: str, message: str) -> None:
         ("0F0,0UNSHARD", 1, f"line 1, unit 2, '0UNSHARD': {HOW_CSV}"),
         ("F0", 1, f"line 1, unit 1, 'F0': {HOW_CSV}"),
         ("0F0.1", 1, f"line 1, unit 1, '0F0.1': {HOW_CSV}"),
+        ("(0F0;0B1)", 1, f"line 1, unit 1, '(0F0;0B1)': {HOW_CSV}"),
+        ("(0F0;0B1)OVERLAP", 1, f"line 1, unit 1, '(0F0;0B1)OVERLAP': {HOW_CSV}"),
+        ("(0F0;0B1)OVERLAP_F_BB", 1, f"line 1, unit 1, '(0F0;0B1)OVERLAP_F_BB': {HOW_CSV}"),
+        ("(;)OVERLAP_F_B", 1, f"line 1, unit 1, '': {HOW_CSV}"),
+        ("0F1,(0F0;0B1;0B0)OVERLAP_F_B", 1, f"line 1, unit 2, '0B1;0B0': {HOW_CSV}"),
         ("0F0", 0, "num_segments is 0, must be at least 1"),
         ("0F0\n0B0", 1, "line 2, unit 1, '0B0': another line holds this stage already"),
     ],

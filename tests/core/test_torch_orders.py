@@ -59,7 +59,7 @@ def torch_lowers(schedule: Schedule) -> dict[int, list[Any]]:
 
 
 def torch_runs(schedule: Schedule, lowered: dict[int, list[Any]]) -> None:
-    """Torch's dry run, which knows no pairs, ends with every action in it."""
+    """Torch's dry run, which knows no cells of two units, ends with every action in it."""
     lowered = {
         rank: [part for action in actions for part in action.sub_actions or [action]]
         for rank, actions in lowered.items()

@@ -151,7 +151,7 @@ CLAIMS = [
         "dualpipev",
         Claim(
             lambda P, M, k, v: M >= 2 * P and k == 1,
-            lambda P, M, k, v: P - 1,  # (P - 1) (F&B + B - 3 W), a pair as long as both
+            lambda P, M, k, v: (P - 1) / 2,  # (P - 1) F
             lambda P, M, k, v: 2 * P + 1,
             segments=(1, 2),
             stages=(2,),

@@ -18,7 +18,7 @@ import pytest
 from orders import small_schedule
 
 from seq1f1b import Simulation, build_schedule, schedules
-from seq1f1b.schedule import StepMemory, StreamedSchedule
+from seq1f1b.schedule import StepMemory
 from seq1f1b.view.draw import MOST_UNITS
 from seq1f1b.view.page import live_units, memory_curves, predecessors, timeline_html
 
@@ -114,8 +114,6 @@ def test_what_a_page_refuses(tmp_path: Path) -> None:
         timeline_html(path, simulate("gpipe", num_ranks=1, num_microbatches=MOST_UNITS // 2 + 1))
     with pytest.raises(ValueError, match="the timeline holds no unit"):
         timeline_html(path, [[]])
-    with pytest.raises(ValueError, match="a streamed order has no timeline"):
-        timeline_html(path, StreamedSchedule("gpipe", num_ranks=2, num_microbatches=2).simulate())
     with pytest.raises(ValueError, match=r"need simulate\(memory=StepMemory"):
         memory_curves(simulate("gpipe", num_ranks=2, num_microbatches=2))
     assert not path.exists()
@@ -300,11 +298,8 @@ def test_hovering_tells_slack_and_the_critical_path(bytes_of_two: Page) -> None:
         path = set(run.critical_path)
         told = {True: 0, False: 0}
         for rank, (track, slack) in enumerate(zip(run.timeline, run.slack, strict=True)):
-            seconds_of_pairs = {track[i + 1][0] for i in run.schedule.pairs[rank]}
-            path |= {track[i + 1][0] for i in run.schedule.pairs[rank] if track[i][0] in path}
             for (unit, start, end), seconds in list(zip(track, slack, strict=True))[::3]:
-                half = 0.4 if unit in seconds_of_pairs else 0.15  # the second of a pair is drawn below the first
-                text = page.hover(index, (start + end) / 2, rank + half)
+                text = page.hover(index, (start + end) / 2, rank + 0.15)
                 assert f"{unit}, " in text
                 if unit in path:
                     assert "on the critical path" in text

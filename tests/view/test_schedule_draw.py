@@ -180,20 +180,3 @@ def test_png_of_one_timeline_with_more_microbatches_than_colours(tmp_path: Path)
     path = tmp_path / "timeline.png"
     draw.timeline_png(path, simulate("seq1f1b", 4, 1e-3, num_microbatches=12).timeline)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_units_of_a_pair_are_drawn_one_above_the_other() -> None:
-    """Each over the whole time of both, in its half of the row."""
-    figure = pytest.importorskip("matplotlib.figure", reason="pictures need the optional matplotlib")
-    schedule = build_schedule("dualpipev", num_ranks=2, num_microbatches=4, stages_per_rank=2)
-    timeline = schedule.simulate().timeline
-    ax = figure.Figure().subplots()
-    draw._draw_tracks(ax, timeline, 1.0)
-    bars = {tuple(path.get_extents().extents.round(6)) for bars in ax.collections for path in bars.get_paths()}
-    pairs = [(rank, i) for rank, firsts in enumerate(schedule.pairs) for i in firsts]
-    assert pairs
-    for rank, i in pairs:
-        (_, start, end), second = timeline[rank][i : i + 2]
-        assert second[1:] == (start, end)
-        for top, bottom in ((rank - 0.42, rank), (rank, rank + 0.42)):
-            assert (start, round(top, 6), end, round(bottom, 6)) in bars
