@@ -29,7 +29,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import seq1f1b
-from seq1f1b import Schedule, Simulation, _core
+from seq1f1b import _C, Schedule, Simulation
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.compare import compare, table_text
 from seq1f1b.planning.cost import (
@@ -638,7 +638,7 @@ def _found_nccl() -> str:
     from seq1f1b.device.edges import find_nccl
 
     try:
-        version, path = _core.nccl_find(find_nccl())
+        version, path = _C.nccl_find(find_nccl())
     except RuntimeError as error:
         return f"not found ({error}): no transport='nccl'"
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"
@@ -653,10 +653,10 @@ def doctor(options: argparse.Namespace) -> int:
 
     importlib.import_module("seq1f1b.ops.attention")  # binds torch's functions
 
-    print(f"torch {torch.__version__}: bound, {len(_core.torch_functions())} functions of its C ABI")
-    fma, bf16 = _core.attention_rates(0.02)
+    print(f"torch {torch.__version__}: bound, {len(_C.torch_functions())} functions of its C ABI")
+    fma, bf16 = _C.attention_rates(0.02)
     pairs = f", {bf16 / 1e9:.0f} with products of bf16" if bf16 else ""
-    print(f"attention on the CPU: {_core.attention_isa()} kernels, {torch.get_num_threads()} threads")
+    print(f"attention on the CPU: {_C.attention_isa()} kernels, {torch.get_num_threads()} threads")
     print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{pairs}; SEQ1F1B_ISA forces other kernels")
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from seq1f1b import _core
+from seq1f1b import _C
 
 if TYPE_CHECKING:
     from seq1f1b.planning.profile import Profile
@@ -44,7 +44,7 @@ class ModelShape(NamedTuple):
 
         The formula stands in ``csrc/core/partition.h``; a backward pass costs twice as much at every position.
         """
-        return _core.model_flops(_token_shape(self), begin, end)
+        return _C.model_flops(_token_shape(self), begin, end)
 
 
 def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
@@ -120,14 +120,14 @@ def partition_sequence(
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
     if model is not None and documents is not None:
-        return _core.partition_documents(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
+        return _C.partition_documents(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
     if model is not None:
-        return _core.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
+        return _C.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
     if costs is not None:
-        return _core.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
-    return _core.partition_even(seq_len, num_segments, multiple_of)
+        return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
+    return _C.partition_even(seq_len, num_segments, multiple_of)
 
 
 def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
     """Raises ``ValueError``, naming the segment or the sum, unless ``sizes`` are at least 1 and sum to ``seq_len``."""
-    _core.partition_check(sizes, seq_len)
+    _C.partition_check(sizes, seq_len)

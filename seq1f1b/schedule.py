@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.view.draw import timeline_text
 
 __all__ = [
@@ -110,12 +110,12 @@ class Schedule:
         for rank, line in enumerate(lines):
             if not line:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_core.schedule_from_text("\n".join(lines)))
+        self._adopt(_C.schedule_from_text("\n".join(lines)))
 
     def _adopt(self, handle: Any) -> None:
         self.handle = handle  # of the C core; the engine lowers it
-        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _core.schedule_counts(handle)
-        self.rank_of_stage = tuple(_core.schedule_placement(handle))
+        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
+        self.rank_of_stage = tuple(_C.schedule_placement(handle))
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
         self._tapes: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
@@ -130,7 +130,7 @@ class Schedule:
         """The units of every rank in run order."""
         if self._ranks is None:
             self._ranks = tuple(
-                tuple(map(Unit._make, _core.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
+                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
             )
         return self._ranks
 
@@ -148,7 +148,7 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The same order without backward units: what evaluation runs."""
-        return self._from_handle(_core.schedule_forward_only(self.handle))
+        return self._from_handle(_C.schedule_forward_only(self.handle))
 
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
@@ -161,14 +161,14 @@ class Schedule:
         """
         if max_live_units is not None and max_live_units < 1:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        _core.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
+        _C.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
 
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
 
         A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
         """
-        return _core.schedule_to_text(self.handle)
+        return _C.schedule_to_text(self.handle)
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
@@ -181,11 +181,11 @@ class Schedule:
         Raises:
             ValueError: names line and unit.
         """
-        return cls._from_handle(_core.schedule_from_text(text))
+        return cls._from_handle(_C.schedule_from_text(text))
 
     def to_csv(self) -> str:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment."""
-        return _core.schedule_to_csv(self.handle)
+        return _C.schedule_to_csv(self.handle)
 
     @classmethod
     def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
@@ -197,7 +197,7 @@ class Schedule:
         Raises:
             ValueError: names line and cell.
         """
-        return cls._from_handle(_core.schedule_from_csv(text, num_segments))
+        return cls._from_handle(_C.schedule_from_csv(text, num_segments))
 
     def simulate(
         self,
@@ -276,7 +276,7 @@ class Schedule:
             raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
         tape = self._tape(prefetch)
-        makespan, period, span, busy, wait, start, end, slack, path = _core.tape_simulate(
+        makespan, period, span, busy, wait, start, end, slack, path = _C.tape_simulate(
             tape,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
             durations,
@@ -320,7 +320,7 @@ class Schedule:
     def _tape(self, prefetch: int) -> Any:
         tape = self._tapes.get(prefetch)
         if tape is None:
-            tape = self._tapes[prefetch] = _core.tape_of_program(_core.program_lower(self.handle, prefetch))
+            tape = self._tapes[prefetch] = _C.tape_of_program(_C.program_lower(self.handle, prefetch))
         return tape
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
@@ -332,7 +332,7 @@ class Schedule:
         return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _core.tape_memory(tape, activations, None, None, None, None, None))
+        return tuple(peak[1] for peak in _C.tape_memory(tape, activations, None, None, None, None, None))
 
     def _memory(self, tape: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
@@ -352,7 +352,7 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _core.tape_memory(
+        live = _C.tape_memory(
             tape,
             per_unit("activations"),
             per_unit("kept_activations"),
@@ -487,14 +487,14 @@ class Family:
             ValueError: a count below 1, an option that the family does not take.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _core.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
+        return _C.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
 
 
 def families() -> tuple[Family, ...]:
     """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
     return tuple(
         Family(name, description, source, validity, stages_per_rank, tuple(options))
-        for name, description, source, validity, stages_per_rank, options in _core.schedule_families()
+        for name, description, source, validity, stages_per_rank, options in _C.schedule_families()
     )
 
 
@@ -562,7 +562,7 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
-    return Schedule._from_handle(_core.schedule_build(name, *counts, flat))
+    return Schedule._from_handle(_C.schedule_build(name, *counts, flat))
 
 
 def schedules() -> tuple[str, ...]:

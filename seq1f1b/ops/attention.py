@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.device import cuda_attention
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
-_core.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+_C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
 cuda_attention.register(_cuda_kernels)
@@ -81,7 +81,7 @@ def causal_attention(
     docs = q.new_empty(0) if doc_ids is None else doc_ids.to(torch.int32)
     options = (slopes, docs, *_options(q, scale, window, softcap))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    in_step = stepping if torch.compiler.is_compiling() else _core.in_step()
+    in_step = stepping if torch.compiler.is_compiling() else _C.in_step()
 
     if in_step:
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
@@ -104,7 +104,7 @@ def layer_handle(index: int) -> Tensor:
     """
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
-    _core.layer_register(index)
+    _C.layer_register(index)
     return torch.tensor(index, dtype=torch.int64, device="cpu")
 
 
@@ -116,9 +116,9 @@ def token_offset(*, shard: tuple[int, int] | None = None) -> int:
             token is returned.
     """
     if shard is None:
-        return _core.token_offset()
+        return _C.token_offset()
     rank, size = check_shard(shard)
-    unit = _core.current_unit()
+    unit = _C.current_unit()
     if unit is None and rank > 0:
         raise ValueError(
             f"token_offset(shard=({rank}, {size})) outside a step, where no length is known: use positions"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.ops.attention import _autocast, _check, causal_attention
 
 __all__ = ["ulysses_attention"]
@@ -103,7 +103,7 @@ def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
             f"doc_ids is {tuple(doc_ids.shape)}, must be ({batch}, {tokens}), as q, or of the whole segment, "
             f"({batch}, {size * tokens})"
         )
-    unit = None if torch.compiler.is_compiling() else _core.current_unit()
+    unit = None if torch.compiler.is_compiling() else _C.current_unit()
     if unit is not None and tokens * size != unit[7]:
         raise ValueError(
             f"q has {tokens} tokens on this rank, the segment has {unit[7]}: must be 1/{size} of them; give the engine "

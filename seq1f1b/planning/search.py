@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.files import json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.planning.cost import RECOMPUTE, CostModel, Hardware, Layout, ProfiledHardware, RankBytes
@@ -887,7 +887,7 @@ def _splits_backward(family: Family) -> bool:
                 num_segments=segments,
                 stages_per_rank=family.stages_per_rank,
             )
-        except _core.ScheduleError:
+        except _C.ScheduleError:
             continue
         return any(unit.kind == "W" for rank in order.ranks for unit in rank)
     return True

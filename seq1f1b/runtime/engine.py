@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.device.edges import TRANSPORTS as DEVICE_TRANSPORTS
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.device.placement import common_device, move, step_on, through_host
@@ -335,7 +335,7 @@ class PipelineEngine:
             runtime.previous = self._runtimes.get(index - 1)
             runtime.following = self._runtimes.get(index + 1)
         self._tied = TiedParameters(self.modules(), self._group)
-        self._cache = _core.kv_cache_create()
+        self._cache = _C.kv_cache_create()
         self._ends: dict[tuple[int, int], Any] = {}
         self._program = self._lower(self.schedule.handle)
         self._connect()
@@ -386,7 +386,7 @@ class PipelineEngine:
             )
         split = next((u for rank in schedule.ranks for u in rank if u.kind in ("I", "W")), None)
         if split is not None:
-            raise _core.ScheduleError(
+            raise _C.ScheduleError(
                 f"the engine does not run split backward yet: the order has {split} of pass {split.kind}"
             )
         schedule.check()
@@ -395,7 +395,7 @@ class PipelineEngine:
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
         edges, is_receiver = [], {}
-        for source, destination, source_rank, destination_rank, *_ in _core.program_edges(self._program):
+        for source, destination, source_rank, destination_rank, *_ in _C.program_edges(self._program):
             kind = "gradients" if destination < source else "activations"
             text = f"{kind} of stage {source} to stage {destination}"
             if self.rank in (source_rank, destination_rank):
@@ -411,11 +411,11 @@ class PipelineEngine:
             self._ends = self._device_edges.open(self._ends, is_receiver)
 
     def _lower(self, schedule: Any) -> Any:
-        return _core.program_lower(schedule, self._prefetch, self._device_transport is not None)
+        return _C.program_lower(schedule, self._prefetch, self._device_transport is not None)
 
     def _make_executor(self, program: Any) -> Any:
-        ends = [self._ends.get((edge[0], edge[1])) for edge in _core.program_edges(program)]
-        executor = _core.executor_create(
+        ends = [self._ends.get((edge[0], edge[1])) for edge in _C.program_edges(program)]
+        executor = _C.executor_create(
             program, self.rank, self._group.group, self._cache, ends, self._thread_scope, _DTYPE_CODES
         )
         if self._device_edges is not None:
@@ -424,7 +424,7 @@ class PipelineEngine:
 
     def _eval_parts(self) -> tuple[Any, Any]:
         if self._eval_executor is None:
-            self._eval_program = self._lower(_core.schedule_forward_only(self.schedule.handle))
+            self._eval_program = self._lower(_C.schedule_forward_only(self.schedule.handle))
             self._eval_executor = self._make_executor(self._eval_program)
         return self._eval_program, self._eval_executor
 
@@ -504,7 +504,7 @@ class PipelineEngine:
             start = time.perf_counter()
             try:
                 with inside_step(), step_on(self.device):
-                    _core.executor_step(
+                    _C.executor_step(
                         executor,
                         self._step,
                         training,
@@ -583,7 +583,7 @@ class PipelineEngine:
         """
         unit = _last_unit(executor)
         explained = error
-        if not isinstance(error, _core.PipelineError):
+        if not isinstance(error, _C.PipelineError):
             explained = _explain(error, unit)
             place = f"{unit}: " if unit else ""
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
@@ -597,7 +597,7 @@ def _last_unit(executor: Any) -> str:
     """The unit at which the executor left the step, with its stage, "" where the step did not begin."""
     if executor is None:
         return ""
-    kind, stage, microbatch, segment = _core.executor_last_unit(executor)
+    kind, stage, microbatch, segment = _C.executor_last_unit(executor)
     return f"[{stage}]{Unit('FBIW'[kind], stage, microbatch, segment)}"
 
 
@@ -606,7 +606,7 @@ def _explain(error: BaseException, unit: str) -> BaseException:
 
     An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
     """
-    failure = _core.take_op_failure()
+    failure = _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
         error = failure
     if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
