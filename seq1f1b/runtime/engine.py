@@ -18,7 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.ops.context import inside_step
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.search import Plan
+from seq1f1b.plan import Plan
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
 from seq1f1b.runtime.splitting import (
@@ -84,7 +84,7 @@ class PipelineEngine:
             parallelism, :func:`seq1f1b.ulysses_attention`). Each is given whole sequences and runs its part of each
             segment. Losses and gradients are such that their mean over these ranks is that of the whole, as in data
             parallelism: put the stage under DDP or FSDP2 over them.
-        plan: a :class:`seq1f1b.planning.search.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
+        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
             num_segments and segment_sizes, and for a prefetch below its own. Refused by name where it needs what the
             engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
