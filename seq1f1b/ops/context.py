@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
+from torch._compile import _disable_dynamo
+
 from seq1f1b.ops import attention
 
 __all__ = ["add_loss", "carry_in", "carry_out"]
@@ -89,7 +92,7 @@ def _key(layer: Tensor | int) -> int:
     return layer if isinstance(layer, int) else int(layer.item())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """State that the previous segment left by :func:`carry_out`.
 
@@ -127,7 +130,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     return leaf
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def carry_out(layer: Tensor | int, state: Tensor) -> None:
     """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
 
@@ -151,7 +154,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
     unit.carried_out[key] = state
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def add_loss(tensor: Tensor) -> None:
     """Adds an auxiliary loss of any stage (expert balance, for one): one more root of the segment's backward.
 
