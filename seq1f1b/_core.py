@@ -111,3 +111,5 @@ executor_last_unit = _C.executor_last_unit
 executor_timeline = _C.executor_timeline
 executor_totals = _C.executor_totals
 executor_stage_measure = _C.executor_stage_measure
+unit_state = _C.unit_state
+unit_set_state = _C.unit_set_state

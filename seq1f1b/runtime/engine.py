@@ -491,15 +491,11 @@ class PipelineEngine:
             accumulators = self._enter_grad_dtype() if training else []
             if training:
                 self._tied.begin_step()
-            forward, backward = self._forward, self._backward
-            if torch.is_autocast_enabled(self.device.type):
-                backward = self._backward_without_autocast
+            run_unit = self._choose_run()
             place_views = self._group.place_views
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
-            elif self.device.type != "cpu":
-                forward, backward = (through_host(run, self.device) for run in (forward, backward))
             entered = executor
             start = time.perf_counter()
             try:
@@ -510,8 +506,7 @@ class PipelineEngine:
                         training,
                         batch.length,
                         batch.sizes,
-                        forward,
-                        backward,
+                        run_unit,
                         batch.learn,
                         place_views,
                     )
@@ -540,15 +535,26 @@ class PipelineEngine:
         )
         return batch.losses(), batch.outputs() if return_outputs else None
 
-    def _forward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        return self._runtimes[stage].forward(m, s, length, received)
+    def _choose_run(self) -> Callable[..., Any]:
+        """What the executor calls for every unit of a step."""
+        passes = {index: (runtime.forward, runtime.backward) for index, runtime in self._runtimes.items()}
+        if torch.is_autocast_enabled(self.device.type):
+            passes = {
+                index: (forward, self._outside_autocast(backward)) for index, (forward, backward) in passes.items()
+            }
 
-    def _backward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        return self._runtimes[stage].backward(m, s, received)
+        def run(kind: int, stage: int, m: int, s: int, received: Any) -> Any:
+            return passes[stage][kind](m, s, received)
 
-    def _backward_without_autocast(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        with torch.autocast(self.device.type, enabled=False):
-            return self._runtimes[stage].backward(m, s, received)
+        on_host = self._device_edges is None and self.device.type != "cpu"
+        return through_host(run, self.device) if on_host else run
+
+    def _outside_autocast(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def outside(m: int, s: int, received: Any) -> Any:
+            with torch.autocast(self.device.type, enabled=False):
+                return run(m, s, received)
+
+        return outside
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
@@ -685,6 +691,7 @@ class _Batch:
             last = runtime.is_last
             runtime.begin_step(
                 training=self._training,
+                sizes=self.sizes,
                 inputs=inputs if runtime.is_first else None,
                 kwargs=kwargs,
                 targets=targets if last else None,

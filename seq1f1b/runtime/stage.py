@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,11 @@ from seq1f1b.runtime.measure import SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
+
+
+Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
+"""What came for a unit from other ranks: of each message, in the order in which the program waits for them, its tensors
+(None for a gradient that is none) and which of them require grad. None where no message comes."""
 
 
 class StageRuntime:
@@ -66,6 +71,7 @@ class StageRuntime:
         self,
         *,
         training: bool,
+        sizes: Sequence[int] = (),
         inputs: list[list[tuple[Any, ...]]] | None = None,
         kwargs: list[list[dict[str, Any]]] | None = None,
         targets: list[list[Any]] | None = None,
@@ -77,7 +83,7 @@ class StageRuntime:
         measure_activations: bool = False,
     ) -> None:
         """Arguments of the step by [micro-batch][segment]; forgets what a failed step left behind."""
-        self.training = training
+        self.training, self.sizes = training, sizes
         self.inputs, self.kwargs, self.targets = inputs, kwargs, targets
         self.seeds, self.shares, self.auxiliary_seed = seeds, shares, auxiliary_seed
         self.loss_kwargs = loss_kwargs or {}
@@ -109,8 +115,9 @@ class StageRuntime:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, m: int, s: int, length: int, received: Any) -> tuple[Tensor, ...] | None:
+    def forward(self, m: int, s: int, received: Received) -> tuple[Tensor, ...] | None:
         """F(m.s). Returns what crosses to the next stage, None from the last one."""
+        length = self.sizes[s]
         key = m * self._num_segments + s
         unit = LiveUnit(self.index, m, s, self.training, self.live.get(key - 1) if s else None)
         arguments = self._arguments(key, m, s, received, unit)
@@ -160,9 +167,9 @@ class StageRuntime:
     def _modules(self) -> list[nn.Module]:
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
-    def _arguments(self, key: int, m: int, s: int, received: Any, unit: LiveUnit) -> tuple[Any, ...]:
+    def _arguments(self, key: int, m: int, s: int, received: Received, unit: LiveUnit) -> tuple[Any, ...]:
         if received is not None:
-            tensors, requires_grad = received
+            tensors, requires_grad = received[0]
         elif self.is_first:
             assert self.inputs is not None
             return self.inputs[m][s]
@@ -299,7 +306,7 @@ class StageRuntime:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(self, m: int, s: int, received: Any) -> tuple[Tensor | None, ...] | None:
+    def backward(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...] | None:
         """B(m.s). Returns the gradients of the stage's inputs, None from the first one."""
         key = m * self._num_segments + s
         unit = self.live.pop(key)
@@ -329,11 +336,11 @@ class StageRuntime:
         return None
 
     def _roots(
-        self, key: int, m: int, s: int, unit: LiveUnit, received: Any
+        self, key: int, m: int, s: int, unit: LiveUnit, received: Received
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         roots, seeds = unit.roots, unit.seeds
         if seeds is None:  # a middle stage: gradients come from the next one
-            gradients = received[0] if received is not None else self.handed.pop(key)
+            gradients = received[0][0] if received is not None else self.handed.pop(key)
             seeds = tuple(gradients)  # not the cached views themselves: roots are added below
             if None in roots or any(g is None for g in gradients):
                 pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
