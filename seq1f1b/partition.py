@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
-
-if TYPE_CHECKING:
-    from seq1f1b.planning.profile import Profile
 
 __all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
 
 
 _PIECES = 1024  # of the sequence whose costs a split by a profile balances
+
+
+class PieceCosts(Protocol):
+    """A model's measured costs: a :class:`seq1f1b.planning.profile.Profile`, for one."""
+
+    def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
+        """Seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
 
 
 class ModelShape(NamedTuple):
@@ -78,7 +82,7 @@ def partition_sequence(
     strategy: str = "flops",
     model: ModelShape | None = None,
     costs: Sequence[float] | None = None,
-    profile: Profile | None = None,
+    profile: PieceCosts | None = None,
     documents: Sequence[int] | None = None,
     mix: float = 1.0,
     multiple_of: int = 1,

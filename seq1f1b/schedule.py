@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
-from seq1f1b.view.draw import timeline_text
 
 __all__ = [
     "Family",
@@ -450,6 +449,8 @@ class Simulation:
 
     def to_text(self, width: int = 100) -> str:
         """The timeline as text, one line per rank, in ``width`` columns."""
+        from seq1f1b.view.draw import timeline_text
+
         return timeline_text(self.timeline, width=width)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape, make_model, partition_sequence
+from seq1f1b.plan import Layout
 from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.schedule import Schedule, StepMemory, nearest_name
 
@@ -121,34 +122,6 @@ class ProfiledHardware(Hardware):
         values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
         values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
         return cls(**values, profile=profile)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is laid over devices, beside the pipeline.
-
-    Attributes:
-        tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
-            parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
-            ``data`` ones; the optimizer's state is sharded over ``data``.
-        layers: of every stage; None: as even as can be, earlier stages have one more.
-        recompute: one of ``RECOMPUTE``.
-        documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
-        head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
-            all live segments.
-        copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
-            instead of a cache per micro-batch.
-    """
-
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    data: int = 1
-    layers: tuple[int, ...] | None = None
-    recompute: str = "none"
-    documents: tuple[int, ...] | None = None
-    head_in_loss: bool = True
-    copies_prefix: bool = False
 
 
 class UnitSeconds(NamedTuple):

@@ -138,8 +138,8 @@ static int32_t source_stage(const pipeline *p, s1f_unit unit)
     return unit.stage + 1;
 }
 
-static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *input, int32_t is_sent,
-                      s1f_result *result)
+static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *inputs, int32_t num_inputs,
+                      int32_t num_sends, s1f_result *result)
 {
     rank_state *state = context;
     pipeline *p = state->p;
@@ -156,17 +156,18 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
                         .expected = value_of(is_forward, source, unit.microbatch, unit.segment, state->step),
                         .value = value_of(is_forward, unit.stage, unit.microbatch, unit.segment, state->step)};
     CUdeviceptr local = 0;
-    if (input->message != NULL) {
-        CHECK(input->message->num_tensors == 1 && input->message->tensors[0].sizes[0] == current->length);
-        work->input = input->payload;
+    if (num_inputs > 0) {
+        const s1f_message *message = inputs->message;
+        CHECK(num_inputs == 1 && message->num_tensors == 1 && message->tensors[0].sizes[0] == current->length);
+        work->input = inputs->payload;
     } else if (source >= 0 && unit.pass != S1F_PASS_BACKWARD_WEIGHT) { /* from a stage of this rank */
         local = state->handed[source][unit.microbatch][unit.segment];
         work->input = (const int32_t *)(uintptr_t)local;
     }
     int32_t destination = is_forward ? unit.stage + 1 : unit.stage - 1;
     int32_t is_handed =
-        !is_sent && unit.pass != S1F_PASS_BACKWARD_WEIGHT && destination >= 0 && destination < p->num_stages;
-    CUdeviceptr output = is_sent || is_handed ? take_buffer(state) : 0;
+        num_sends == 0 && unit.pass != S1F_PASS_BACKWARD_WEIGHT && destination >= 0 && destination < p->num_stages;
+    CUdeviceptr output = num_sends > 0 || is_handed ? take_buffer(state) : 0;
     work->output = (int32_t *)(uintptr_t)output;
     if (n == state->stall_at)
         CHECK(cuStreamWaitValue64_v2(state->compute, state->stall, 1, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS);
@@ -176,7 +177,7 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     if (is_handed)
         state->handed[unit.stage][unit.microbatch][unit.segment] = output;
     s1f_device_leave(state->device);
-    if (is_sent) {
+    if (num_sends > 0) {
         result->num_tensors = 1;
         result->tensors[0] = (s1f_tensor_header){.dtype = S1F_INT32, .ndim = 1, .sizes = {current->length}};
         result->data[0] = (const void *)(uintptr_t)output;
