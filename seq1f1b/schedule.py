@@ -473,6 +473,11 @@ class Family:
     stages_per_rank: int
     options: tuple[str, ...]
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether its source cuts micro-batches into segments. The others are drawn and compared with whole ones."""
+        return self.name.startswith("seq") or self.name in ("terapipe", "slimpipe", "auto")
+
     def broken_rule(
         self,
         *,
