@@ -74,9 +74,9 @@ program_edges = _C.program_edges
 program_stage_peak = _C.program_stage_peak
 program_peak_tokens = _C.program_peak_tokens
 program_rank_peak = _C.program_rank_peak
-tape_of_program = _C.tape_of_program
-tape_simulate = _C.tape_simulate
-tape_memory = _C.tape_memory
+program_lower_edges = _C.program_lower_edges
+program_simulate = _C.program_simulate
+program_memory = _C.program_memory
 
 # attention
 bind_torch = _C.bind_torch
