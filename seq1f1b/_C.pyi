@@ -86,7 +86,7 @@ def copy_end(control: object, watchdog: object, in_process: bool, /) -> object: 
 
 _Unit = tuple[str, int, int, int]  # kind, stage, microbatch, segment
 _Instruction = tuple[str, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
-_Edge = tuple[int, int, int, int, bool, int, int]  # stages, ranks (source, destination), gradient?, places, messages
+_Edge = tuple[int, int, int, int, int, int, int]  # stages, ranks (source, destination), channel, places, messages
 
 def schedule_families() -> list[tuple[str, str, str, str, int, list[str]]]: ...
 def schedule_build(
@@ -117,6 +117,7 @@ def schedule_to_csv(schedule: Any, /) -> str: ...
 def schedule_from_text(text: str, /) -> Any: ...
 def schedule_from_csv(text: str, num_segments: int, /) -> Any: ...
 def program_lower(schedule: Any, prefetch: int, with_receives: bool = False, /) -> Any: ...
+def program_lower_edges(schedule: Any, prefetch: int, /) -> Any: ...
 def program_instructions(program: Any, rank: int, /) -> list[_Instruction]: ...
 def program_edges(program: Any, /) -> list[_Edge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
@@ -129,9 +130,8 @@ _Path = tuple[tuple[int, int], ...]  # rank, number in its order
 _Rows = tuple[bytes, ...]  # doubles, a row per rank
 _Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | None, _Path | None]
 
-def tape_of_program(program: Any, /) -> Any: ...
-def tape_simulate(
-    tape: Any,
+def program_simulate(
+    program: Any,
     pass_seconds: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float],
@@ -142,8 +142,8 @@ def tape_simulate(
     progress: Callable[[int], object] | None,
     /,
 ) -> _Simulation: ...
-def tape_memory(
-    tape: Any,
+def program_memory(
+    program: Any,
     activations: Sequence[int] | None,
     kept_activations: Sequence[int] | None,
     output_gradients: Sequence[int] | None,

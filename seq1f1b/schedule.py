@@ -116,7 +116,7 @@ class Schedule:
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
-        self._tapes: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
+        self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
     @classmethod
     def _from_handle(cls, handle: Any) -> Schedule:
@@ -274,9 +274,9 @@ class Schedule:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        tape = self._tape(prefetch)
-        makespan, period, span, busy, wait, start, end, slack, path = _C.tape_simulate(
-            tape,
+        program = self._lower(prefetch)
+        makespan, period, span, busy, wait, start, end, slack, path = _C.program_simulate(
+            program,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
             durations,
             (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
@@ -286,7 +286,7 @@ class Schedule:
             _CAUSES if critical else _TIMELINE,
             progress or _ignore,
         )
-        peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
+        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
         return Simulation(
             makespan=makespan,
             span=tuple(_doubles(span)),
@@ -294,8 +294,8 @@ class Schedule:
             wait=tuple(_doubles(wait)),
             bubble=tuple(makespan - seconds for seconds in _doubles(busy)),
             peak=peak,
-            peak_tokens=None if segment_sizes is None else self._peak(tape, [*segment_sizes] * self.num_stages),
-            peak_bytes=None if unit_bytes is None else self._peak(tape, self._per_unit(unit_bytes, "unit_bytes")),
+            peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
+            peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
             given=memory,
             period=period if steps > 1 else None,
@@ -314,13 +314,13 @@ class Schedule:
         Args and errors are those of :meth:`simulate`.
         """
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        return self._memory(self._tape(prefetch), memory, sizes)[1]
+        return self._memory(self._lower(prefetch), memory, sizes)[1]
 
-    def _tape(self, prefetch: int) -> Any:
-        tape = self._tapes.get(prefetch)
-        if tape is None:
-            tape = self._tapes[prefetch] = _C.tape_of_program(_C.program_lower(self.handle, prefetch))
-        return tape
+    def _lower(self, prefetch: int) -> Any:
+        program = self._lowered.get(prefetch)
+        if program is None:
+            program = self._lowered[prefetch] = _C.program_lower_edges(self.handle, prefetch)
+        return program
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
@@ -330,10 +330,10 @@ class Schedule:
         """One value for each two neighbouring stages."""
         return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
-    def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.tape_memory(tape, activations, None, None, None, None, None))
+    def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None))
 
-    def _memory(self, tape: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+    def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
 
         def per_unit(name: str) -> list[int] | None:
@@ -351,8 +351,8 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _C.tape_memory(
-            tape,
+        live = _C.program_memory(
+            program,
             per_unit("activations"),
             per_unit("kept_activations"),
             per_unit("output_gradients"),

@@ -205,8 +205,9 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
     const s1f_edge *e = &p->edges[edge];
     int32_t is_receiver = e->destination_rank == rank, peer = is_receiver ? e->source_rank : e->destination_rank;
     char text[S1F_EDGE_TEXT_BYTES];
-    snprintf(text, sizeof text, "%s of stage %d to %d", e->is_gradient ? "gradients" : "activations",
-             (int)e->source_stage, (int)e->destination_stage);
+    snprintf(text, sizeof text, "%s of stage %d to %d",
+             e->channel == S1F_CHANNEL_GRADIENT ? "gradients" : "activations", (int)e->source_stage,
+             (int)e->destination_stage);
     s1f_edge_end *end = NULL;
     CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, -1, peer, is_receiver,
                                       text, &p->controls[rank][edge]),
@@ -428,7 +429,7 @@ static void check_setting(setting set)
     CHECK(atomic_load(&wrong_inputs) == 0);
     int64_t num_units = 0;
     for (int32_t rank = 0; rank < set.num_ranks; rank++)
-        num_units += s1f_program_num_units(p.program, rank);
+        num_units += p.program->ranks[rank].num_units;
     CHECK(atomic_load(&units_on_gpu) == 4 * num_units);
     CHECK(stand_in_count("cuMemAlloc_v2") == allocations);
     CHECK(count_synchronisations() == synchronisations);
