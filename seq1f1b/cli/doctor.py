@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 import seq1f1b
-from seq1f1b import _core
+from seq1f1b import _C
 
 PACKAGES = (
     ("matplotlib", "no PNG and SVG timelines"),
@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
 
     importlib.import_module("seq1f1b.ops.attention")  # binds torch's functions
 
-    print(f"torch {torch.__version__}: bound, {len(_core.torch_functions())} functions of its C ABI")
-    fma, bf16 = _core.attention_rates(0.02)
+    print(f"torch {torch.__version__}: bound, {len(_C.torch_functions())} functions of its C ABI")
+    fma, bf16 = _C.attention_rates(0.02)
     rates = f", {bf16 / 1e9:.0f} with products of bf16" if bf16 else ""
-    print(f"attention on the CPU: {_core.attention_isa()} kernels, {torch.get_num_threads()} threads")
+    print(f"attention on the CPU: {_C.attention_isa()} kernels, {torch.get_num_threads()} threads")
     print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{rates}; SEQ1F1B_ISA forces other kernels")
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
     print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
-    for line in importlib.import_module("seq1f1b.device.cuda_kernels").describe():
+    for line in importlib.import_module("seq1f1b.device.kernel_library").describe():
         print(line)
     print(f"NCCL: {found_nccl()}")
     print("messages between GPUs: through host memory; transport='nccl' and 'copy' never yet run on a GPU")
@@ -55,10 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def found_nccl() -> str:
-    from seq1f1b.device.device_edges import find_nccl
+    from seq1f1b.device.edges import find_nccl
 
     try:
-        version, path = _core.nccl_find(find_nccl())
+        version, path = _C.nccl_find(find_nccl())
     except RuntimeError as error:
         return f"not found ({error}): no transport='nccl'"
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"

@@ -7,18 +7,15 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seq1f1b import _core
-from seq1f1b.transport.group import DTYPES, map_fd, memory_fd, place_tensor
+from seq1f1b import _C
+from seq1f1b.transport.group import DTYPES, RankGroup, map_fd, memory_fd, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
-
-if TYPE_CHECKING:
-    from seq1f1b.transport.store import StoreRank
 
 _HEADER_BYTES = 2048  # S1F_HEADER_BYTES
 _UINT8 = DTYPES.index(torch.uint8)
@@ -35,14 +32,26 @@ class C10dRelay:
     (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
     engine's thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is
     completed by :meth:`drain`, as nothing can cancel it.
+
+    Args:
+        broken: hears, from the helper thread, why a transfer failed, and of which message on which edge.
     """
 
-    def __init__(self, group: StoreRank, process_group: Any, peer: int, tag: int, is_receiver: bool, text: str) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        process_group: Any,
+        peer: int,
+        tag: int,
+        is_receiver: bool,
+        text: str,
+        broken: Callable[[str, str], None],
+    ) -> None:
         self._group, self._process_group, self._tag = group, process_group, tag
-        self.peer = peer
+        self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
-        self.end: object = _core.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+        self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         self._step = self._num_places = 0
         self._expected: dict[int, int] = {}  # payload bytes by message number, of the step before
         self._sizes: dict[int, int] = {}  # of this step
@@ -77,7 +86,7 @@ class C10dRelay:
         def finish() -> None:
             for work in works:
                 work.wait(FOREVER)
-            _core.relay_done(self.end, step, sequence)
+            _C.relay_done(self.end, step, sequence)
 
         self._queue.put((sequence, finish))
 
@@ -97,7 +106,7 @@ class C10dRelay:
 
     def _receive_rest(self, step: int, sequence: int, place: int, first: int, work: Any) -> None:
         work.wait(FOREVER)
-        payload_bytes = _core.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
+        payload_bytes = _C.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
         rest = _HEADER_BYTES + payload_bytes - first
         if rest > 0:
             with self._lock:
@@ -106,7 +115,7 @@ class C10dRelay:
                 work = self._transfer(1, place + first, rest)
             work.wait(FOREVER)
         self._sizes[sequence] = max(payload_bytes, 0)
-        _core.relay_done(self.end, step, sequence)
+        _C.relay_done(self.end, step, sequence)
 
     def _work(self) -> None:
         while (entry := self._queue.get()) is not None:
@@ -114,7 +123,7 @@ class C10dRelay:
             try:
                 task()
             except Exception as error:
-                self._group.suspect(self.peer, first_line(error), f"{self._text}, message {sequence}")
+                self._broken(first_line(error), f"{self._text}, message {sequence}")
             del entry, task  # or the last message's tensors live on
 
     # after a failed step, and at the end
@@ -134,16 +143,16 @@ class C10dRelay:
         idle = threading.Event()
         self._queue.put((-1, idle.set))
         if not idle.wait(self._group.timeout_s):
-            raise _core.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
+            raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
         if not self._is_receiver:  # every place may be written again
-            _core.relay_done(self.end, self._step, (1 << 32) - 2)
+            _C.relay_done(self.end, self._step, (1 << 32) - 2)
         self._sizes, self._started = {}, ([], [])
         self._draining = False
 
     def flush(self) -> None:
         """Waits until the peer has everything."""
         if not self._is_receiver:
-            _core.relay_flush(self.end)
+            _C.relay_flush(self.end)
 
     def settle(self) -> None:
         """Every transfer of the step is complete: a step that fails before it begins here left nothing in flight."""

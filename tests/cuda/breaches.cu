@@ -1,6 +1,6 @@
-/* breaches.cu - kernels that break a rule of device.h each, for tests of the emulation. */
+/* breaches.cu - kernels that break a rule of sm80_primitives.cuh each, for tests of the emulation. */
 #include "../../kernels/cuda/kernel_table.h"
-#include "../../kernels/cuda/tile.h"
+#include "../../kernels/cuda/sm80_tile.cuh"
 
 using namespace s1f;
 

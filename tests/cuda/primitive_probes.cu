@@ -1,11 +1,11 @@
-/* primitive_probes.cu - each primitive of device.h alone, on words that the caller chose.
+/* primitive_probes.cu - each primitive of sm80_primitives.cuh alone, on words that the caller chose.
  *
  * Warp w of the launch reads the words in[w][lane][0..15] and writes out[w][lane][0..15]; `probe` names the primitive.
  * tests/cuda/probes.py says what must come out. Of the library that benchmarks/gpu.py takes along, not of the one that
  * is installed. */
 #include "../../csrc/core/dtype.h"
-#include "../../kernels/cuda/device.h"
 #include "../../kernels/cuda/kernel_table.h"
+#include "../../kernels/cuda/sm80_primitives.cuh"
 
 namespace s1f
 {

@@ -32,6 +32,19 @@ def test_what_trains_loads_no_planner_and_no_drawing(name: str) -> None:
         assert parts(modules, package) == []
 
 
+def test_the_engine_loads_no_compiler() -> None:
+    """Torch's compiler takes longer to import than torch itself."""
+    modules = modules_after("import seq1f1b\nseq1f1b.PipelineEngine, seq1f1b.carry_in, seq1f1b.causal_attention")
+    for package in (
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ):
+        assert parts(modules, package) == []
+
+
 def test_a_plan_is_read_without_the_planner() -> None:
     assert parts(modules_after("from seq1f1b.plan import Plan"), "seq1f1b.planning") == []
     assert parts(modules_after("from seq1f1b.plan import Plan"), "torch") == []

@@ -8,7 +8,7 @@ from typing import Any
 from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
-from seq1f1b.device.device_edges import DeviceEdges
+from seq1f1b.device.edges import DeviceEdges
 
 
 class StandInEdges(DeviceEdges):
