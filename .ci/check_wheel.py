@@ -6,7 +6,7 @@ from pathlib import Path
 import seq1f1b
 
 assert "torch" not in sys.modules
-assert seq1f1b._core._C.__file__.endswith(".abi3.so"), seq1f1b._core._C.__file__
+assert seq1f1b._C.__file__.endswith(".abi3.so"), seq1f1b._C.__file__
 assert seq1f1b.partition_sequence(10, 3, strategy="even") == [4, 3, 3]
 for name in seq1f1b._NEEDS_TORCH:
     try:
@@ -19,8 +19,8 @@ with_cuda = bool(int(sys.argv[1]))
 library = Path(seq1f1b.__file__).with_name("libseq1f1b_cuda.so")
 assert library.exists() == with_cuda, library
 if with_cuda:  # opens without a GPU and without torch
-    source, _, architectures, kernels = seq1f1b._core.cuda_operation(
-        seq1f1b._core.cuda_library_open(str(library)), "attention_forward"
+    source, _, architectures, kernels = seq1f1b._C.cuda_operation(
+        seq1f1b._C.cuda_library_open(str(library)), "attention_forward"
     )
     assert source and kernels and architectures == "sm_80 sm_90 compute_80", (source, architectures)
 print(f"imports on Python {sys.version.split()[0]}")

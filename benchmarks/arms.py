@@ -23,8 +23,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
 
 import seq1f1b
-from seq1f1b import _core
-from seq1f1b.planning.search import EARLY_PREFETCH
+from seq1f1b import _C
+from seq1f1b.planning.orders import EARLY_PREFETCH
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
@@ -270,23 +270,23 @@ class SegmentStage(TimedStage):
     def __init__(self, *arguments: Any, order: seq1f1b.Schedule, rank: int, length: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._length, self._k = length // order.num_segments, order.num_segments
-        self.cache = _core.kv_cache_create()
-        program = _core.program_lower(order.handle, 1)
-        _, self._kv_slots, self._grad_slots = _core.program_stage_peak(program, self.stage_index)
+        self.cache = _C.kv_cache_create()
+        program = _C.program_lower(order.handle, 1)
+        _, self._kv_slots, self._grad_slots = _C.program_stage_peak(program, self.stage_index)
         self._slots = {
             (unit[0], unit[2] * self._k + unit[3]): slots
-            for op, _, unit, _, *slots, _ in _core.program_instructions(program, rank)
+            for op, _, unit, _, *slots, _ in _C.program_instructions(program, rank)
             if op == "RUN"
         }
 
     def begin_step(self) -> None:
         slots = (self.stage_index, self._kv_slots, self._grad_slots)
-        _core.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
+        _C.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
 
     @contextmanager
     def _unit(self, kind: str, index: int) -> Iterator[None]:
         m, s = divmod(index, self._k)
-        _core.current_unit_set(
+        _C.current_unit_set(
             self.cache, "FB".index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
             s * self._length, self._length, self._length * self._k, "process",
         )  # fmt: skip
@@ -296,7 +296,7 @@ class SegmentStage(TimedStage):
                 yield
             finished = True
         finally:
-            _core.current_unit_clear("process", finished)
+            _C.current_unit_clear("process", finished)
 
 
 def torch_runtime(stage: PipelineStage, order: seq1f1b.Schedule, loss_fn: Any, *, scale_grads: bool = False) -> Any:

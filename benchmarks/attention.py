@@ -44,7 +44,7 @@ import torch_attention
 from common import FOREIGN_LIMIT, ForeignLoad, header, look_at_rates
 from torch import Tensor
 
-from seq1f1b import _core, causal_attention
+from seq1f1b import _C, causal_attention
 
 HEADS = 8
 SHAPES = [(512, 0), (512, 3584), (1024, 7168), (2048, 0), (2048, 6144), (4096, 0), (4096, 8192)]  # s, o
@@ -137,7 +137,7 @@ class Ours:
         self.case, self.dout = case, data.dout
         self.sizes = [size for size in (case.prefix, case.tokens, self.LAST) if size]
         self.timed = len(self.sizes) - 2
-        self.cache = _core.kv_cache_create()
+        self.cache = _C.kv_cache_create()
         self.leaves = []
         for s, size in enumerate(self.sizes):
             where = slice(sum(self.sizes[:s]), sum(self.sizes[:s]) + size)
@@ -146,16 +146,16 @@ class Ours:
                 parts = [t.new_zeros(1, size, case.kv_heads, case.dim).transpose(1, 2) for t in (data.k, data.v)]
             q = data.q if s == self.timed else data.q.new_zeros(1, size, case.heads, case.dim).transpose(1, 2)
             self.leaves.append([copy_of(t).requires_grad_() for t in (q, *parts)])
-        _core.layer_register(0)
+        _C.layer_register(0)
 
     @contextmanager
     def unit(self, kind: int, s: int) -> Iterator[None]:
-        _core.current_unit_set(
+        _C.current_unit_set(
             self.cache, kind, 0, 0, s, len(self.sizes), 0, 0 if kind == BACKWARD else -1, True, sum(self.sizes[:s]),
             self.sizes[s], sum(self.sizes), "thread",
         )  # fmt: skip
         yield
-        _core.current_unit_clear("thread")
+        _C.current_unit_clear("thread")
 
     def forward(self, s: int) -> Tensor:
         """A window of one key makes the other segments cheap: only what they write is needed."""
@@ -166,7 +166,7 @@ class Ours:
 
     def step(self, clock: Clock, through: int) -> tuple[list[float], list[Tensor], list[tuple[Tensor, ...]]]:
         """Seconds of the timed segment's passes; outputs and gradients of the segments from ``through`` on."""
-        _core.kv_cache_begin_step(self.cache, [(0, 1, 1)], sum(self.sizes), len(self.sizes))
+        _C.kv_cache_begin_step(self.cache, [(0, 1, 1)], sum(self.sizes), len(self.sizes))
         seconds, outs, grads = [], [], []
         for kind, segments in (
             (FORWARD, range(len(self.sizes))),
@@ -491,7 +491,7 @@ def main() -> None:
     keep_memory()
 
     print(header("Attention of a segment of s tokens over a prefix of o"))
-    print(f"# attention kernels: {_core.attention_isa()}")
+    print(f"# attention kernels: {_C.attention_isa()}")
     peaks = {threads: Peak(threads) for threads in options.threads}
     for threads, peak in peaks.items():
         fma, bf16 = peak.usual()

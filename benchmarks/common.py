@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from seq1f1b import _core
+from seq1f1b import _C
 
 FOREIGN_LIMIT = 0.08  # of one core; a step during which others used more does not count
 MIN_COUNTED = 15  # fewer counted steps per arm: "unmeasured"
@@ -63,7 +63,7 @@ class ForeignLoad:
 def look_at_rates() -> list[tuple[float, float]]:
     """FLOP/s of the calling thread on registers alone, fp32 multiply-adds and vdpbf16ps, several times: the median is a
     rate that lasts."""
-    return [_core.attention_rates(LOOK_SECONDS) for _ in range(LOOKS)]
+    return [_C.attention_rates(LOOK_SECONDS) for _ in range(LOOKS)]
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gpu_cases import Case, Machine, random
 
 import seq1f1b
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.device import kernel_library
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def environment(machine: Machine) -> Iterator[Case]:
         found: dict[str, Any] = {
             "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "libc": " ".join(platform.libc_ver()), "kernel": platform.release(), "cores": os.cpu_count(),
-            "seq1f1b": seq1f1b.__version__, "isa": _core.attention_isa(), "own CUDA kernels": {
+            "seq1f1b": seq1f1b.__version__, "isa": _C.attention_isa(), "own CUDA kernels": {
                 name: {"source": operation.source, "compiler": operation.compiler, "code": operation.architectures}
                 for name, operation in kernel_library.operations().items()
             },
@@ -63,7 +63,7 @@ def environment(machine: Machine) -> Iterator[Case]:
         """The extension was built without torch: its functions are found in this one, and its ops run."""
         out = seq1f1b.causal_attention(*(torch.ones(1, 1, 3, 8, device=machine.device) for _ in range(3)), layer=0)
         torch.testing.assert_close(out, torch.ones_like(out))
-        return {"functions": len(_core.torch_functions()), "file": _core._C.__file__.rpartition("/")[2]}
+        return {"functions": len(_C.torch_functions()), "file": _C._C.__file__.rpartition("/")[2]}
 
     def schemas() -> dict[str, Any]:
         drift = {name: text for name in aten_stand_ins.SCHEMAS if (text := aten_stand_ins.schema_drift(name))}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from seq1f1b import _core, transport
+from seq1f1b import _C, transport
 from seq1f1b.transport.group import place_tensor
 
 SPIN_US = 1e6
@@ -46,19 +46,19 @@ class Ours:
         rank, out, back = self.rank, self.out, self.back
         fields = (self.group.begin_step(), rank, 1 - rank, 0, 0, 0, 1, (1, 0, 1))
         header = [(transport.DTYPES.index(torch.uint8), 0, tuple(tensor.shape), tensor.data_ptr())]
-        _core.edge_begin_step(out, 2)
-        _core.edge_begin_step(back, 2)
-        _core.edge_post(back, 0, 0)
+        _C.edge_begin_step(out, 2)
+        _C.edge_begin_step(back, 2)
+        _C.edge_post(back, 0, 0)
         self.group.barrier()
         begin = time.perf_counter()
         for n in range(count):
             if rank == 0:
-                _core.edge_send(out, n, n % 2, fields, header)
+                _C.edge_send(out, n, n % 2, fields, header)
             if n + 1 < count:
-                _core.edge_post(back, n + 1, (n + 1) % 2)
-            _core.edge_wait(back, n, n % 2)
+                _C.edge_post(back, n + 1, (n + 1) % 2)
+            _C.edge_wait(back, n, n % 2)
             if rank == 1:
-                _core.edge_send(out, n, n % 2, fields, header)
+                _C.edge_send(out, n, n % 2, fields, header)
         seconds = (time.perf_counter() - begin) / count
         self.group.end_step(failed=False)
         return seconds
@@ -67,12 +67,12 @@ class Ours:
         """Sends a pattern, and compares the one that came."""
         rank = self.rank
         fields = (self.group.begin_step(), rank, 1 - rank, 0, 0, 0, 1, (1, 0, 1))
-        _core.edge_begin_step(self.out, 2)
-        _core.edge_begin_step(self.back, 2)
-        _core.edge_post(self.back, 0, 0)
+        _C.edge_begin_step(self.out, 2)
+        _C.edge_begin_step(self.back, 2)
+        _C.edge_post(self.back, 0, 0)
         code = transport.DTYPES.index(torch.uint8)
-        _core.edge_send(self.out, 0, 0, fields, [(code, 0, tuple(tensor.shape), tensor.data_ptr())])
-        _, ((_, _, sizes, address),) = _core.edge_wait(self.back, 0, 0)
+        _C.edge_send(self.out, 0, 0, fields, [(code, 0, tuple(tensor.shape), tensor.data_ptr())])
+        _, ((_, _, sizes, address),) = _C.edge_wait(self.back, 0, 0)
         same = bool(torch.equal(place_tensor(self.back, address, code, sizes), tensor))
         self.group.end_step(failed=False)
         return same

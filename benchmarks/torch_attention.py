@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from seq1f1b import _core
+from seq1f1b import _C
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -189,7 +189,7 @@ class InSegments:
         return rows
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        unit = _core.current_unit()
+        unit = _C.current_unit()
         with torch.autocast("cpu", enabled=False):
             if unit is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from seq1f1b._core import PipelineError, ScheduleError
+from seq1f1b._C import PipelineError, ScheduleError
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 

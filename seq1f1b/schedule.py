@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from seq1f1b import _core
-from seq1f1b.view.draw import timeline_text
+from seq1f1b import _C
 
 __all__ = [
     "Family",
@@ -110,14 +109,14 @@ class Schedule:
         for rank, line in enumerate(lines):
             if not line:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_core.schedule_from_text("\n".join(lines)))
+        self._adopt(_C.schedule_from_text("\n".join(lines)))
 
     def _adopt(self, handle: Any) -> None:
         self.handle = handle  # of the C core; the engine lowers it
-        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _core.schedule_counts(handle)
-        self.rank_of_stage = tuple(_core.schedule_placement(handle))
+        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
+        self.rank_of_stage = tuple(_C.schedule_placement(handle))
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
-        self._tapes: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
+        self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
     @classmethod
     def _from_handle(cls, handle: Any) -> Schedule:
@@ -130,7 +129,7 @@ class Schedule:
         """The units of every rank in run order."""
         if self._ranks is None:
             self._ranks = tuple(
-                tuple(map(Unit._make, _core.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
+                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
             )
         return self._ranks
 
@@ -148,7 +147,7 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The same order without backward units: what evaluation runs."""
-        return self._from_handle(_core.schedule_forward_only(self.handle))
+        return self._from_handle(_C.schedule_forward_only(self.handle))
 
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
@@ -161,14 +160,14 @@ class Schedule:
         """
         if max_live_units is not None and max_live_units < 1:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        _core.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
+        _C.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
 
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.
 
         A unit names its stage, ``[2]F1.0``, unless every rank ``r`` holds stage ``r`` and no other.
         """
-        return _core.schedule_to_text(self.handle)
+        return _C.schedule_to_text(self.handle)
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
@@ -181,11 +180,11 @@ class Schedule:
         Raises:
             ValueError: names line and unit.
         """
-        return cls._from_handle(_core.schedule_from_text(text))
+        return cls._from_handle(_C.schedule_from_text(text))
 
     def to_csv(self) -> str:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment."""
-        return _core.schedule_to_csv(self.handle)
+        return _C.schedule_to_csv(self.handle)
 
     @classmethod
     def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
@@ -197,7 +196,7 @@ class Schedule:
         Raises:
             ValueError: names line and cell.
         """
-        return cls._from_handle(_core.schedule_from_csv(text, num_segments))
+        return cls._from_handle(_C.schedule_from_csv(text, num_segments))
 
     def simulate(
         self,
@@ -275,9 +274,9 @@ class Schedule:
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        tape = self._tape(prefetch)
-        makespan, period, span, busy, wait, start, end, slack, path = _core.tape_simulate(
-            tape,
+        program = self._lower(prefetch)
+        makespan, period, span, busy, wait, start, end, slack, path = _C.program_simulate(
+            program,
             (self._per_unit(forward, "forward"), fully, inputs, weights),
             durations,
             (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
@@ -287,7 +286,7 @@ class Schedule:
             _CAUSES if critical else _TIMELINE,
             progress or _ignore,
         )
-        peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
+        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
         return Simulation(
             makespan=makespan,
             span=tuple(_doubles(span)),
@@ -295,8 +294,8 @@ class Schedule:
             wait=tuple(_doubles(wait)),
             bubble=tuple(makespan - seconds for seconds in _doubles(busy)),
             peak=peak,
-            peak_tokens=None if segment_sizes is None else self._peak(tape, [*segment_sizes] * self.num_stages),
-            peak_bytes=None if unit_bytes is None else self._peak(tape, self._per_unit(unit_bytes, "unit_bytes")),
+            peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
+            peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
             given=memory,
             period=period if steps > 1 else None,
@@ -315,13 +314,13 @@ class Schedule:
         Args and errors are those of :meth:`simulate`.
         """
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        return self._memory(self._tape(prefetch), memory, sizes)[1]
+        return self._memory(self._lower(prefetch), memory, sizes)[1]
 
-    def _tape(self, prefetch: int) -> Any:
-        tape = self._tapes.get(prefetch)
-        if tape is None:
-            tape = self._tapes[prefetch] = _core.tape_of_program(_core.program_lower(self.handle, prefetch))
-        return tape
+    def _lower(self, prefetch: int) -> Any:
+        program = self._lowered.get(prefetch)
+        if program is None:
+            program = self._lowered[prefetch] = _C.program_lower_edges(self.handle, prefetch)
+        return program
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
@@ -331,10 +330,10 @@ class Schedule:
         """One value for each two neighbouring stages."""
         return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
-    def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _core.tape_memory(tape, activations, None, None, None, None, None))
+    def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None))
 
-    def _memory(self, tape: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+    def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
 
         def per_unit(name: str) -> list[int] | None:
@@ -352,8 +351,8 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _core.tape_memory(
-            tape,
+        live = _C.program_memory(
+            program,
             per_unit("activations"),
             per_unit("kept_activations"),
             per_unit("output_gradients"),
@@ -450,6 +449,8 @@ class Simulation:
 
     def to_text(self, width: int = 100) -> str:
         """The timeline as text, one line per rank, in ``width`` columns."""
+        from seq1f1b.view.draw import timeline_text
+
         return timeline_text(self.timeline, width=width)
 
 
@@ -472,6 +473,11 @@ class Family:
     stages_per_rank: int
     options: tuple[str, ...]
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether its source cuts micro-batches into segments. The others are drawn and compared with whole ones."""
+        return self.name.startswith("seq") or self.name in ("terapipe", "slimpipe", "auto")
+
     def broken_rule(
         self,
         *,
@@ -487,14 +493,14 @@ class Family:
             ValueError: a count below 1, an option that the family does not take.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _core.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
+        return _C.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
 
 
 def families() -> tuple[Family, ...]:
     """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
     return tuple(
         Family(name, description, source, validity, stages_per_rank, tuple(options))
-        for name, description, source, validity, stages_per_rank, options in _core.schedule_families()
+        for name, description, source, validity, stages_per_rank, options in _C.schedule_families()
     )
 
 
@@ -562,7 +568,7 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
-    return Schedule._from_handle(_core.schedule_build(name, *counts, flat))
+    return Schedule._from_handle(_C.schedule_build(name, *counts, flat))
 
 
 def schedules() -> tuple[str, ...]:

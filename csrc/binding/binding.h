@@ -14,7 +14,6 @@
 
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
-#define S1F_CAPSULE_TAPE "seq1f1b.tape"
 #define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
 #define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"

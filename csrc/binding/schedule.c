@@ -3,6 +3,7 @@
 
 #include "../core/check.h"
 #include "../core/lower.h"
+#include "../core/receives.h"
 #include "../core/schedule.h"
 
 #include <limits.h>
@@ -469,6 +470,17 @@ static PyObject *schedule_from_csv(PyObject *self, PyObject *arguments)
 
 /* -- lowered programs -------------------------------------------------------------------------------------------- */
 
+/* Takes the program over. */
+static PyObject *wrap_program(s1f_status status, s1f_program *program)
+{
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    PyObject *handle = PyCapsule_New(program, S1F_CAPSULE_PROGRAM, free_program_capsule);
+    if (handle == NULL)
+        s1f_program_free(program);
+    return handle;
+}
+
 static PyObject *program_lower(PyObject *self, PyObject *arguments)
 {
     (void)self;
@@ -484,12 +496,22 @@ static PyObject *program_lower(PyObject *self, PyObject *arguments)
     s1f_status status = s1f_schedule_lower(schedule, prefetch, &program);
     if (status == S1F_OK && with_receives && (status = s1f_program_add_receives(program)) != S1F_OK)
         s1f_program_free(program);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    PyObject *handle = PyCapsule_New(program, S1F_CAPSULE_PROGRAM, free_program_capsule);
-    if (handle == NULL)
-        s1f_program_free(program);
-    return handle;
+    return wrap_program(status, program);
+}
+
+static PyObject *program_lower_edges(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule, *count;
+    int prefetch;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &count) || !read_int(count, "prefetch", &prefetch))
+        return NULL;
+    const s1f_schedule *schedule = s1f_from_capsule(capsule, S1F_CAPSULE_SCHEDULE);
+    if (schedule == NULL)
+        return NULL;
+    s1f_program *program = NULL;
+    s1f_status status = s1f_schedule_lower_edges(schedule, prefetch, &program);
+    return wrap_program(status, program);
 }
 
 static PyObject *instruction_tuple(const s1f_instruction *instruction)
@@ -531,7 +553,7 @@ static PyObject *program_edges(PyObject *self, PyObject *capsule)
     for (int32_t e = 0; list != NULL && e < count; e++) {
         PyObject *edge =
             Py_BuildValue("(iiiiNiL)", edges[e].source_stage, edges[e].destination_stage, edges[e].source_rank,
-                          edges[e].destination_rank, PyBool_FromLong(edges[e].is_gradient), edges[e].num_places,
+                          edges[e].destination_rank, PyLong_FromLong(edges[e].channel), edges[e].num_places,
                           (long long)edges[e].num_messages);
         if (append_new(list, edge) < 0)
             Py_CLEAR(list);
@@ -633,10 +655,12 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
+    {"program_lower_edges", program_lower_edges, METH_VARARGS,
+     "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and program_memory."},
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,
-     "(source_stage, destination_stage, source_rank, destination_rank, is_gradient, num_places, num_messages) per "
+     "(source_stage, destination_stage, source_rank, destination_rank, channel, num_places, num_messages) per "
      "edge."},
     {"program_stage_peak", program_stage_peak, METH_VARARGS,
      "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},

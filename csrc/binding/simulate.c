@@ -1,4 +1,4 @@
-/* simulate.c - conversions for simulations: tapes, times, memory.
+/* simulate.c - conversions for simulations: times, memory.
  * Long rows of doubles go out as bytes, for memoryview(...).cast("d"). */
 #include "binding.h"
 
@@ -6,33 +6,6 @@
 #include "../model/memory.h"
 
 #include <stdlib.h>
-
-static void free_tape_capsule(PyObject *capsule)
-{
-    s1f_tape_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_TAPE));
-}
-
-/* Takes the tape over. */
-static PyObject *wrap_tape(s1f_status status, s1f_tape *tape)
-{
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    PyObject *capsule = PyCapsule_New(tape, S1F_CAPSULE_TAPE, free_tape_capsule);
-    if (capsule == NULL)
-        s1f_tape_free(tape);
-    return capsule;
-}
-
-static PyObject *tape_of_program(PyObject *self, PyObject *capsule)
-{
-    (void)self;
-    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
-    if (program == NULL)
-        return NULL;
-    s1f_tape *tape = NULL;
-    s1f_status status = s1f_tape_of_program(program, &tape);
-    return wrap_tape(status, tape);
-}
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
@@ -99,7 +72,7 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
 
 /* What costs point into. */
 typedef struct {
-    double *pass_seconds[S1F_NUM_PASSES];
+    double *pass_seconds[S1F_MAX_PASSES];
     double **unit_seconds; /* [rank][i] */
     double *latency, *seconds_per_byte, *optimizer;
     int64_t *message_bytes;
@@ -107,7 +80,7 @@ typedef struct {
 
 static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 {
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int pass = 0; pass < s1f_num_passes; pass++)
         free(arrays->pass_seconds[pass]);
     for (int32_t rank = 0; arrays->unit_seconds != NULL && rank < num_ranks; rank++)
         free(arrays->unit_seconds[rank]);
@@ -119,35 +92,36 @@ static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 }
 
 /* These read into `arrays`; 0 with the exception set. */
-static int read_pass_seconds(const s1f_tape *tape, PyObject *passes, cost_arrays *arrays)
+static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays)
 {
-    Py_ssize_t count = (Py_ssize_t)tape->num_stages * tape->num_segments;
-    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != S1F_NUM_PASSES) {
+    Py_ssize_t count = (Py_ssize_t)program->shape.num_stages * program->shape.num_segments;
+    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
         PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
         return 0;
     }
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int pass = 0; pass < s1f_num_passes; pass++)
         if ((arrays->pass_seconds[pass] = s1f_read_doubles(PyTuple_GetItem(passes, pass), count, "costs")) == NULL)
             return 0;
     return 1;
 }
 
-static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arrays *arrays)
+static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays)
 {
     PyObject *ranks = PySequence_Tuple(sequence);
     int is_read = 0;
     if (ranks == NULL)
         return 0;
-    if (PyTuple_Size(ranks) != tape->num_ranks) {
+    if (PyTuple_Size(ranks) != program->shape.num_ranks) {
         PyErr_Format(PyExc_ValueError, "durations hold %zd ranks, the schedule has %d", PyTuple_Size(ranks),
-                     (int)tape->num_ranks);
-    } else if ((arrays->unit_seconds = calloc((size_t)tape->num_ranks, sizeof *arrays->unit_seconds)) == NULL) {
+                     (int)program->shape.num_ranks);
+    } else if ((arrays->unit_seconds = calloc((size_t)program->shape.num_ranks, sizeof *arrays->unit_seconds)) ==
+               NULL) {
         PyErr_NoMemory();
     } else {
         is_read = 1;
-        for (int32_t rank = 0; rank < tape->num_ranks && is_read; rank++) {
-            arrays->unit_seconds[rank] = s1f_read_doubles(PyTuple_GetItem(ranks, rank),
-                                                          (Py_ssize_t)tape->num_units[rank], "durations of one rank");
+        for (int32_t rank = 0; rank < program->shape.num_ranks && is_read; rank++) {
+            arrays->unit_seconds[rank] = s1f_read_doubles(
+                PyTuple_GetItem(ranks, rank), (Py_ssize_t)program->ranks[rank].num_units, "durations of one rank");
             is_read = arrays->unit_seconds[rank] != NULL;
         }
     }
@@ -155,10 +129,11 @@ static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arra
     return is_read;
 }
 
-static int read_links(const s1f_tape *tape, PyObject *latency, PyObject *seconds_per_byte, cost_arrays *arrays)
+static int read_links(const s1f_program *program, PyObject *latency, PyObject *seconds_per_byte, cost_arrays *arrays)
 {
-    return (arrays->latency = s1f_read_doubles(latency, tape->num_stages - 1, "transfer")) != NULL &&
-           (arrays->seconds_per_byte = s1f_read_doubles(seconds_per_byte, tape->num_stages - 1, "bandwidth")) != NULL;
+    return (arrays->latency = s1f_read_doubles(latency, program->shape.num_stages - 1, "transfer")) != NULL &&
+           (arrays->seconds_per_byte =
+                s1f_read_doubles(seconds_per_byte, program->shape.num_stages - 1, "bandwidth")) != NULL;
 }
 
 /* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
@@ -172,7 +147,7 @@ static s1f_status report_progress(void *callable, int64_t num_run)
     return status;
 }
 
-static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
+static PyObject *program_simulate(PyObject *self, PyObject *arguments)
 {
     (void)self;
     PyObject *capsule, *per_pass, *per_unit, *latency, *seconds_per_byte, *message_bytes, *optimizer, *progress,
@@ -185,19 +160,20 @@ static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
                           &seconds_per_byte, &costs.send, &message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
                           &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep, &progress))
         return NULL;
-    const s1f_tape *tape = s1f_from_capsule(capsule, S1F_CAPSULE_TAPE);
-    if (tape == NULL)
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL)
         return NULL;
-    int is_read =
-        per_unit != Py_None ? read_unit_seconds(tape, per_unit, &arrays) : read_pass_seconds(tape, per_pass, &arrays);
+    int is_read = per_unit != Py_None ? read_unit_seconds(program, per_unit, &arrays)
+                                      : read_pass_seconds(program, per_pass, &arrays);
     if (is_read)
-        is_read = read_links(tape, latency, seconds_per_byte, &arrays);
+        is_read = read_links(program, latency, seconds_per_byte, &arrays);
     if (is_read)
-        is_read = (arrays.message_bytes = s1f_read_int64s(message_bytes, tape->num_segments, "message_bytes")) != NULL;
+        is_read = (arrays.message_bytes =
+                       s1f_read_int64s(message_bytes, program->shape.num_segments, "message_bytes")) != NULL;
     if (is_read)
-        is_read = (arrays.optimizer = s1f_read_doubles(optimizer, tape->num_ranks, "optimizer")) != NULL;
+        is_read = (arrays.optimizer = s1f_read_doubles(optimizer, program->shape.num_ranks, "optimizer")) != NULL;
     if (is_read) {
-        for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+        for (int pass = 0; pass < s1f_num_passes; pass++)
             costs.pass_seconds[pass] = arrays.pass_seconds[pass];
         costs.unit_seconds = (const double *const *)arrays.unit_seconds;
         costs.latency = arrays.latency;
@@ -210,14 +186,14 @@ static PyObject *tape_simulate(PyObject *self, PyObject *arguments)
         s1f_simulation *simulation = NULL;
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_tape_simulate(tape, &costs, (s1f_keep)keep, &simulation);
+        status = s1f_program_simulate(program, &costs, (s1f_keep)keep, &simulation);
         if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
-            status = s1f_simulation_find_slack(tape, &costs, simulation);
+            status = s1f_simulation_find_slack(program, &costs, simulation);
         Py_END_ALLOW_THREADS
         result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
         s1f_simulation_free(simulation);
     }
-    free_arrays(&arrays, tape->num_ranks);
+    free_arrays(&arrays, program->shape.num_ranks);
     return result;
 }
 
@@ -231,7 +207,7 @@ static PyObject *peak_tuple(const void *context, int64_t rank)
                          (long long)peak->receive, (long long)peak->total);
 }
 
-static PyObject *tape_memory(PyObject *self, PyObject *arguments)
+static PyObject *program_memory(PyObject *self, PyObject *arguments)
 {
     (void)self;
     static const char *const names[] = {"activations", "kept_activations", "output_gradients",
@@ -242,12 +218,12 @@ static PyObject *tape_memory(PyObject *self, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "OOOOOOO", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
                           &given[5]))
         return NULL;
-    const s1f_tape *tape = s1f_from_capsule(capsule, S1F_CAPSULE_TAPE);
-    if (tape == NULL)
+    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
+    if (program == NULL)
         return NULL;
-    Py_ssize_t stages = tape->num_stages, segments = tape->num_segments, cells = stages * segments;
+    Py_ssize_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
     const Py_ssize_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, segments};
-    s1f_memory_peak *peaks = malloc((size_t)tape->num_ranks * sizeof *peaks);
+    s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
     if (!is_read)
         PyErr_NoMemory();
@@ -258,9 +234,9 @@ static PyObject *tape_memory(PyObject *self, PyObject *arguments)
         s1f_memory_bytes bytes = {values[0], values[1], values[2], values[3], values[4], values[5]};
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_tape_memory(tape, &bytes, peaks);
+        status = s1f_program_memory(program, &bytes, peaks);
         Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? tuple_of(tape->num_ranks, peak_tuple, peaks) : s1f_raise(status);
+        result = status == S1F_OK ? tuple_of(program->shape.num_ranks, peak_tuple, peaks) : s1f_raise(status);
     }
     for (int i = 0; i < NUM_KINDS; i++)
         free(values[i]);
@@ -269,12 +245,11 @@ static PyObject *tape_memory(PyObject *self, PyObject *arguments)
 }
 
 PyMethodDef s1f_simulate_methods[] = {
-    {"tape_of_program", tape_of_program, METH_O, "A tape handle, which does not need the program any more."},
-    {"tape_simulate", tape_simulate, METH_VARARGS,
-     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
+    {"program_simulate", program_simulate, METH_VARARGS,
+     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
      "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
-    {"tape_memory", tape_memory, METH_VARARGS,
-     "tape_memory(tape, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
+    {"program_memory", program_memory, METH_VARARGS,
+     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
      "of units and of the bytes of each kind, and of all together."},
     {NULL, NULL, 0, NULL}};

@@ -1,18 +1,35 @@
-/* 1f1b.c - one forward, one backward, over whole micro-batches. [PipeDream-Flush, arXiv:2006.09503]
+/* 1f1b.c - one forward, one backward, over whole micro-batches or groups of them. [PipeDream-Flush, arXiv:2006.09503]
  *
  * With k segments a micro-batch still goes forward, and back, as a whole: its k units run one after the other. That is
  * 1F1B's memory (P micro-batches on rank 0) with shorter messages; seq1f1b is the order that gains from segments.
- * k = 1, F = 1, B = 2: makespan 3 M + 3 (P - 1), peak min(P, M). Any counts. */
+ * k = 1, F = 1, B = 2: makespan 3 M + 3 (P - 1), peak min(P, M). Any counts.
+ *
+ * kfkb [Ada-Grouper, arXiv:2303.01675] runs q forwards, then q backwards: the messages of a group overlap its other
+ * micro-batches, which hides slow links; the price is memory. The same makespan without transfers, peak min(q P, M).
+ * q = option group, 2 unless given. q divides M. */
 #include "families.h"
 
-static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
+static int32_t group_of(const s1f_request *request)
 {
-    return s1f_schedule_append_groups(schedule, rank, 1, request->options.extra_warmup);
+    return request->options.group != 0 ? request->options.group : 2;
 }
 
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
+static const char *broken_rule_kfkb(const s1f_request *request)
 {
-    return s1f_schedule_by_rank(request, order_of_rank, out);
+    if (request->num_microbatches % group_of(request) != 0)
+        return "group divides M";
+    return s1f_rule_one_stage_per_rank(request);
+}
+
+static s1f_status order_1f1b(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
+{
+    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), request->num_segments);
+}
+
+static s1f_status order_kfkb(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
+{
+    int64_t num_units = (int64_t)group_of(request) * request->num_segments;
+    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), num_units);
 }
 
 const s1f_family s1f_family_1f1b = {
@@ -23,5 +40,16 @@ const s1f_family s1f_family_1f1b = {
               .stages_per_rank = 1,
               .options = S1F_OPTION_EXTRA_WARMUP},
     .broken_rule = s1f_rule_one_stage_per_rank,
-    .build = build,
+    .order_of_rank = order_1f1b,
+};
+
+const s1f_family s1f_family_kfkb = {
+    .facts = {.name = "kfkb",
+              .description = "groups of micro-batches go forward, and back, together: hides slow links",
+              .source = "Ada-Grouper, arXiv:2303.01675",
+              .validity = "group (2 unless given) divides M, v = 1",
+              .stages_per_rank = 1,
+              .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP},
+    .broken_rule = broken_rule_kfkb,
+    .order_of_rank = order_kfkb,
 };

@@ -30,7 +30,7 @@ static const s1f_family *const families[] = {
     &s1f_family_seq_v_min,
     &s1f_family_auto,
 };
-enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128 };
+enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128, RULE_TEXT_BYTES = 64 };
 
 const char *const s1f_option_names[] = {"group",     "round",      "extra_warmup", "cap",      "costs", "transfer",
                                         "placement", "unit_bytes", "cap_bytes",    "backward", NULL};
@@ -110,8 +110,9 @@ static s1f_status check_bytes(const s1f_request *request)
     return S1F_OK;
 }
 
-static s1f_status check_options(const s1f_family *family, const s1f_request *request)
+static s1f_status check_options(const s1f_request *request)
 {
+    const s1f_family_facts *facts = &request->family->facts;
     const s1f_options *options = &request->options;
     int has_costs = options->forward_costs != NULL || options->input_costs != NULL || options->weight_costs != NULL;
     const int given[] = {options->group != 0,
@@ -125,8 +126,8 @@ static s1f_status check_options(const s1f_family *family, const s1f_request *req
                          options->cap_bytes != NULL,
                          options->backward != 0};
     for (int i = 0; s1f_option_names[i] != NULL; i++)
-        if (given[i] && !(family->facts.options >> i & 1))
-            return s1f_schedule_refuse_option(&family->facts, s1f_option_names[i]);
+        if (given[i] && !(facts->options >> i & 1))
+            return s1f_schedule_refuse_option(facts, s1f_option_names[i]);
     s1f_status status;
     if ((status = require_at_least("group", options->group, 0)) != S1F_OK ||
         (status = require_at_least("round", options->round, 0)) != S1F_OK ||
@@ -145,7 +146,7 @@ static s1f_status check_options(const s1f_family *family, const s1f_request *req
 }
 
 /* Everything but the rules. */
-static s1f_status check_request(const char *name, const s1f_request *request, const s1f_family **family)
+static s1f_status check_request(const char *name, s1f_request *request)
 {
     s1f_status status;
     if ((status = require_at_least("num_ranks", request->num_ranks, 1)) != S1F_OK ||
@@ -153,45 +154,68 @@ static s1f_status check_request(const char *name, const s1f_request *request, co
         (status = require_at_least("num_segments", request->num_segments, 1)) != S1F_OK ||
         (status = require_at_least("stages_per_rank", request->stages_per_rank, 1)) != S1F_OK)
         return status;
-    if ((*family = find(name)) == NULL)
+    if ((request->family = find(name)) == NULL)
         return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", name);
     int64_t most = S1F_MAX_FORWARD_UNITS, stages = (int64_t)request->num_ranks * request->stages_per_rank;
     if (stages > most || (int64_t)request->num_microbatches * request->num_segments > most / stages)
         return s1f_fail(S1F_ERR_ARG, "%lld stages x %d micro-batches x %d segments are more than %lld units",
                         (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
-    return check_options(*family, request);
+    return check_options(request);
+}
+
+static const char *broken_rule(const s1f_request *request)
+{
+    static _Thread_local char text[RULE_TEXT_BYTES];
+    const s1f_family *family = request->family;
+    if (family->over_segments != NULL && request->num_segments != 1) {
+        snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->over_segments->facts.name);
+        return text;
+    }
+    return family->broken_rule != NULL ? family->broken_rule(request) : NULL;
 }
 
 s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32_t num_microbatches,
                                     int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
                                     const char **rule)
 {
-    s1f_request request = {num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
-    const s1f_family *known;
+    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
     if (options != NULL)
         request.options = *options;
-    s1f_status status = check_request(family, &request, &known);
+    s1f_status status = check_request(family, &request);
     if (status == S1F_OK)
-        *rule = known->broken_rule != NULL ? known->broken_rule(&request) : NULL;
+        *rule = broken_rule(&request);
     return status;
+}
+
+static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
+{
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_place(request, s1f_placement_loop, &schedule);
+    for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
+        status = request->family->order_of_rank(request, schedule, rank);
+    if (status != S1F_OK) {
+        s1f_schedule_free(schedule);
+        return status;
+    }
+    *out = schedule;
+    return S1F_OK;
 }
 
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out)
 {
-    s1f_request request = {num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
-    const s1f_family *known;
+    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
     if (options != NULL)
         request.options = *options;
-    s1f_status status = check_request(family, &request, &known);
+    s1f_status status = check_request(family, &request);
     if (status != S1F_OK)
         return status;
-    const char *rule = known->broken_rule != NULL ? known->broken_rule(&request) : NULL;
+    const char *rule = broken_rule(&request);
     if (rule != NULL)
         return s1f_fail(S1F_ERR_SCHEDULE,
                         "%s needs %s: here P = %d ranks, M = %d micro-batches, k = %d segments, v = %d stages per rank",
-                        known->facts.name, rule, num_ranks, num_microbatches, num_segments, stages_per_rank);
-    return known->build(&request, out);
+                        request.family->facts.name, rule, num_ranks, num_microbatches, num_segments, stages_per_rank);
+    return request.family->build != NULL ? request.family->build(&request, out) : build_by_rank(&request, out);
 }
 
 /* -- what families share ------------------------------------------------------------------------------------------- */
@@ -221,20 +245,6 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     return status;
 }
 
-s1f_status s1f_schedule_by_rank(const s1f_request *request, s1f_order_of_rank *order_of_rank, s1f_schedule **out)
-{
-    s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_place(request, s1f_placement_loop, &schedule);
-    for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
-        status = order_of_rank(request, schedule, rank);
-    if (status != S1F_OK) {
-        s1f_schedule_free(schedule);
-        return status;
-    }
-    *out = schedule;
-    return S1F_OK;
-}
-
 s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i)
 {
     int32_t k = s1f_schedule_num_segments(schedule);
@@ -249,67 +259,59 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
     return s1f_schedule_append(schedule, unit);
 }
 
-static s1f_status append_group(s1f_schedule *schedule, int32_t rank, int64_t num_units, int64_t group,
-                               s1f_status (*append)(s1f_schedule *schedule, int32_t stage, int64_t i))
+s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
+                                  s1f_append *forward, s1f_append *backward, int64_t context)
 {
     s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
-        status = append(schedule, rank, group * num_units + i);
-    return status;
-}
-
-s1f_status s1f_schedule_append_groups(s1f_schedule *schedule, int32_t rank, int32_t group, int32_t extra)
-{
-    int64_t num_groups = s1f_schedule_num_microbatches(schedule) / group;
-    int64_t num_units = (int64_t)group * s1f_schedule_num_segments(schedule);
-    int64_t wanted = (int64_t)(s1f_schedule_num_ranks(schedule) - rank - 1) * (1 + (int64_t)extra);
-    int64_t warmup = wanted < num_groups ? wanted : num_groups;
-    s1f_status status = S1F_OK;
-    for (int64_t g = 0; g < warmup && status == S1F_OK; g++)
-        status = append_group(schedule, rank, num_units, g, s1f_schedule_append_forward);
-    for (int64_t g = 0; g < num_groups && status == S1F_OK; g++) {
-        if (warmup + g < num_groups)
-            status = append_group(schedule, rank, num_units, warmup + g, s1f_schedule_append_forward);
+    for (int64_t i = 0; i < warmup && i < count && status == S1F_OK; i++)
+        status = forward(schedule, rank, context, i);
+    for (int64_t i = 0; i < count && status == S1F_OK; i++) { /* steady, then cool-down: no forwards left */
+        if (warmup + i < count)
+            status = forward(schedule, rank, context, warmup + i);
         if (status == S1F_OK)
-            status = append_group(schedule, rank, num_units, g, s1f_schedule_append_backward);
+            status = backward(schedule, rank, context, i);
     }
     return status;
 }
 
-/* Where the i-th unit of a walk in rounds lies: the how-manieth stage of the rank, and the unit's number in plain order
- * of the stage. The first M % num_rounds rounds hold one micro-batch more than the others. */
-static void find_in_rounds(const s1f_schedule *schedule, int32_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
+static s1f_status forward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
 {
-    int64_t k = s1f_schedule_num_segments(schedule), M = s1f_schedule_num_microbatches(schedule);
-    int64_t v = s1f_schedule_num_stages(schedule) / s1f_schedule_num_ranks(schedule);
-    int64_t small = M / num_rounds * k, large = small + k, num_large = M % num_rounds, before = 0;
-    int64_t size = large;
-    if (i >= num_large * large * v) {
-        i -= num_large * large * v;
-        before = num_large * large;
-        size = small;
-    }
-    *turn = (int32_t)(i % (size * v) / size);
-    *number = before + i / (size * v) * size + i % size;
+    s1f_status status = S1F_OK;
+    for (int64_t i = group * size; i < (group + 1) * size && status == S1F_OK; i++)
+        status = s1f_schedule_append_forward(schedule, rank, i);
+    return status;
 }
 
-s1f_status s1f_schedule_append_round_forward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i)
+static s1f_status backward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
 {
-    int32_t turn;
-    int64_t number;
-    find_in_rounds(schedule, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_num_ranks(schedule) + rank, number);
+    s1f_status status = S1F_OK;
+    for (int64_t i = group * size; i < (group + 1) * size && status == S1F_OK; i++)
+        status = s1f_schedule_append_backward(schedule, rank, i);
+    return status;
 }
 
-s1f_status s1f_schedule_append_round_backward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i)
+s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
 {
-    int32_t P = s1f_schedule_num_ranks(schedule), v = s1f_schedule_num_stages(schedule) / P, turn;
-    int64_t number;
-    find_in_rounds(schedule, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);
+    int64_t num_units = (int64_t)s1f_schedule_num_microbatches(schedule) * s1f_schedule_num_segments(schedule);
+    return s1f_schedule_alternate(schedule, rank, warmup, num_units / size, forward_group, backward_group, size);
+}
+
+int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank)
+{
+    return (int64_t)(request->num_ranks - rank - 1) * (1 + (int64_t)request->options.extra_warmup);
 }
 
 const char *s1f_rule_one_stage_per_rank(const s1f_request *request)
 {
     return request->stages_per_rank == 1 ? NULL : "v = 1";
+}
+
+const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
+                           int64_t least_cap)
+{
+    if ((int64_t)request->num_microbatches * request->num_segments < least_units)
+        return request->num_segments == 1 ? rules->micro_batches : rules->units;
+    if (request->options.cap != 0 && request->options.cap < least_cap)
+        return rules->cap;
+    return NULL;
 }

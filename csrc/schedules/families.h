@@ -4,19 +4,30 @@
 
 #include "../core/schedule.h"
 
+typedef struct s1f_family s1f_family;
+
 /* What a builder is asked for. The counts are at least 1, the options are ones that the family takes. */
 typedef struct {
+    const s1f_family *family;
     int32_t num_ranks, num_microbatches, num_segments, stages_per_rank; /* P, M, k, v */
     s1f_options options;
 } s1f_request;
 
-typedef struct {
+/* Appends the order of one rank to an empty schedule with loop placement. */
+typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank);
+
+struct s1f_family {
     s1f_family_facts facts;
     /* As text, static or valid until the next call of this thread; NULL: none; a NULL function: any counts. */
     const char *(*broken_rule)(const s1f_request *request);
-    /* Builds the order of every rank; no rule is broken. *out is owned by the caller and untouched on error. */
+    /* Builds the order of every rank; no rule is broken. *out is owned by the caller and untouched on error. NULL: the
+     * placement is a loop and order_of_rank writes each rank. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
-} s1f_family;
+    s1f_order_of_rank *order_of_rank;
+    /* The same family over segments, where this one takes whole micro-batches only: its first rule is k = 1. */
+    const s1f_family *over_segments;
+    const void *numbers; /* of the row, for families that differ in numbers only */
+};
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
     s1f_family_breadth_first, s1f_family_interleaved_1f1b, s1f_family_seq1f1b_interleaved, s1f_family_slimpipe,
@@ -33,25 +44,34 @@ s1f_placement s1f_placement_loop, s1f_placement_wave;
 
 /* An empty schedule with the request's counts. */
 s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out);
-/* A schedule with loop placement whose order is written rank by rank. */
-typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank);
-s1f_status s1f_schedule_by_rank(const s1f_request *request, s1f_order_of_rank *order_of_rank, s1f_schedule **out);
 
 /* Appends the i-th forward unit of a stage in plain order (micro-batches ascending, segments ascending), and the i-th
  * backward unit (micro-batches ascending, segments descending). */
 s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i);
 s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, int64_t i);
 
-/* One forward, one backward over groups of micro-batches, each of which goes forward, and back, as a whole. `extra`:
- * more groups before the first backward for each stage behind this one. `group` divides M. */
-s1f_status s1f_schedule_append_groups(s1f_schedule *schedule, int32_t rank, int32_t group, int32_t extra);
-
-/* Interleaving in rounds: a rank takes num_rounds rounds of micro-batches through all its stages, one stage after the
- * other; sizes as even as possible, larger ones first. Appends the i-th forward (backward) unit of that walk. */
-s1f_status s1f_schedule_append_round_forward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i);
-s1f_status s1f_schedule_append_round_backward(s1f_schedule *schedule, int32_t rank, int32_t num_rounds, int64_t i);
+/* Warm-up, steady state and cool-down of one rank: `warmup` forwards, then one forward and one backward in turn, then
+ * the backwards that are left; `count` of each. forward and backward append the i-th one. */
+typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, int64_t context, int64_t i);
+s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
+                                  s1f_append *forward, s1f_append *backward, int64_t context);
+/* The same over groups of `size` units in plain order, each of which goes forward, and back, as a whole. `size` divides
+ * M k. */
+s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
+/* Stages behind this one, times 1 + option extra_warmup: groups that go forward before one can come back. */
+int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
 
 /* `v = 1`, broken where a rank is to hold several stages. */
 const char *s1f_rule_one_stage_per_rank(const s1f_request *request);
+
+/* What a family with a split backward needs, as text. */
+typedef struct {
+    const char *micro_batches; /* where k = 1 */
+    const char *units;         /* for any k */
+    const char *cap;           /* if option cap is given */
+} s1f_split_rules;
+/* The first rule broken: M k is at least least_units, option cap, where given, at least least_cap. */
+const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
+                           int64_t least_cap);
 
 #endif

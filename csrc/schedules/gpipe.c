@@ -6,18 +6,8 @@
 
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t num_units = (int64_t)request->num_microbatches * request->num_segments;
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
-        status = s1f_schedule_append_forward(schedule, rank, i);
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
-        status = s1f_schedule_append_backward(schedule, rank, i);
-    return status;
-}
-
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
-{
-    return s1f_schedule_by_rank(request, order_of_rank, out);
+    int64_t all = (int64_t)request->num_microbatches * request->num_segments;
+    return s1f_schedule_alternate_groups(schedule, rank, all, 1);
 }
 
 const s1f_family s1f_family_gpipe = {
@@ -27,7 +17,7 @@ const s1f_family s1f_family_gpipe = {
               .validity = "v = 1",
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
-    .build = build,
+    .order_of_rank = order_of_rank,
 };
 
 const s1f_family s1f_family_terapipe = {
@@ -37,5 +27,5 @@ const s1f_family s1f_family_terapipe = {
               .validity = "v = 1",
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
-    .build = build,
+    .order_of_rank = order_of_rank,
 };

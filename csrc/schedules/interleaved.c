@@ -1,6 +1,6 @@
-/* interleaved.c - 1F1B with several stages per rank: micro-batches go round the ranks v times.
- * [Megatron-LM, arXiv:2104.04473; over segments Seq1F1B-I, arXiv:2406.03488]
+/* interleaved.c - several stages per rank: micro-batches go round the ranks v times, in rounds.
  *
+ * 1F1B in rounds [Megatron-LM, arXiv:2104.04473; over segments Seq1F1B-I, arXiv:2406.03488].
  * A round is a whole number of micro-batches with at least P segments, else it comes back before the rank is free;
  * rounds are as even as possible, larger ones first. With the published warm-up, which takes a round to be P long,
  * ranks wait for each other for ever where k does not divide P. F = 1, B = 2 per rank and micro-batch, R1 = segments of
@@ -8,8 +8,47 @@
  *
  * SlimPipe's order [arXiv:2504.14519] is this one with k >= P, where a round is one micro-batch, and with v = 1, too.
  * What else makes SlimPipe is no matter of order: slices of equal length, whose attention ranks then even out between
- * them. */
+ * them.
+ *
+ * Breadth-first [arXiv:2211.05953; torch's LoopedBFS] is one round, all forwards first: every micro-batch through one
+ * stage of a rank before the next stage. Memory of all micro-batches, but a stage's weights are gathered and reduced
+ * only once. F = 1, B = 2 per rank: makespan 3 M + 3 (P - 1) / (v k), peak v M k. M k >= P, else a turn waits for the
+ * round trip. */
 #include "families.h"
+
+/* Where the i-th unit of a walk in rounds lies: which stage of the rank, counted from its first, and the unit's number
+ * in plain order of the stage. A rank takes a round of micro-batches through all its stages, one stage after the other.
+ * Rounds are as even as possible: the first M % num_rounds of them hold one micro-batch more than the others. */
+static void find_in_rounds(const s1f_schedule *schedule, int64_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
+{
+    int64_t k = s1f_schedule_num_segments(schedule), M = s1f_schedule_num_microbatches(schedule);
+    int64_t v = s1f_schedule_num_stages(schedule) / s1f_schedule_num_ranks(schedule);
+    int64_t small = M / num_rounds * k, large = small + k, num_large = M % num_rounds, before = 0;
+    int64_t size = large;
+    if (i >= num_large * large * v) {
+        i -= num_large * large * v;
+        before = num_large * large;
+        size = small;
+    }
+    *turn = (int32_t)(i % (size * v) / size);
+    *number = before + i / (size * v) * size + i % size;
+}
+
+static s1f_status forward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+{
+    int32_t turn;
+    int64_t number;
+    find_in_rounds(schedule, num_rounds, i, &turn, &number);
+    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_num_ranks(schedule) + rank, number);
+}
+
+static s1f_status backward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+{
+    int32_t P = s1f_schedule_num_ranks(schedule), v = s1f_schedule_num_stages(schedule) / P, turn;
+    int64_t number;
+    find_in_rounds(schedule, num_rounds, i, &turn, &number);
+    return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);
+}
 
 /* Fewest micro-batches of a round. */
 static int32_t least_round(const s1f_request *request)
@@ -30,40 +69,30 @@ static const char *broken_rule(const s1f_request *request)
     return NULL;
 }
 
-static const char *broken_rule_whole(const s1f_request *request)
-{
-    return request->num_segments == 1 ? broken_rule(request) : "k = 1 (seq1f1b-interleaved takes segments)";
-}
-
 /* A round of one micro-batch, on one stage per rank, too. */
 static const char *broken_rule_slices(const s1f_request *request)
 {
     return request->num_segments >= request->num_ranks ? NULL : "k >= P";
 }
 
+static const char *broken_rule_breadth_first(const s1f_request *request)
+{
+    return (int64_t)request->num_microbatches * request->num_segments >= request->num_ranks ? NULL : "M k >= P";
+}
+
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
     int64_t P = request->num_ranks, M = request->num_microbatches, k = request->num_segments;
-    int64_t v = request->stages_per_rank, num_units = v * M * k;
-    int32_t num_rounds = (int32_t)(M / least_round(request));
+    int64_t v = request->stages_per_rank, num_rounds = M / least_round(request);
     int64_t first_round = (M + num_rounds - 1) / num_rounds * k;
-    int64_t wanted = (v - 1) * first_round + 2 * (P - rank - 1) + k - 1;
-    int64_t warmup = wanted < num_units ? wanted : num_units;
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < warmup && status == S1F_OK; i++)
-        status = s1f_schedule_append_round_forward(schedule, rank, num_rounds, i);
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++) {
-        if (warmup + i < num_units)
-            status = s1f_schedule_append_round_forward(schedule, rank, num_rounds, warmup + i);
-        if (status == S1F_OK)
-            status = s1f_schedule_append_round_backward(schedule, rank, num_rounds, i);
-    }
-    return status;
+    int64_t warmup = (v - 1) * first_round + 2 * (P - rank - 1) + k - 1;
+    return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, forward, backward, num_rounds);
 }
 
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
+static s1f_status breadth_first(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    return s1f_schedule_by_rank(request, order_of_rank, out);
+    int64_t all = (int64_t)request->stages_per_rank * request->num_microbatches * request->num_segments;
+    return s1f_schedule_alternate(schedule, rank, all, all, forward, backward, 1);
 }
 
 const s1f_family s1f_family_interleaved_1f1b = {
@@ -73,8 +102,9 @@ const s1f_family s1f_family_interleaved_1f1b = {
               .validity = "M >= P, v >= 2, k = 1",
               .stages_per_rank = 2,
               .options = S1F_OPTION_ROUND},
-    .broken_rule = broken_rule_whole,
-    .build = build,
+    .broken_rule = broken_rule,
+    .order_of_rank = order_of_rank,
+    .over_segments = &s1f_family_seq1f1b_interleaved,
 };
 
 const s1f_family s1f_family_seq1f1b_interleaved = {
@@ -85,7 +115,7 @@ const s1f_family s1f_family_seq1f1b_interleaved = {
               .stages_per_rank = 2,
               .options = S1F_OPTION_ROUND},
     .broken_rule = broken_rule,
-    .build = build,
+    .order_of_rank = order_of_rank,
 };
 
 const s1f_family s1f_family_slimpipe = {
@@ -96,5 +126,15 @@ const s1f_family s1f_family_slimpipe = {
               .validity = "k >= P",
               .stages_per_rank = 1},
     .broken_rule = broken_rule_slices,
-    .build = build,
+    .order_of_rank = order_of_rank,
+};
+
+const s1f_family s1f_family_breadth_first = {
+    .facts = {.name = "breadth-first",
+              .description = "all micro-batches through one stage of a rank, then through its next",
+              .source = "Breadth-First Pipeline Parallelism, arXiv:2211.05953",
+              .validity = "M k >= P",
+              .stages_per_rank = 1},
+    .broken_rule = broken_rule_breadth_first,
+    .order_of_rank = breadth_first,
 };

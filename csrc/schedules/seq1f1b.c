@@ -4,34 +4,12 @@
  * F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak min(P - 1 + k, M k). Any counts. */
 #include "families.h"
 
-/* Warm-up length min(P - p - 2 + k, M k): backward enters a micro-batch by its last segment,
- * so k - 1 more forwards than in 1F1B come before the first one. */
-static int64_t warmup_units(const s1f_request *request, int64_t p)
-{
-    int64_t P = request->num_ranks, M = request->num_microbatches, k = request->num_segments;
-    int64_t wanted = (P - p - 1) * (1 + (int64_t)request->options.extra_warmup) + k - 1;
-    return wanted < M * k ? wanted : M * k;
-}
-
+/* Warm-up length min(P - p - 2 + k, M k), the F before the first B included in the steady state: backward enters a
+ * micro-batch by its last segment, so k - 1 more forwards than in 1F1B come before the first one. */
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t num_units = (int64_t)request->num_microbatches * request->num_segments;
-    int64_t warmup = warmup_units(request, rank);
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < warmup && status == S1F_OK; i++)
-        status = s1f_schedule_append_forward(schedule, rank, i);
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++) { /* steady, then cool-down: no forwards left */
-        if (warmup + i < num_units)
-            status = s1f_schedule_append_forward(schedule, rank, warmup + i);
-        if (status == S1F_OK)
-            status = s1f_schedule_append_backward(schedule, rank, i);
-    }
-    return status;
-}
-
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
-{
-    return s1f_schedule_by_rank(request, order_of_rank, out);
+    int64_t warmup = s1f_warmup_of_rank(request, rank) + request->num_segments - 1;
+    return s1f_schedule_alternate_groups(schedule, rank, warmup, 1);
 }
 
 const s1f_family s1f_family_seq1f1b = {
@@ -42,5 +20,5 @@ const s1f_family s1f_family_seq1f1b = {
               .stages_per_rank = 1,
               .options = S1F_OPTION_EXTRA_WARMUP},
     .broken_rule = s1f_rule_one_stage_per_rank,
-    .build = build,
+    .order_of_rank = order_of_rank,
 };

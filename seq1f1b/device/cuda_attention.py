@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.device import kernel_library
 
 __all__: list[str] = []
@@ -87,7 +87,7 @@ def segment_attention_backward(
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
-    unit = _core.current_unit()
+    unit = _C.current_unit()
     length = x.shape[dim]
     first = rank * length
     if unit is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
@@ -68,8 +68,8 @@ class DeviceEdges:
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
         self.transport, self._group, self._torch_device = transport, group, device
         self._ends: dict[Edge, object] = {}
-        self._device = _core.device_create(self.driver, self.ordinal())
-        self._watchdog = _core.watchdog_create(group.group, self._device, group.timeout_s)
+        self._device = _C.device_create(self.driver, self.ordinal())
+        self._watchdog = _C.watchdog_create(group.group, self._device, group.timeout_s)
 
     def ordinal(self) -> int:
         """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
@@ -100,32 +100,28 @@ class DeviceEdges:
                         f'over {other}: use "nccl"'
                     )
             in_process = self._group.is_thread
-            self._ends = {
-                edge: _core.copy_end(control, self._watchdog, in_process) for edge, control in controls.items()
-            }
+            self._ends = {edge: _C.copy_end(control, self._watchdog, in_process) for edge, control in controls.items()}
             return self._ends
         path = find_nccl()
-        mine = {edge: _core.nccl_unique_id(path) for edge in controls if not is_receiver[edge]}
+        mine = {edge: _C.nccl_unique_id(path) for edge in controls if not is_receiver[edge]}
         ids: dict[Edge, bytes] = {}
-        for theirs in self._group.all_gather_object((_core.nccl_find(path)[0], mine)):
+        for theirs in self._group.all_gather_object((_C.nccl_find(path)[0], mine)):
             ids |= theirs[1]
-        self._ends = {
-            edge: _core.nccl_end(path, ids[edge], control, self._watchdog) for edge, control in controls.items()
-        }
+        self._ends = {edge: _C.nccl_end(path, ids[edge], control, self._watchdog) for edge, control in controls.items()}
         for end in self._ends.values():  # all communicators are on their way, so no order among edges can block
-            _core.nccl_connect(end)
+            _C.nccl_connect(end)
         return self._ends
 
     def set_on(self, executor: object) -> None:
-        _core.executor_set_device(executor, self._device)
+        _C.executor_set_device(executor, self._device)
 
     def begin_step(self, timeout_s: float) -> None:
-        _core.watchdog_set_timeout(self._watchdog, timeout_s)
-        _core.device_begin_step(self._device, self.stream())
+        _C.watchdog_set_timeout(self._watchdog, timeout_s)
+        _C.device_begin_step(self._device, self.stream())
 
     def free_bytes(self) -> int:
         """Memory of the GPU that is free now."""
-        return _core.device_free_bytes(self._device)
+        return _C.device_free_bytes(self._device)
 
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
@@ -133,9 +129,9 @@ class DeviceEdges:
         if copies:
             self._meet()
         for end in () if copies else self._ends.values():
-            _core.nccl_leave(end)
+            _C.nccl_leave(end)
         for end in self._ends.values():
-            _core.device_end_close(end)
+            _C.device_end_close(end)
         if copies:
             self._meet()
         self._ends.clear()

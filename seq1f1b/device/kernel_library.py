@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.files import read
 
 __all__: list[str] = []
@@ -91,10 +91,10 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
     path = path or LIBRARY
     if not path.exists():
         return {}
-    library = _core.cuda_library_open(str(path))
+    library = _C.cuda_library_open(str(path))
     found = {}
     for name in OPERATIONS:
-        source, compiler, architectures, rows = _core.cuda_operation(library, name)
+        source, compiler, architectures, rows = _C.cuda_operation(library, name)
         kernels = tuple(Kernel(*row) for row in rows)
         found[name] = Operation(name, source, compiler, architectures, kernels, library)
     return found
@@ -167,11 +167,11 @@ def launch_attention(
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
         store, torch.are_deterministic_algorithms_enabled(), num_parts,
     )  # fmt: skip
-    scratch_bytes = _core.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
+    scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
-        _core.cuda_attention(
+        _C.cuda_attention(
             operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, stream
         )
 

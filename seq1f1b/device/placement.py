@@ -58,11 +58,13 @@ def through_host(run: Callable[..., Any], device: torch.device) -> Callable[...,
     written again.
     """
 
-    def unit(stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
+    def unit(kind: int, stage: int, m: int, s: int, received: Any) -> Any:
         if received is not None:
-            tensors, requires_grad = received
-            received = [None if t is None else t.to(device) for t in tensors], requires_grad
-        sent = run(stage, m, s, offset, length, received)
+            received = tuple(
+                ([None if t is None else t.to(device) for t in tensors], requires_grad)
+                for tensors, requires_grad in received
+            )
+        sent = run(kind, stage, m, s, received)
         return None if sent is None else tuple([None if t is None else _to_host(t) for t in sent])
 
     return unit

@@ -10,9 +10,13 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape, check_segment_sizes
-from seq1f1b.planning.cost import CostModel, Hardware, Layout
-from seq1f1b.planning.search import STEPS, order_for_costs
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import order_for_costs
+from seq1f1b.planning.pricing import STEPS
 from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule, families, nearest_name
+from seq1f1b.view.table import rounded, table_text
 
 __all__ = ["Comparison", "Row", "compare"]
 
@@ -52,51 +56,48 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Families that fit, fastest first, and of the others the rule that they break."""
+    """Families side by side.
+
+    Attributes:
+        rows: families that fit, fastest first.
+        refused: the rule that each of the others breaks.
+        is_model: times follow from a model's rates, which are good for three digits.
+    """
 
     rows: tuple[Row, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    is_model: bool = False
 
     def to_json(self) -> str:
-        """All of it, rows in order."""
+        """Rows in order, and what is refused."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "refused": self.refused}, indent=1)
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        table = table_text(
-            [[head for head, _ in _COLUMNS], *([form(row) for _, form in _COLUMNS] for row in self.rows)]
-        )
-        lines = []
+        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "micro-batches", "tokens", "MiB", "sends")
+        table = table_text([(*head, "sent MiB"), *map(self._line, self.rows)])
+        lines = ["", "v: stages per rank; k: segments; units to MiB: the most that a rank holds at once"]
         if self.refused:
             widest = max(map(len, self.refused))
-            lines = ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
+            lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
         return table + "".join(line + "\n" for line in lines)
 
-
-def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under the first, which holds the heads; a column that is empty below its head is left out."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    texts = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
-    return "".join(text.rstrip() + "\n" for text in texts)
-
-
-_COLUMNS = (
-    ("family", lambda row: row.family),
-    ("v", lambda row: str(row.stages_per_rank)),
-    ("k", lambda row: str(row.num_segments)),
-    ("makespan", lambda row: f"{row.makespan:.6g}"),
-    ("span", lambda row: f"{row.span:.6g}"),
-    ("period", lambda row: f"{row.period:.6g}"),
-    ("bubble", lambda row: f"{row.bubble_ratio:.1%}"),
-    ("peak units", lambda row: str(row.peak_units)),
-    ("= micro-batches", lambda row: f"{row.peak_microbatches:.2f}"),
-    ("tokens", lambda row: "" if row.peak_tokens is None else str(row.peak_tokens)),
-    ("MiB", lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"),
-    ("messages", lambda row: str(row.messages)),
-    ("sent MiB", lambda row: "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}"),
-)
+    def _line(self, row: Row) -> tuple[str, ...]:
+        seconds = rounded if self.is_model else "{:.6g}".format
+        return (
+            row.family,
+            str(row.stages_per_rank),
+            str(row.num_segments),
+            seconds(row.makespan),
+            seconds(row.period),
+            f"{row.bubble_ratio:.1%}",
+            str(row.peak_units),
+            f"{row.peak_microbatches:.2f}",
+            "" if row.peak_tokens is None else str(row.peak_tokens),
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}",
+            str(row.messages),
+            "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}",
+        )
 
 
 def compare(
@@ -185,7 +186,9 @@ def compare(
             refused[row.family] = excess
     if not fitting:
         raise ValueError(_nothing_fits(rows, refused, cap_bytes))
-    return Comparison(tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused)
+    return Comparison(
+        tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused, model is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -349,7 +352,8 @@ def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _Mod
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
     for stages, segments in product(
-        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)), (work.num_segments, 1)
+        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)),
+        (work.num_segments, 1) if family.has_segments else (1,),
     ):
         counts: dict[str, Any] = {
             "num_ranks": work.num_ranks,

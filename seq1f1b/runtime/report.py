@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.schedule import Schedule, Simulation, Unit
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
@@ -171,17 +171,17 @@ def make_report(
 
 
 def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...]) -> Report:
-    start, end, run, wait, send = _core.executor_totals(record.executor, rank)
+    start, end, run, wait, send = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
         (Unit(_KINDS[unit[0]], *unit[1:]), first * 1e-9, last * 1e-9)
-        for opcode, unit, first, last in _core.executor_timeline(record.executor, rank)
+        for opcode, unit, first, last in _C.executor_timeline(record.executor, rank)
         if opcode == _RUN
     )
     stages = tuple(_stage_report(record, stage) for stage in record.stages)
-    kv_bytes, grad_bytes = _core.kv_cache_bytes(cache)
+    kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
-    places = sum(edge[5] for edge in _core.program_edges(record.program) if edge[3] == rank)
+    places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
     return Report(
         rank=rank,
         step=record.number,
@@ -208,7 +208,7 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     """Slots of the lowered program times (2, batch, kv heads, tokens, head dim) of each of the step's layers."""
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
     kv = grad = 0
-    for stage, _, batch, heads, head_dim, kv_element, grad_element, with_docs in _core.kv_cache_layers(cache):
+    for stage, _, batch, heads, head_dim, kv_element, grad_element, with_docs in _C.kv_cache_layers(cache):
         kv_slots, grad_slots = slots[stage]
         elements = 2 * batch * heads * length * head_dim
         kv += kv_slots * (elements * kv_element + (batch * length * 4 if with_docs else 0))
@@ -217,9 +217,9 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
 
 
 def _stage_report(record: StepRecord, stage: int) -> StageReport:
-    live_units, live_tokens = _core.executor_stage_measure(record.executor, stage)
-    planned_units, kv_slots, grad_slots = _core.program_stage_peak(record.program, stage)
-    planned_tokens = _core.program_peak_tokens(record.program, stage, record.sizes)
+    live_units, live_tokens = _C.executor_stage_measure(record.executor, stage)
+    planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.program, stage)
+    planned_tokens = _C.program_peak_tokens(record.program, stage, record.sizes)
     per_token, peak_bytes = record.activations.get(stage, (None, None))
     return StageReport(
         stage=stage,

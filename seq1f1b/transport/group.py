@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _C
 
 ARENA_BYTES = 1 << 40
 """Address space of one edge; memory appears as it is touched."""
@@ -57,10 +57,10 @@ def memory_fd(size: int) -> int:
 def map_fd(fd: int, size: int) -> object:
     """Maps a descriptor and closes it; the mapping stays until its last user is gone."""
     try:
-        return _core.mapping_create(fd, size)
+        return _C.mapping_create(fd, size)
     except MemoryError:  # address space: engines that are garbage may still hold some
         gc.collect()
-        return _core.mapping_create(fd, size)
+        return _C.mapping_create(fd, size)
     finally:
         os.close(fd)
 
@@ -71,7 +71,7 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
     Args:
         gpu: on which the memory is; -1: host memory.
     """
-    return torch.utils.dlpack.from_dlpack(_core.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
 
 
 class RankGroup(ABC):
@@ -107,37 +107,37 @@ class RankGroup(ABC):
             crowded = self._local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
             spin_us = 0.0 if crowded else 20.0
         self.timeout_s = timeout_s
-        _core.group_set_limits(self.group, timeout_s, spin_us)
+        _C.group_set_limits(self.group, timeout_s, spin_us)
 
     def fail(self, text: str) -> None:
         """Ends the step on every rank, in this rank's name; the first failure wins."""
-        _core.group_fail(self.group, self.rank, text)
+        _C.group_fail(self.group, self.rank, text)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
         """Ends the step on every rank: another one is gone. Returns the text."""
-        what, age, _ = _core.group_get_progress(self.group, rank)
+        what, age, _ = _C.group_get_progress(self.group, rank)
         edge = edge or self._edge_texts.get(rank, "set-up")
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
-        _core.group_fail(self.group, rank, text, what, edge.partition(",")[0])
+        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0])
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
         """PipelineError on every rank, unless a rank made progress within the time-out."""
-        what, age, _ = _core.group_get_progress(self.group, rank)
+        what, age, _ = _C.group_get_progress(self.group, rank)
         if not 0 <= age <= self.timeout_s:
             since = f"has been in {what} for {age:.0f} s" if age >= 0 else "has not entered a step"
             raise self._failure(rank, f"rank {rank} {since} (waiting for {waiting_for})")
 
-    def _failure(self, rank: int, text: str) -> _core.PipelineError:
+    def _failure(self, rank: int, text: str) -> _C.PipelineError:
         """Ends the step on every rank. The error is this one also where an earlier failure stands."""
-        _core.group_fail(self.group, rank, text)
-        error = _core.PipelineError(text)
+        _C.group_fail(self.group, rank, text)
+        error = _C.PipelineError(text)
         error.rank = rank
         return error
 
     def check(self) -> None:
         """Raises PipelineError once any rank failed."""
-        _core.group_check(self.group)
+        _C.group_check(self.group)
 
     # -- steps
 
@@ -147,22 +147,22 @@ class RankGroup(ABC):
         Raises:
             PipelineError: another rank failed since this one left its last step; or a rank is gone.
         """
-        if _core.group_failure(self.group) is not None:
+        if _C.group_failure(self.group) is not None:
             if not self._acknowledged:
                 self._acknowledged = True
                 self.check()
             self._recover()
         self.step += 1
-        _core.group_begin_step(self.group, self.step)
+        _C.group_begin_step(self.group, self.step)
         return self.step
 
     def end_step(self, failed: bool) -> None:
         """Leaves a step. Does not wait for the others."""
         if failed:
-            if _core.group_failure(self.group) is None:
+            if _C.group_failure(self.group) is None:
                 self.fail("left the step without a reason")
             self._acknowledged = True
-        _core.group_progress(self.group, f"code after step {self.step}")
+        _C.group_progress(self.group, f"code after step {self.step}")
 
     @property
     def epoch(self) -> int:
@@ -181,14 +181,14 @@ class RankGroup(ABC):
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
-            _core.group_clear(self.group)
+            _C.group_clear(self.group)
 
     # -- small collectives: control values, not data
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
         fds = self._hangup_fds()
-        return _core.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+        return _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
 
     def _hangup_fds(self) -> list[int]:
         return [-1] * self.size

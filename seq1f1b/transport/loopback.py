@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup, map_fd, memory_fd
 
 
@@ -40,7 +40,7 @@ class _LoopbackMemory:
         self._arena_bytes = arena_bytes
         self._arenas: dict[tuple[int, int], object] = {}
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
-        block_bytes = _core.group_block_bytes(size)
+        block_bytes = _C.group_block_bytes(size)
         self.block = map_fd(memory_fd(block_bytes), block_bytes)
 
     def arena(self, source_stage: int, destination_stage: int) -> object:
@@ -80,7 +80,7 @@ class _LoopbackRank(RankGroup):
         return "loopback"
 
     def __init__(self, memory: _LoopbackMemory, rank: int, size: int, arena_bytes: int) -> None:
-        group = _core.group_create(memory.block, size, rank)
+        group = _C.group_create(memory.block, size, rank)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
         self._memory = memory
 
@@ -95,4 +95,4 @@ class _LoopbackRank(RankGroup):
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
     ) -> object:
         arena = self._memory.arena(source_stage, destination_stage)
-        return _core.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)
+        return _C.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)

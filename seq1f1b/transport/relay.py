@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.transport.group import DTYPES, RankGroup, map_fd, memory_fd, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
 
@@ -51,7 +51,7 @@ class C10dRelay:
         self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
-        self.end: object = _core.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+        self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         self._step = self._num_places = 0
         self._expected: dict[int, int] = {}  # payload bytes by message number, of the step before
         self._sizes: dict[int, int] = {}  # of this step
@@ -86,7 +86,7 @@ class C10dRelay:
         def finish() -> None:
             for work in works:
                 work.wait(FOREVER)
-            _core.relay_done(self.end, step, sequence)
+            _C.relay_done(self.end, step, sequence)
 
         self._queue.put((sequence, finish))
 
@@ -106,7 +106,7 @@ class C10dRelay:
 
     def _receive_rest(self, step: int, sequence: int, place: int, first: int, work: Any) -> None:
         work.wait(FOREVER)
-        payload_bytes = _core.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
+        payload_bytes = _C.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
         rest = _HEADER_BYTES + payload_bytes - first
         if rest > 0:
             with self._lock:
@@ -115,7 +115,7 @@ class C10dRelay:
                 work = self._transfer(1, place + first, rest)
             work.wait(FOREVER)
         self._sizes[sequence] = max(payload_bytes, 0)
-        _core.relay_done(self.end, step, sequence)
+        _C.relay_done(self.end, step, sequence)
 
     def _work(self) -> None:
         while (entry := self._queue.get()) is not None:
@@ -143,16 +143,16 @@ class C10dRelay:
         idle = threading.Event()
         self._queue.put((-1, idle.set))
         if not idle.wait(self._group.timeout_s):
-            raise _core.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
+            raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
         if not self._is_receiver:  # every place may be written again
-            _core.relay_done(self.end, self._step, (1 << 32) - 2)
+            _C.relay_done(self.end, self._step, (1 << 32) - 2)
         self._sizes, self._started = {}, ([], [])
         self._draining = False
 
     def flush(self) -> None:
         """Waits until the peer has everything."""
         if not self._is_receiver:
-            _core.relay_flush(self.end)
+            _C.relay_flush(self.end)
 
     def settle(self) -> None:
         """Every transfer of the step is complete: a step that fails before it begins here left nothing in flight."""

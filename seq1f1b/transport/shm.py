@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Any
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.transport.group import RankGroup, map_fd, memory_fd
 from seq1f1b.transport.processes import ProcessRank
 
@@ -26,7 +26,7 @@ class ShmRank(ProcessRank):
         connections: dict[int, socket.socket],
         arena_bytes: int,
     ) -> None:
-        group = _core.group_create(block, size, rank)
+        group = _C.group_create(block, size, rank)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=size)
 
     def transport_to(self, peer_rank: int) -> str:
@@ -43,7 +43,7 @@ class ShmRank(ProcessRank):
 
     def close(self) -> None:
         super().close()
-        _core.group_progress(self.group, "close()")
+        _C.group_progress(self.group, "close()")
         for connection in self._connections.values():
             connection.close()
 
@@ -59,7 +59,7 @@ def open_shm_end(
 ) -> object:
     """One end of an edge between two processes that hold the ends of ``connection``; see :meth:`RankGroup.edge_end`."""
     arena = _share_arena(connection, source_stage, destination_stage, group.arena_bytes, is_receiver, text, peer_rank)
-    return _core.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+    return _C.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
 
 
 def _share_arena(
@@ -70,20 +70,20 @@ def _share_arena(
         if is_receiver:
             fd = memory_fd(size)
             try:
-                arena = _core.mapping_create(fd, size)
+                arena = _C.mapping_create(fd, size)
                 socket.send_fds(connection, [_ARENA.pack(source, destination, size)], [fd])
             finally:
                 os.close(fd)
             return arena
         data, fds, _, _ = socket.recv_fds(connection, _ARENA.size, 1)
     except OSError as error:
-        raise _core.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
+        raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
     if not fds:
-        raise _core.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
+        raise _C.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
     found_source, found_destination, size = _ARENA.unpack(data)
     if (found_source, found_destination) != (source, destination):
         os.close(fds[0])
-        raise _core.PipelineError(
+        raise _C.PipelineError(
             f"{text}: rank {peer_rank} opened the edge of stage {found_source} to {found_destination} instead; "
             "all ranks must open their edges in one order"
         )
@@ -93,7 +93,7 @@ def _share_arena(
 def connect_shm(
     rank: int, size: int, process_group: Any, connections: dict[int, socket.socket], arena_bytes: int
 ) -> ShmRank:
-    block_bytes = _core.group_block_bytes(size)
+    block_bytes = _C.group_block_bytes(size)
     if rank == 0:
         fd = memory_fd(block_bytes)
         for connection in connections.values():
@@ -101,6 +101,6 @@ def connect_shm(
     else:
         _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
         if not fds:
-            raise _core.PipelineError("rank 0 left during set-up")
+            raise _C.PipelineError("rank 0 left during set-up")
         fd = fds[0]
     return ShmRank(rank, size, process_group, map_fd(fd, block_bytes), connections, arena_bytes)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # taken from C by a star, which is no export
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.transport.group import map_fd, memory_fd
 from seq1f1b.transport.meeting import SETUP_TIMEOUT
 from seq1f1b.transport.processes import ProcessRank, first_line
@@ -50,8 +50,8 @@ class StoreRank(ProcessRank):
         arena_bytes: int,
     ) -> None:
         self._generation = generation
-        block_bytes = _core.group_block_bytes(size)
-        group = _core.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
+        block_bytes = _C.group_block_bytes(size)
+        group = _C.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
         self._store = store
@@ -104,16 +104,16 @@ class StoreRank(ProcessRank):
             self._lost = self.lose(0, f"its store does not answer: {first_line(error)}")
 
     def _publish_progress(self) -> None:
-        self._store.set(f"progress/{self.rank}", json.dumps(_core.group_get_progress(self.group, self.rank)))
+        self._store.set(f"progress/{self.rank}", json.dumps(_C.group_get_progress(self.group, self.rank)))
 
     def _exchange_failure(self) -> None:
         """Publishes this process's failure, or learns of another's; the first one in the store stays."""
         key = f"failure/{self._epoch}"
-        failure = _core.group_failure(self.group)
+        failure = _C.group_failure(self.group)
         if failure is not None:
             self._store.compare_set(key, "", json.dumps(failure))
         elif self._store.check([key]):
-            _core.group_fail(self.group, *json.loads(self._store.get(key)))
+            _C.group_fail(self.group, *json.loads(self._store.get(key)))
 
     def _exchange_progress(self) -> None:
         self._publish_progress()
@@ -124,7 +124,7 @@ class StoreRank(ProcessRank):
             self._read[rank] = value
             what, age, waiting_for = json.loads(value)
             if age >= 0:
-                _core.group_set_progress(self.group, rank, what, age, waiting_for)
+                _C.group_set_progress(self.group, rank, what, age, waiting_for)
 
     def _find_the_lost(self, hang_ups: select.poll) -> None:
         """Finds ranks whose connection ended though they have not closed, and tells all."""
@@ -189,7 +189,7 @@ class StoreRank(ProcessRank):
         everyones = [pickle.loads(data) for data in self._gather(pickle.dumps(started), recovering=True)]
         for edge, relay in self._relays.items():
             relay.drain(everyones[relay.peer].get(edge, ([], [])))
-        _core.group_clear(self.group)
+        _C.group_clear(self.group)
 
     # -- collectives and edges
 
@@ -208,7 +208,7 @@ class StoreRank(ProcessRank):
             if not recovering:
                 self.check()
             elif self._lost is not None:
-                raise _core.PipelineError(self._lost)
+                raise _C.PipelineError(self._lost)
             self._check_time(keys, time.monotonic() - start)
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -249,13 +249,13 @@ class StoreRank(ProcessRank):
         """Leaves together: rank 0, whose store the others need, waits a while for them."""
         if self._closing.is_set():
             return
-        failed = _core.group_failure(self.group) is not None
+        failed = _C.group_failure(self.group) is not None
         if failed and self._relays:  # complete what the failed step left in flight, if the others close as well
             self.timeout_s = min(self.timeout_s, 5.0)
             with contextlib.suppress(RuntimeError):
                 self._recover()
         super().close()
-        _core.group_progress(self.group, "close()")
+        _C.group_progress(self.group, "close()")
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
             if failed:  # perhaps just now: whoever meets the others waits for this
@@ -298,7 +298,7 @@ def _own_address(process_group: Any) -> str:
                     source = str(probe.getsockname()[0])
                     local = source == there[0] or ipaddress.ip_address(source.partition("%")[0]).is_loopback
                     return name if local else source
-    raise _core.PipelineError(
+    raise _C.PipelineError(
         f"rank 0 of the pipeline finds no address of its own: {host or socket.gethostname()!r} does not resolve here; "
         "give the launcher an address instead of a name"
     )
@@ -328,7 +328,7 @@ def connect_store(
     if error is not None:
         raise error
     if place is None:
-        raise _core.PipelineError("rank 0 of the pipeline could not open its store; its own error says why")
+        raise _C.PipelineError("rank 0 of the pipeline could not open its store; its own error says why")
     unreached = None
     if rank != 0:
         try:
@@ -338,7 +338,7 @@ def connect_store(
             unreached = first_line(caught)
     for other, why in enumerate(gather(unreached)):
         if why is not None:
-            raise _core.PipelineError(
+            raise _C.PipelineError(
                 f"rank {other} cannot reach the store of rank 0 at {place[0]} port {place[1]} ({why}): hosts of a "
                 "pipeline must reach each other on all ports, on the network that leads to the launcher's address"
             )

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from orders import random_order, small_schedule
 
-from seq1f1b import ModelShape, Schedule, ScheduleError, Unit, _core, build_schedule, partition_sequence, schedules
+from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
 
 
 class Lowered:
     def __init__(self, schedule: Schedule, prefetch: int = 1) -> None:
         self.schedule = schedule
-        self.handle = _core.program_lower(schedule.handle, prefetch)
-        self.edges = _core.program_edges(self.handle)
+        self.handle = _C.program_lower(schedule.handle, prefetch)
+        self.edges = _C.program_edges(self.handle)
         self.ranks = [
-            [(op, edge, Unit(*unit), *rest) for op, edge, unit, *rest in _core.program_instructions(self.handle, rank)]
+            [(op, edge, Unit(*unit), *rest) for op, edge, unit, *rest in _C.program_instructions(self.handle, rank)]
             for rank in range(schedule.num_ranks)
         ]
 
@@ -42,7 +42,7 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
     at = [0] * len(lowered.ranks)
 
     def edge_into(stage: int, gradient: bool) -> int | None:
-        found = [e for e, edge in enumerate(edges) if edge[1] == stage and edge[4] is gradient]
+        found = [e for e, edge in enumerate(edges) if edge[1] == stage and bool(edge[4]) is gradient]
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -145,7 +145,7 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
         assert sent[e] == len(granted[e]) == edge[6] and not in_place[e]
     for stage in range(S):
         peak = (live_peak[stage], slots_peak["kv", stage], slots_peak.get(("grad", stage), 0))
-        assert _core.program_stage_peak(lowered.handle, stage) == peak
+        assert _C.program_stage_peak(lowered.handle, stage) == peak
 
 
 @pytest.mark.parametrize("name", schedules())
@@ -216,26 +216,24 @@ def test_places_are_the_receivers_peak_and_the_prefetch() -> None:
 
 def test_live_units_of_every_stage() -> None:
     for P, M, k in itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)):
-        handle = _core.program_lower(
-            build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k).handle, 1
-        )
+        handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k).handle, 1)
         for p in range(P):
-            assert _core.program_stage_peak(handle, p)[0] == min(P - p - 1 + k, M * k)
-            assert _core.program_stage_peak(handle, p)[2] == 1  # backwards of a micro-batch are consecutive
+            assert _C.program_stage_peak(handle, p)[0] == min(P - p - 1 + k, M * k)
+            assert _C.program_stage_peak(handle, p)[2] == 1  # backwards of a micro-batch are consecutive
 
 
 def test_caches_of_eight_ranks_and_four_segments() -> None:
     """Four micro-batches hold their KV cache at the first stage, where eleven segments are live; two at the last."""
-    handle = _core.program_lower(build_schedule("seq1f1b", num_ranks=8, num_microbatches=8, num_segments=4).handle, 1)
-    assert _core.program_stage_peak(handle, 0)[1] == 4
-    assert _core.program_stage_peak(handle, 7)[1] == 2
+    handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=8, num_microbatches=8, num_segments=4).handle, 1)
+    assert _C.program_stage_peak(handle, 0)[1] == 4
+    assert _C.program_stage_peak(handle, 7)[1] == 2
 
 
 def test_evaluation_keeps_one_cache_and_no_unit() -> None:
     schedule = build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=3).forward_only()
     lowered = Lowered(schedule)
     for stage in range(4):
-        assert _core.program_stage_peak(lowered.handle, stage) == (1, 1, 0)
+        assert _C.program_stage_peak(lowered.handle, stage) == (1, 1, 0)
     assert set(lowered.places().values()) == {2}  # one in use, one on its way
     assert [edge[4] for edge in lowered.edges] == [False] * 3
 
@@ -260,10 +258,10 @@ def test_peaks_of_uneven_segments() -> None:
         sizes = [rng.randint(1, 50) for _ in range(k)]
         unit_bytes = [[rng.randint(0, 9) for _ in range(k)] for _ in range(S)]
         cells = list(itertools.product(range(S), range(k)))
-        handle = _core.program_lower(schedule.handle, 1)
+        handle = _C.program_lower(schedule.handle, 1)
         for stage, rank in enumerate(schedule.rank_of_stage):
             tokens = {(other, s): sizes[s] * (other == stage) for other, s in cells}
-            assert _core.program_peak_tokens(handle, stage, sizes) == peak_weight(schedule.ranks[rank], tokens)
+            assert _C.program_peak_tokens(handle, stage, sizes) == peak_weight(schedule.ranks[rank], tokens)
         simulation = schedule.simulate(segment_sizes=sizes, unit_bytes=unit_bytes)
         for rank, order in enumerate(schedule.ranks):
             assert simulation.peak[rank] == peak_weight(order, dict.fromkeys(cells, 1))
@@ -274,10 +272,10 @@ def test_peaks_of_uneven_segments() -> None:
 def test_balanced_segments_hold_more_tokens_than_equal_ones() -> None:
     """A 7B model at 64k tokens, P = 4, M = 8, k = 4: 2.01 micro-batches at stage 0, where equal segments hold 1.75."""
     shape = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab=32000)
-    handle = _core.program_lower(build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4).handle, 1)
+    handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4).handle, 1)
     balanced = partition_sequence(65536, 4, model=shape)
-    assert _core.program_peak_tokens(handle, 0, balanced) / 65536 == pytest.approx(2.01, abs=0.01)
-    assert _core.program_peak_tokens(handle, 0, [16384] * 4) / 65536 == 1.75
+    assert _C.program_peak_tokens(handle, 0, balanced) / 65536 == pytest.approx(2.01, abs=0.01)
+    assert _C.program_peak_tokens(handle, 0, [16384] * 4) / 65536 == 1.75
 
 
 # -- credits -----------------------------------------------------------------------------------------------------------
@@ -339,12 +337,12 @@ def test_a_broken_order_is_not_lowered() -> None:
 
 
 def test_arguments_out_of_range() -> None:
-    handle = _core.program_lower(build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_segments=3).handle, 1)
-    for call in (_core.program_stage_peak, _core.program_instructions):
+    handle = _C.program_lower(build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_segments=3).handle, 1)
+    for call in (_C.program_stage_peak, _C.program_instructions):
         for index in (-1, 2):
             with pytest.raises(ValueError, match=f"is {index}, must be in 0..1"):
                 call(handle, index)
     with pytest.raises(ValueError, match="segment_sizes holds 2 values, must hold 3"):
-        _core.program_peak_tokens(handle, 0, [1, 2])
+        _C.program_peak_tokens(handle, 0, [1, 2])
     with pytest.raises(TypeError, match=r"expected a seq1f1b\.program handle"):
-        _core.program_edges(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)
+        _C.program_edges(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)

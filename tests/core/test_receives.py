@@ -12,21 +12,18 @@ from collections.abc import Iterable
 import pytest
 from orders import random_order, small_schedule
 
-from seq1f1b import Schedule, Unit, _core, schedules
+from seq1f1b import _C, Schedule, Unit, schedules
 
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 
 
 def programs(schedule: Schedule, prefetch: int = 1, receives: bool = True) -> tuple[list[list[Instruction]], list]:
-    handle = _core.program_lower(schedule.handle, prefetch, receives)
+    handle = _C.program_lower(schedule.handle, prefetch, receives)
     ranks = [
-        [
-            (op, edge, Unit(*unit), sequence)
-            for op, edge, unit, _, _, _, sequence in _core.program_instructions(handle, r)
-        ]
+        [(op, edge, Unit(*unit), sequence) for op, edge, unit, _, _, _, sequence in _C.program_instructions(handle, r)]
         for r in range(schedule.num_ranks)
     ]
-    return ranks, _core.program_edges(handle)
+    return ranks, _C.program_edges(handle)
 
 
 class Machine:

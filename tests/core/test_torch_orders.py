@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from orders import random_order
 
-from seq1f1b import Schedule, ScheduleError, _core, build_schedule, schedules
+from seq1f1b import _C, Schedule, ScheduleError, build_schedule, schedules
 from seq1f1b.schedule import families
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="needs torch")
@@ -82,11 +82,11 @@ def messages_of_torch(lowered: dict[int, list[Any]], which: str) -> dict[tuple[i
 
 
 def messages_of_ours(schedule: Schedule) -> dict[tuple[int, int], list[int]]:
-    program = _core.program_lower(schedule.handle, 1)
-    ends = [edge[:2] for edge in _core.program_edges(program)]
+    program = _C.program_lower(schedule.handle, 1)
+    ends = [edge[:2] for edge in _C.program_edges(program)]
     edges: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(schedule.num_ranks):
-        for opcode, edge, (_, _, microbatch, segment), *_ in _core.program_instructions(program, rank):
+        for opcode, edge, (_, _, microbatch, segment), *_ in _C.program_instructions(program, rank):
             if opcode == "SEND":
                 edges[ends[edge]].append(microbatch * schedule.num_segments + segment)
     return dict(edges)

@@ -20,7 +20,7 @@ from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import Emulated, build
 from test_cuda_attention import check
 
-from seq1f1b import _core
+from seq1f1b import _C
 from seq1f1b.device import kernel_library
 from seq1f1b.ops.attention import causal_attention
 
@@ -53,7 +53,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Emulated, Path]:
     return build(sources, work, flags=["-DS1F_CUDA_ALL_TILES=1"]), work / "emulated.so"
 
 
-STORE = 23  # place of an argument of _core.cuda_attention: dk and dv hold nothing yet
+STORE = 23  # place of an argument of _C.cuda_attention: dk and dv hold nothing yet
 
 
 def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
@@ -79,7 +79,7 @@ def calls(library: tuple[Emulated, Path], monkeypatch: pytest.MonkeyPatch) -> It
     """The emulated kernels in place of torch's ops: what was called of either."""
     emulated, path = library
     launched: list[str] = []
-    launch = _core.cuda_attention
+    launch = _C.cuda_attention
 
     def within_extents(
         handle: object, name: str, kernel: int, arguments: Any, scratch: int, size: int, stream: int
@@ -97,7 +97,7 @@ def calls(library: tuple[Emulated, Path], monkeypatch: pytest.MonkeyPatch) -> It
             raise AssertionError(emulated._library.s1f_emulation_error().decode()) from error
 
     monkeypatch.setattr(kernel_library, "LIBRARY", path)
-    monkeypatch.setattr(_core, "cuda_attention", within_extents)
+    monkeypatch.setattr(_C, "cuda_attention", within_extents)
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
     kernel_library.operations.cache_clear()
     with cuda_kernels_on_the_cpu() as of_aten:

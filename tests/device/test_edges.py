@@ -21,7 +21,7 @@ from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch.multiprocessing import ProcessExitedException
 
-from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, _core
+from seq1f1b import _C, LoopbackGroup, PipelineEngine, PipelineError
 from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
 
@@ -209,15 +209,15 @@ def test_stages_on_the_cpu_are_refused() -> None:
 
 def test_missing_libraries_are_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no CUDA driver: .*libnothing\.so"):
-        _core.device_create("libnothing.so", 0)
+        _C.device_create("libnothing.so", 0)
     with pytest.raises(RuntimeError, match=r"no NCCL: .*libnothing\.so"):
-        _core.nccl_find("libnothing.so")
+        _C.nccl_find("libnothing.so")
     with pytest.raises(RuntimeError, match=r"libc\.so\.6 has no ncclGetVersion: it is too old, or another library"):
-        _core.nccl_find("libc.so.6")
+        _C.nccl_find("libc.so.6")
     old = shutil.copy(stand_in().path, tmp_path / "libnccl.so.2")
     StandIn(Path(old)).reset(0, nccl_version=21701)
     with pytest.raises(RuntimeError, match="is NCCL 21701, at least 21800 is needed"):
-        _core.nccl_find(str(old))
+        _C.nccl_find(str(old))
 
 
 @pytest.mark.skipif(
@@ -228,14 +228,14 @@ def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its version and ids; and what it says of a communicator where there is no GPU."""
     monkeypatch.delenv("SEQ1F1B_NCCL")
     path = edges.find_nccl()
-    version, found = _core.nccl_find(path)
+    version, found = _C.nccl_find(path)
     assert version >= 21800 and found.endswith("libnccl.so.2")
-    first, second = _core.nccl_unique_id(path), _core.nccl_unique_id(path)
+    first, second = _C.nccl_unique_id(path), _C.nccl_unique_id(path)
     assert len(first) == len(second) == 128 and first != second
     reset(1)
     group = LoopbackGroup(2)[0]
     control = group.edge_end(0, 1, 1, False, "activations of stage 0 to stage 1")
-    device = _core.device_create(stand_in().path, 0)
-    watchdog = _core.watchdog_create(group.group, device, 5.0)
+    device = _C.device_create(stand_in().path, 0)
+    watchdog = _C.watchdog_create(group.group, device, 5.0)
     with pytest.raises(RuntimeError, match=r"activations of stage 0 to stage 1: ncclCommInitRankConfig: .*\(1\), Cuda"):
-        _core.nccl_end(path, first, control, watchdog)
+        _C.nccl_end(path, first, control, watchdog)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -230,3 +231,14 @@ def test_two_stages_checks_itself() -> None:
     assert done.returncode == 0, done.stderr
     assert "whole model" in done.stdout
     assert len((EXAMPLES / "two_stages.py").read_text().splitlines()) < 80
+
+
+def test_use_trains_and_tells_what_it_measured() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "use.py")]
+    done = subprocess.run(command, env=environment(0, 1, 0), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "segments held at most [5, 4]" in done.stdout  # min(P - p - 1 + k, M k)
+    assert len((EXAMPLES / "use.py").read_text().splitlines()) < 100

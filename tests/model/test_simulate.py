@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 from orders import random_order
 
-from seq1f1b import Schedule, Unit, _core, build_schedule
+from seq1f1b import _C, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
 
 GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
@@ -156,9 +156,7 @@ class Reference:
             for a, b in self.edges
         }
         self.places = {edge: self.needed_places(edge, prefetch) for edge in self.edges}
-        lowered = {
-            (a, b): n for a, b, _, _, _, n, _ in _core.program_edges(_core.program_lower(schedule.handle, prefetch))
-        }
+        lowered = {(a, b): n for a, b, _, _, _, n, _ in _C.program_edges(_C.program_lower(schedule.handle, prefetch))}
         if not self.gets_through():  # then, and only then, some edges have more
             assert all(lowered[edge] >= places for edge, places in self.places.items())
             self.places = lowered

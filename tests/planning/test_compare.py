@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from seq1f1b import _core, build_schedule, schedules
+from seq1f1b import _C, build_schedule, schedules
 from seq1f1b.planning.compare import Row, compare
-from seq1f1b.planning.cost import CostModel, load_hardware, load_model
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
 
@@ -49,14 +50,14 @@ def test_all_families_are_there_once_fastest_first() -> None:
 def test_messages_are_those_of_the_lowered_program() -> None:
     for found in compare(**COUNTS, num_segments=2, segment_sizes=[10, 6], message_bytes=3).rows:
         counts = COUNTS | {"num_segments": found.num_segments, "stages_per_rank": found.stages_per_rank}
-        program = _core.program_lower(build_schedule(found.family, **counts).handle, 1)
-        edges = _core.program_edges(program)
+        program = _C.program_lower(build_schedule(found.family, **counts).handle, 1)
+        edges = _C.program_edges(program)
         assert found.messages == sum(num_messages for *_, num_messages in edges), found.family
         sizes = [10, 6] if found.num_segments == 2 else [16]
         sent = sum(
             3 * sizes[segment]
             for rank in range(4)
-            for opcode, _, (_, _, _, segment), *_ in _core.program_instructions(program, rank)
+            for opcode, _, (_, _, _, segment), *_ in _C.program_instructions(program, rank)
             if opcode == "SEND"
         )
         assert found.sent_bytes == sent, found.family

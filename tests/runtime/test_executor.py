@@ -11,7 +11,8 @@ import pytest
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import PipelineEngine, _core
+from seq1f1b import _C, PipelineEngine
+from seq1f1b.ops.context import LiveUnit, current
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -30,10 +31,14 @@ class Recorded(nn.Module):
         super().__init__()
         self.stage = stage_of(whole_model(CONFIG), CONFIG, index, num_stages)
         self.outputs: list[weakref.ref[Tensor]] = []
+        self.units: list[weakref.ref[LiveUnit]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.stage(x)
         self.outputs.append(weakref.ref(y))
+        unit = current()
+        assert unit is not None
+        self.units.append(weakref.ref(unit))
         return y
 
 
@@ -56,10 +61,11 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         )
         for _ in range(2):
             stage.outputs.clear()
+            stage.units.clear()
             (engine.step if training else engine.eval)(tokens, target=target)
 
         order = [str(unit) for unit in engine.schedule.ranks[rank] if training or unit.kind == "F"]
-        walked = _core.executor_timeline(engine.last_step.executor, rank)
+        walked = _C.executor_timeline(engine.last_step.executor, rank)
         units = ["FB"[unit[0]] + f"{unit[2]}.{unit[3]}" for opcode, unit, _, _ in walked if opcode == RUN]
         assert units == order, "not the schedule's order"
 
@@ -79,7 +85,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         into, out = int(rank > 0) + training * int(rank < P - 1), int(rank < P - 1) + training * int(rank > 0)
         assert (waits, sends, opcodes.count(POST)) == (into * M * k, out * M * k, into * M * k)
 
-        peak, _ = _core.executor_stage_measure(engine.last_step.executor, rank)
+        peak, _ = _C.executor_stage_measure(engine.last_step.executor, rank)
         forwards = backwards = most = 0
         for unit in units:
             forwards += unit[0] == "F"
@@ -90,7 +96,8 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         gc.collect()
         alive = [ref for ref in stage.outputs if ref() is not None]
         assert not alive, f"{len(alive)} outputs outlive the step"
-        assert not engine._runtimes[rank].live and not engine._runtimes[rank].handed
+        assert len(stage.units) == M * k and current() is None
+        assert all(ref() is None for ref in stage.units), "the step outlives its end"
 
     run_ranks(P, run)
 
@@ -101,11 +108,12 @@ def test_a_timeline_of_a_failed_step_ends_where_it_failed() -> None:
     engine = PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=lambda output, target: output)
     with pytest.raises(ValueError, match=r"\[0\]F0.0: loss_fn must return a scalar"):
         engine.step(tokens, target=target)
-    walked = _core.executor_timeline(engine._executor, 0)
-    assert walked[0][1] == _core.executor_last_unit(engine._executor) and walked[0][3] > 0
+    walked = _C.executor_timeline(engine._executor, 0)
+    assert walked[0][1] == _C.executor_last_unit(engine._executor) and walked[0][3] > 0
     assert all((start, end) == (0, 0) for _, _, start, end in walked[1:])
     gc.collect()
     assert all(ref() is None for ref in stage.outputs), "a failed step holds its outputs"
+    assert all(ref() is None for ref in stage.units), "a failed step outlives its end"
 
 
 def test_an_executor_is_not_entered_twice() -> None:
@@ -113,11 +121,11 @@ def test_an_executor_is_not_entered_twice() -> None:
     engine: PipelineEngine
 
     def again(output: Tensor, target: Tensor) -> Tensor:
-        _core.executor_step(engine._executor, 1, True, 0, [], None, None, None, None)
+        _C.executor_step(engine._executor, 1, True, 0, [], None, None, None)
         return cross_entropy(output, target)
 
     engine = PipelineEngine(Recorded(0, 1), num_microbatches=1, loss_fn=again)
     with pytest.raises(RuntimeError, match="the executor is inside a step already"):
         engine.step(tokens, target=target)
     with pytest.raises(TypeError, match="handle"):
-        _core.executor_last_unit(object())
+        _C.executor_last_unit(object())

@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 from orders import random_order
 
-from seq1f1b import Schedule, Unit, _core, build_schedule, schedules
+from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import Family, StepMemory, families
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
@@ -137,14 +137,14 @@ def floats(values: Iterable[float]) -> str:
 
 def program_lines(schedule: Schedule, prefetch: int, receives: bool) -> Iterator[str]:
     """The whole program. No other function here reads the private interface of programs."""
-    handle = _core.program_lower(schedule.handle, prefetch, receives)
-    for edge in _core.program_edges(handle):
+    handle = _C.program_lower(schedule.handle, prefetch, receives)
+    for edge in _C.program_edges(handle):
         yield f"edge {tuple(map(int, edge))}"
     for stage in range(schedule.num_stages):
-        yield f"peak {tuple(_core.program_stage_peak(handle, stage))}"
+        yield f"peak {tuple(_C.program_stage_peak(handle, stage))}"
     for rank in range(schedule.num_ranks):
         yield f"rank {rank}"
-        for op, edge, unit, place, kv_slot, grad_slot, sequence in _core.program_instructions(handle, rank):
+        for op, edge, unit, place, kv_slot, grad_slot, sequence in _C.program_instructions(handle, rank):
             yield f"{op} {edge} {unit_text(Unit(*unit))} {place} {kv_slot} {grad_slot} {sequence}"
 
 

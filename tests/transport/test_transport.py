@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from processes import AT_ONCE, PipedProcesses, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
-from seq1f1b import PipelineError, _core, transport  # noqa: E402
+from seq1f1b import _C, PipelineError, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
 from seq1f1b.transport.group import NONE, place_tensor  # noqa: E402
 from seq1f1b.transport.meeting import Meeting  # noqa: E402
@@ -86,11 +86,11 @@ def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | Non
         else (transport.DTYPES.index(t.dtype), int(t.requires_grad), tuple(t.shape), t.data_ptr())
         for t in tensors
     ]
-    _core.edge_send(end, n, n % PLACES, fields(group, source, n), headers)
+    _C.edge_send(end, n, n % PLACES, fields(group, source, n), headers)
 
 
 def receive(end: object, n: int) -> list[torch.Tensor | None]:
-    _, tensors = _core.edge_wait(end, n, n % PLACES)
+    _, tensors = _C.edge_wait(end, n, n % PLACES)
     return [
         None if flags & NONE else place_tensor(end, address, code, sizes) for code, flags, sizes, address in tensors
     ]
@@ -105,7 +105,7 @@ def open_both(group: RankGroup) -> tuple[object, object]:
 def begin(group: RankGroup, *ends: object) -> None:
     group.begin_step()
     for end in ends:
-        _core.edge_begin_step(end, PLACES)
+        _C.edge_begin_step(end, PLACES)
 
 
 def messages() -> list[list[torch.Tensor | None]]:
@@ -137,14 +137,14 @@ def exchange(group: RankGroup, pipe: Connection) -> int:
     for _ in range(3):
         begin(group, out, back)
         for n in range(PLACES):
-            _core.edge_post(back, n, n)
+            _C.edge_post(back, n, n)
         for n in range(PLACES):
             send(group, out, n, expected[n], group.rank)
         for n in range(count):
             got = receive(back, n)
             assert len(got) == len(expected[n]) and all(map(same, got, expected[n])), f"message {n} changed"
             if n + PLACES < count:
-                _core.edge_post(back, n + PLACES, n % PLACES)
+                _C.edge_post(back, n + PLACES, n % PLACES)
                 send(group, out, n + PLACES, expected[n + PLACES], group.rank)
         group.end_step(failed=False)
     return count
@@ -177,11 +177,11 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
     if group.rank == 0:
         group.set_limits(*pipe.recv())
         begin(group, end)
-        _core.edge_post(end, 0, 0)
+        _C.edge_post(end, 0, 0)
         group.barrier()
         pipe.send("waiting")
         try:
-            _core.edge_wait(end, 0, 0)
+            _C.edge_wait(end, 0, 0)
         except (PipelineError, KeyboardInterrupt) as error:
             attributes = [getattr(error, name, None) for name in ("rank", "unit", "edge")]
             return type(error).__name__, str(error), attributes, time.monotonic()
@@ -192,7 +192,7 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
         time.sleep(AT_ONCE + 3)
         os._exit(0)
     group.barrier()
-    _core.group_progress(group.group, "F2.1")
+    _C.group_progress(group.group, "F2.1")
     while not pipe.poll(20):
         pass
     return None
@@ -256,10 +256,10 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
         number = group.begin_step()
         for end in (into, out):
             if end is not None:
-                _core.edge_begin_step(end, PLACES)
+                _C.edge_begin_step(end, PLACES)
         if into is not None:
             for n in range(PLACES if failing and rank == last else 1):
-                _core.edge_post(into, n, n)
+                _C.edge_post(into, n, n)
             if failing and rank == last:
                 time.sleep(0.3)
                 raise ValueError("no such token")
@@ -355,7 +355,7 @@ def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, l
     second = transport.connect(None, "shm")
     out, back = open_both(second)
     begin(second, out, back)
-    _core.edge_post(back, 0, 0)
+    _C.edge_post(back, 0, 0)
     send(second, out, 0, [torch.arange(5)], group.rank)
     (view,) = receive(back, 0)
     second.barrier()
@@ -482,4 +482,4 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="17 tensors"):
         send(groups[0], end, 0, [torch.zeros(1)] * 17)
     with pytest.raises(RuntimeError, match=f"{EDGE}, message 0: this is the sender's end"):
-        _core.edge_post(end, 0, 0)
+        _C.edge_post(end, 0, 0)

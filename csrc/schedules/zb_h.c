@@ -1,0 +1,77 @@
+/* zb_h.c - one stage per rank, W wait for the bubbles. [Zero Bubble, arXiv:2401.10241]
+ *
+ * A rank runs `ahead` (P - r - 1) + k forwards, then I and F in turn. Segments are ours: 1F1B's warm-up becomes that of
+ * Seq1F1B. F = I = W = 1 per micro-batch:
+ *   zb-h1, ahead = 1   makespan 3 M + (P - 1) / k, in 1F1B's memory: peak P - 1 + k on every rank
+ *   zb-h2, ahead = 2   the same makespan, but the span of each rank is 3 M: without a barrier between steps there is no
+ *                      bubble. Peak 2 P - 2 + k, twice 1F1B's
+ * M k is at least the peak. */
+#include "split.h"
+
+typedef struct {
+    int32_t ahead;
+    s1f_split_rules rules;
+} numbers;
+
+static const numbers h1 = {1, {"M >= P", "M k >= P - 1 + k", "cap >= P - 1 + k"}};
+static const numbers h2 = {2, {"M >= 2 P - 1", "M k >= 2 P - 2 + k", "cap >= 2 P - 2 + k"}};
+
+static int64_t peak(const s1f_request *request)
+{
+    const numbers *n = request->family->numbers;
+    return n->ahead * ((int64_t)request->num_ranks - 1) + request->num_segments;
+}
+
+static const char *broken_rule(const s1f_request *request)
+{
+    const numbers *n = request->family->numbers;
+    const char *rule = s1f_rule_split(request, &n->rules, peak(request), peak(request));
+    return rule != NULL ? rule : s1f_rule_one_stage_per_rank(request);
+}
+
+static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
+{
+    const numbers *n = request->family->numbers;
+    return s1f_plan_one_stage(request, plan, rank, n->ahead);
+}
+
+static s1f_status build(const s1f_request *request, s1f_schedule **out)
+{
+    return s1f_schedule_split(request, s1f_placement_loop, plan_of_rank, peak(request), out);
+}
+
+const s1f_family s1f_family_zb_h1 = {
+    .facts = {"zb-h1", "1f1b whose weight gradients fill the bubbles, in 1f1b's memory",
+              "Zero Bubble, arXiv:2401.10241", "M >= P, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+    .over_segments = &s1f_family_seq_zb_h1,
+    .numbers = &h1,
+};
+
+const s1f_family s1f_family_zb_h2 = {
+    .facts = {"zb-h2", "no bubble between steps, for twice 1f1b's memory", "Zero Bubble, arXiv:2401.10241",
+              "M >= 2 P - 1, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+    .over_segments = &s1f_family_seq_zb_h2,
+    .numbers = &h2,
+};
+
+const s1f_family s1f_family_seq_zb_h1 = {
+    .facts = {"seq-zb-h1", "seq1f1b whose weight gradients fill the bubbles, in seq1f1b's memory",
+              "Zero Bubble, arXiv:2401.10241, over segments", "M k >= P - 1 + k, v = 1", 1,
+              S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+    .numbers = &h1,
+};
+
+const s1f_family s1f_family_seq_zb_h2 = {
+    .facts = {"seq-zb-h2", "no bubble between steps, for less than twice seq1f1b's memory",
+              "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 1", 1,
+              S1F_OPTION_CAP | S1F_OPTION_COSTS},
+    .broken_rule = broken_rule,
+    .build = build,
+    .numbers = &h2,
+};
