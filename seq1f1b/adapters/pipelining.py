@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.splitting import Rule
+from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule, build_schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
@@ -148,12 +149,14 @@ class _Segmented:
         grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
         with grad_mode:
             found, rows = engine.run(
-                self._has_backward,
-                inputs,
-                target_mbs if engine.has_last else None,
-                kwarg_mbs,
-                loss_kwargs=loss_kwargs,
-                return_outputs=return_outputs,
+                StepArguments(
+                    self._has_backward,
+                    inputs,
+                    target_mbs if engine.has_last else None,
+                    kwarg_mbs,
+                    loss_kwargs=loss_kwargs,
+                    return_outputs=return_outputs,
+                )
             )
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found

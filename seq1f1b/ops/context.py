@@ -16,53 +16,46 @@ from torch import Tensor
 # torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
 from torch._compile import _disable_dynamo
 
+from seq1f1b import _core
 from seq1f1b.ops import attention
 
 __all__ = ["add_loss", "carry_in", "carry_out"]
 
 
 class LiveUnit:
-    """What F(m.s) leaves behind for B(m.s)."""
+    """A unit of the running step, from its F on: what F(m.s) leaves behind for B(m.s) and for the units beside it."""
 
-    __slots__ = (
-        "auxiliary", "carried_in", "carried_out", "forward", "leaves", "microbatch", "outputs", "previous",
-        "roots", "saved_bytes", "seeds", "segment", "stage", "training",
-    )  # fmt: skip
+    forward = True  # False while B runs: recomputation reads and never writes
+    leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
+    roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
+    seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
+    handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
+    outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
+    carried_in: dict[int, Tensor] | None = None
+    carried_out: dict[int, Tensor] | None = None
+    carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
+    auxiliary: list[Tensor] | None = None
+    saved_bytes = 0  # held by its graph, in the steps that measure
+    loss: Tensor | None = None
+    output: Any = None  # of the last stage, where the caller asked for it
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
         self.stage = stage
         self.microbatch = microbatch
         self.segment = segment
         self.training = training
-        self.forward = True  # False while B runs: recomputation reads and never writes
         self.previous = previous  # segment s - 1, for what it carried out
-        self.leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
-        self.roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
-        self.seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
-        self.outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
-        self.saved_bytes = 0  # by its graph, in the steps that measure
-        self.carried_in: dict[int, Tensor] | None = None
-        self.carried_out: dict[int, Tensor] | None = None
-        self.auxiliary: list[Tensor] | None = None
 
+    def take_handed(self) -> tuple[Any, ...]:
+        handed, self.handed = self.handed, None
+        assert handed is not None
+        return handed
 
-class _Ambient(threading.local):
-    """The unit of this thread: ranks that are threads of one process."""
-
-    unit: LiveUnit | None = None
-
-
-_thread = _Ambient()
-_process: LiveUnit | None = None  # the engine inside a step; autograd's device threads find it here
-
-
-def set_thread_current(unit: LiveUnit | None) -> None:
-    _thread.unit = unit
-
-
-def set_process_current(unit: LiveUnit | None) -> None:
-    global _process
-    _process = unit
+    def forget(self) -> None:
+        """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
+        self.leaves = self.roots = self.seeds = self.outputs = ()
+        self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
+        self.saved_bytes = 0
 
 
 _steps_lock = threading.Lock()
@@ -84,8 +77,13 @@ def inside_step() -> Iterator[None]:
             attention.set_stepping(_steps_inside > 0)
 
 
+def enter(unit: LiveUnit) -> None:
+    """Makes it what the modules of the running unit see; the executor says when the unit ends."""
+    _core.unit_set_state(unit)
+
+
 def current() -> LiveUnit | None:
-    return _thread.unit if _thread.unit is not None else _process
+    return _core.unit_state()  # type: ignore[no-any-return]
 
 
 def _key(layer: Tensor | int) -> int:
