@@ -1,15 +1,18 @@
-"""What an engine is asked for: checked once, then the same for every step."""
+"""What an engine is asked for: checked once, then the same for every step; and what all ranks must ask for alike."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from seq1f1b import __version__
 from seq1f1b.device.device_edges import TRANSPORTS as DEVICE_TRANSPORTS
 from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
@@ -175,3 +178,54 @@ def order_of(
     if not isinstance(schedule, (str, Schedule)):
         raise TypeError(f"schedule must be a name or a seq1f1b.Schedule, got {type(schedule).__name__}")
     return schedule, num_microbatches, num_segments, segment_sizes, prefetch
+
+
+def check_launch(group: Any) -> None:
+    """Raises where a launcher started several processes that would each train alone."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if group is None and world.isdigit() and int(world) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"WORLD_SIZE is {world}, but torch.distributed has no default process group, so every process would train "
+            'alone: call torch.distributed.init_process_group("gloo") first, or pass group= '
+            "(seq1f1b.LoopbackGroup(1)[0] to train in this process alone)"
+        )
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+class Disagreement(ValueError):
+    """The ranks of a pipeline were given different arguments. Every rank raises the same."""
+
+
+def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
+    """What all ranks of a pipeline must be given alike: by argument, what is compared and how an error shows it."""
+    digest = hashlib.sha256(schedule.to_text().encode()).hexdigest()[:12]
+    shown = repr(asked) if isinstance(asked, str) else "a Schedule"
+    found = {"version": (__version__,) * 2}
+    for name in ("num_microbatches", "num_segments"):
+        found[name] = (repr(getattr(options, name)),) * 2
+    found["schedule"] = (digest, f"{shown} (order {digest})")
+    sizes = options.segment_sizes
+    if sizes is not None and not isinstance(sizes, str):
+        sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)
+    found["segment_sizes"] = (repr(sizes),) * 2
+    if sizes == "balanced":
+        found["model_shape"] = (repr(options.model_shape),) * 2
+    for name in ("seq_dim", "prefetch", "transport", "loss_reduction", "scale_grads", "shard"):
+        found[name] = (repr(getattr(options, name)),) * 2
+    return found
+
+
+def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Raises :class:`Disagreement`, which names the first argument that differs, unless all ranks gave the same."""
+    for name in everyones[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyones):
+            ranks.setdefault(theirs[name][0], []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{everyones[own[0]][name][1]} on rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+                for own in ranks.values()
+            )
+            raise Disagreement(f"{name} differs between the ranks of the pipeline: {values}; give all ranks the same")

@@ -17,7 +17,11 @@ from seq1f1b.ops.context import inside_step
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.arguments import (
+    Disagreement,
     Options,
+    agreement,
+    check_agreement,
+    check_launch,
     modules_of,
     order_of,
 )
@@ -135,12 +139,14 @@ class PipelineEngine:
         self.shard = shard
         self.device = common_device(modules)
         self._device_edges: DeviceEdges | None = None
+        check_launch(group)
         self._group: RankGroup = resolve_group(group, transport)
         try:
             self._join(modules, schedule)
         except BaseException as error:
             # Peers for which all was right wait for this rank, while edges open or in their first step.
-            self._group.fail(f"{type(error).__name__}: {error}")
+            if not isinstance(error, Disagreement):
+                self._group.fail(f"{type(error).__name__}: {error}")
             if self._group is not group:
                 self._group.close()
             raise
@@ -297,6 +303,9 @@ class PipelineEngine:
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         self.rank, self.num_ranks = self._group.rank, self._group.size
         self.schedule = self._make_schedule(schedule, len(modules))
+        self._agreement: dict[str, tuple[str, str]] | None = agreement(self._options, self.schedule, schedule)
+        if not self._group.is_thread:  # engines of threads may be made one after the other: they meet in a step
+            self._agree()
         self.num_stages = self.schedule.num_stages
         self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
         if len(self.stages) != len(modules):
@@ -323,6 +332,12 @@ class PipelineEngine:
         self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
+
+    def _agree(self) -> None:
+        """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
+        if self._agreement is not None:
+            check_agreement(self._group.all_gather_object(self._agreement))
+            self._agreement = None
 
     def _make_schedule(self, schedule: str | Schedule, stages_per_rank: int) -> Schedule:
         if isinstance(schedule, str):
@@ -404,6 +419,7 @@ class PipelineEngine:
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()
             self._step = self._group.begin_step()
+            self._agree()
             self._tied.meet()
             accumulators = self._enter_grad_dtype() if step.training else []
             if step.training:
@@ -492,6 +508,9 @@ class PipelineEngine:
 
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """
+        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+            self._group.end_step(failed=False)
+            return error
         unit = _last_unit(executor)
         explained = error
         if not isinstance(error, _core.PipelineError):
