@@ -428,7 +428,7 @@ class PipelineEngine:
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
-            run_unit = step.choose_run(host_messages=self._device_edges is None)
+            run_unit = self._choose_run(step)
             entered = executor
             start = time.perf_counter()
             try:
@@ -464,6 +464,10 @@ class PipelineEngine:
             step.training, self._step, step.sizes, elapsed, program, executor, self.stages, dict(self._activations)
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _choose_run(self, step: Step) -> Callable[..., Any]:
+        """What the executor calls for every unit of a step."""
+        return step.choose_run(host_messages=self._device_edges is None)
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
