@@ -132,7 +132,7 @@ _Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | Non
 
 def program_simulate(
     program: Any,
-    pass_seconds: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
+    pass_seconds: tuple[Sequence[float], ...],  # F, B, I, W
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float],
     message_bytes: Sequence[int],
