@@ -31,7 +31,7 @@ from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
-from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.schedule import Schedule, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, resolve_group
 
 __all__ = ["PipelineEngine"]
@@ -525,8 +525,8 @@ def _last_unit(executor: Any) -> str:
     """The unit at which the executor left the step, with its stage, "" where the step did not begin."""
     if executor is None:
         return ""
-    kind, stage, microbatch, segment = _C.executor_last_unit(executor)
-    return f"[{stage}]{Unit('FBIW'[kind], stage, microbatch, segment)}"
+    unit = unit_of(_C.executor_last_unit(executor))
+    return f"[{unit.stage}]{unit}"
 
 
 def _explain(error: BaseException, unit: str) -> BaseException:
