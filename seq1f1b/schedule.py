@@ -41,14 +41,17 @@ class Unit(NamedTuple):
         return f"{self.kind}{self.microbatch}.{self.segment}"
 
 
+def unit_of(unit: tuple[int, int, int, int]) -> Unit:
+    """The unit that the C core calls (number of the pass, stage, micro-batch, segment)."""
+    number, stage, microbatch, segment = unit
+    return Unit(_C.PASSES[number], stage, microbatch, segment)
+
+
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 """Per rank, its units in run order with start and end in seconds: simulated or measured."""
 
 Costs = float | Sequence[Sequence[float]]
 """Seconds per unit: one number, or ``[stage][segment]``."""
-
-
-_TIMELINE, _CAUSES = 1, 2  # what the core keeps of a simulation
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Schedule:
         """The units of every rank in run order."""
         if self._ranks is None:
             self._ranks = tuple(
-                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
+                tuple(map(unit_of, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
             )
         return self._ranks
 
@@ -273,7 +276,7 @@ class Schedule:
             sizes,
             (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
-            _CAUSES if critical else _TIMELINE,
+            _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
         peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.schedule import Schedule, Simulation, Unit
+from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
 
-_RUN = 2  # s1f_opcode of lower.h
-_KINDS = "FBIW"
+_RUN = _C.OPCODES.index("RUN")
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
     start, end, run, wait, send = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
-        (Unit(_KINDS[unit[0]], *unit[1:]), first * 1e-9, last * 1e-9)
+        (unit_of(unit), first * 1e-9, last * 1e-9)
         for opcode, unit, first, last in _C.executor_timeline(record.executor, rank)
         if opcode == _RUN
     )

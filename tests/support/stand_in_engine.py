@@ -41,14 +41,13 @@ class StandInEngine(PipelineEngine):
         self.num_waits = 0
         self._kept: list[Any] = []
 
-    def _forward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._forward, arguments)
+    def _choose_run(self, step: Any) -> Callable[..., Any]:
+        run = super()._choose_run(step)
 
-    def _backward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._backward, arguments)
+        def after_the_stream(*arguments: Any) -> Any:
+            stand_in().synchronise()
+            self.num_waits += 1
+            self._kept.append(run(*arguments))
+            return self._kept[-1]
 
-    def _after_the_stream(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        stand_in().synchronise()
-        self.num_waits += 1
-        self._kept.append(run(*arguments))
-        return self._kept[-1]
+        return after_the_stream
