@@ -86,7 +86,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def write_conversations(file: Path) -> None:
-    """Of each function with a docstring: its module and the question what it does, and the docstring's first line."""
+    """Asks what each function with a docstring does; the answer is the first line of the docstring."""
 
     def conversations() -> Iterator[str]:
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:

@@ -324,7 +324,7 @@ def held_out_loss(
 
 
 def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
-    """Of the step that just ran, over all ranks; they share the clock of one machine."""
+    """Times of the step that just ran, over all ranks, which share the clock of one machine."""
     report = engine.report()
     first, last = report.timeline[0][1], report.timeline[-1][2]
     spans = ranks.gather((first, last, report.busy, report.process_peak_bytes))

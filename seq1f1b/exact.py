@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from seq1f1b.schedule import Schedule, Simulation, Unit, _per_unit
+from seq1f1b.schedule import Schedule, Simulation, Unit, per_unit
 
 __all__ = ["Optimum", "shortest_schedule"]
 
@@ -189,7 +189,7 @@ def _read(
         for stage, place in zip(stages, loop, strict=True)
     )
     costs = {
-        kind: _per_unit(cost, f"costs of {kind}", num_stages, num_segments)
+        kind: per_unit(cost, f"costs of {kind}", num_stages, num_segments)
         for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)
     }
     transfer = options.get("transfer", 0)
@@ -207,7 +207,7 @@ def _read(
         loop if placement == "loop" else wave,
         {kind: list(map(int, row)) for kind, row in costs.items()},
         int(transfer),
-        _per_unit(options.get("unit_bytes", 1), "unit_bytes", num_stages, num_segments),
+        per_unit(options.get("unit_bytes", 1), "unit_bytes", num_stages, num_segments),
         cap_bytes,
     )
 

@@ -275,7 +275,7 @@ class Schedule:
             (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
             sizes,
             (jitter, transfer_jitter, seed),
-            (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
+            (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
@@ -333,11 +333,11 @@ class Schedule:
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
-        return _per_unit(costs, name, self.num_stages, self.num_segments)
+        return per_unit(costs, name, self.num_stages, self.num_segments)
 
     def _per_edge(self, values: Any, name: str) -> list[Any]:
         """One value for each two neighbouring stages."""
-        return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
+        return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
         return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None))
@@ -350,7 +350,7 @@ class Schedule:
             return None if value is None else self._per_unit(value, name)
 
         def per_stage(name: str) -> list[int]:
-            return _per_place(getattr(given, name), name, self.num_stages, "stage")
+            return per_place(getattr(given, name), name, self.num_stages, "stage")
 
         def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
             if min(values) < 0:
@@ -379,7 +379,7 @@ class Schedule:
         )
 
 
-def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
+def per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
     """One value per (stage, segment), flat."""
     if not hasattr(costs, "__len__"):
         return [costs] * (num_stages * num_segments)
@@ -388,7 +388,7 @@ def _per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list
     return [cost for row in costs for cost in row]
 
 
-def _per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
+def per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
     """One value per rank or stage."""
     if not hasattr(values, "__len__"):
         return [values] * count
@@ -536,11 +536,11 @@ def _flat_options(
         if not isinstance(flat["costs"], Sequence) or len(flat["costs"]) != len(names):
             raise ValueError("costs must hold the costs of F, I and W")
         flat["costs"] = [
-            _per_unit(costs, f"costs of {name}", num_stages, num_segments)
+            per_unit(costs, f"costs of {name}", num_stages, num_segments)
             for name, costs in zip(names, flat["costs"], strict=True)
         ]
     if "unit_bytes" in flat:
-        flat["unit_bytes"] = _per_unit(flat["unit_bytes"], "unit_bytes", num_stages, num_segments)
+        flat["unit_bytes"] = per_unit(flat["unit_bytes"], "unit_bytes", num_stages, num_segments)
     if "cap_bytes" in flat and not hasattr(flat["cap_bytes"], "__len__"):
         flat["cap_bytes"] = [flat["cap_bytes"]] * num_ranks
     return flat

@@ -35,6 +35,9 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 
 def add_order_options(command: argparse.ArgumentParser) -> None:
     """The counts and costs of draw, simulate and compare."""
+    command.epilog = (
+        "F is the forward of a micro-batch, B its backward; a split backward is I (inputs) and W (weights)."
+    )
     command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
     command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
     command.add_argument(

@@ -212,7 +212,7 @@ class _Work:
         return None
 
     def sizes(self, k: int) -> Sequence[int] | None:
-        """Of k segments, or of the whole sequence where a family cuts none."""
+        """Tokens of each of k segments, or of the whole sequence if the family cuts none."""
         sizes = self.segment_sizes
         return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
 

@@ -105,7 +105,7 @@ class CostModel:
     def balanced(
         cls, model: ModelShape, hardware: Hardware, *, stages_per_rank: int = 1, layout: Layout, **counts: int
     ) -> CostModel:
-        """With :meth:`balanced_layers`, unless the layout says which layers a stage has. Arguments as of the class."""
+        """A model with :meth:`balanced_layers`, unless the layout gives the layers. Arguments as of the class."""
         cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
         if layout.layers is None:
             layout = replace(layout, layers=cost.balanced_layers())
@@ -190,7 +190,7 @@ class CostModel:
         return forward, back, linear, collectives
 
     def _attention_seconds(self, begin: int, end: int) -> tuple[float, float]:
-        """Of one layer, F and I."""
+        """Attention's part of F and of I, in one layer."""
         hw = self.hardware
         flops = 4 * self._q * self.pairs(begin, end) / self._shards
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)

@@ -211,8 +211,11 @@ class Pricing:
         return self._mean(self._bound(candidate, each.seq_len) for each in self.lengths)
 
     def _bound(self, candidate: Candidate, seq_len: int) -> float:
-        """Of the steps of one length: the mean of the ranks' work, and the work of each stage, where steps do not
-        overlap with the first segment's way down to it and the way back up."""
+        """The same for the steps of one length.
+
+        A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
+        the first segment's way down to that stage and the way back up come on top.
+        """
         cost = self._cost(candidate, seq_len)
         is_split = self.is_split(candidate.family)
         seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
@@ -347,7 +350,7 @@ class Pricing:
         return run.period, 1 - (sum(run.busy) + sum(arguments["optimizer"])) / (run.period * self.num_ranks)
 
     def _periods(self, candidate: Candidate, schedule: Schedule) -> list[tuple[float, float]]:
-        """Of the steps of each length."""
+        """Period and idle share of the steps of each length."""
         return [
             self._period(schedule, self._arguments(candidate, schedule, each.seq_len, self.hardware))
             for each in self.lengths

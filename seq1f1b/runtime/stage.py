@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.ops.context import LiveUnit, enter
 from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
-from seq1f1b.runtime.measure import SavedBytes, is_compiled
+from seq1f1b.runtime.saved_bytes import SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
+from seq1f1b.schedule import Simulation, Unit, per_place, per_unit
 from seq1f1b.view import style
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
     if given is None or peaks is None:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
     P, k = schedule.num_stages, schedule.num_segments
-    whole = _per_unit(given.activations, "activations", P, k)
-    kept = whole if given.kept_activations is None else _per_unit(given.kept_activations, "kept_activations", P, k)
-    gradients = _per_unit(given.output_gradients, "output_gradients", P, k)
-    kv, kv_gradients = (_per_place(getattr(given, name), name, P, "stage") for name in ("kv", "kv_gradients"))
+    whole = per_unit(given.activations, "activations", P, k)
+    kept = whole if given.kept_activations is None else per_unit(given.kept_activations, "kept_activations", P, k)
+    gradients = per_unit(given.output_gradients, "output_gradients", P, k)
+    kv, kv_gradients = (per_place(getattr(given, name), name, P, "stage") for name in ("kv", "kv_gradients"))
     curves = []
     for rank, track in enumerate(run.timeline):
         ends = {unit: end for unit, _, end in track}
@@ -193,7 +193,7 @@ def _memory(timeline: Timeline, run: Simulation | None) -> _Memory:
 
 
 def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
-    """Of every unit, those that must have ended before it may start: by the rules of check.h, and on its rank."""
+    """The units that must end before each unit may start: by the rules of check.h, and by the order of its rank."""
     units = {unit for track in timeline for unit, _, _ in track}
     after = {unit: [other for other in _neighbours(unit) if other in units] for unit in units}
     for track in timeline:
@@ -384,7 +384,7 @@ class _Plot:
         plot.js_on_change("inner_width", follow)
 
     def _heading(self, heading: str) -> str:
-        """With makespan and bubble."""
+        """The heading with makespan and bubble."""
         _, end = style.extent(self.timeline)
         makespan = end - self.begin
         busy = sum(stop - start for track in self.timeline for _, start, stop in track)
@@ -504,7 +504,7 @@ class _Plot:
 
 
 def _sum(a: Curve, b: Curve) -> Curve:
-    """Of two curves."""
+    """The sum of two curves."""
     changes: dict[float, int] = defaultdict(int)
     for curve in (a, b):
         for (time, held), (_, before) in zip(curve, [(0.0, 0), *curve], strict=False):

@@ -25,7 +25,7 @@ def check_size(what: str, num_units: int) -> None:
 
 
 def count_units(timelines: Iterable[Timeline]) -> int:
-    """Of all together."""
+    """Units of all timelines together."""
     return sum(len(track) for timeline in timelines for track in timeline)
 
 
@@ -66,6 +66,6 @@ def color_of(unit: Unit) -> tuple[float, ...]:
 
 
 def ink_on(color: Sequence[float]) -> str:
-    """Of a label on that colour: dark where it is light (relative luminance, ITU-R BT.709)."""
+    """The colour of a label on that colour: dark on a light one (relative luminance, ITU-R BT.709)."""
     red, green, blue = color
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"

@@ -17,5 +17,5 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
 
 
 def rounded(value: float) -> str:
-    """To three digits, as many as the rates of a machine deserve: 12.3, 0.0123, 12300."""
+    """Writes three digits, as many as the rates of a machine deserve: 12.3, 0.0123, 12300."""
     return f"{float(f'{value:.3g}'):.10g}"
