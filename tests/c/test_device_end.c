@@ -5,6 +5,8 @@
  * stream: when it runs it reads its input, which has to be the neighbour's result, and writes its own into memory that
  * was given back most recently, so that a buffer given back too early is overwritten at once. */
 #include "check.h"
+#include "core/lower.h"
+#include "core/receives.h"
 
 #include "device/copy_end.h"
 #include "device/nccl_end.h"

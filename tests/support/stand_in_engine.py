@@ -9,6 +9,7 @@ from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.runtime.step import Step
 
 
 class StandInEdges(DeviceEdges):
@@ -30,25 +31,38 @@ class StandInEdges(DeviceEdges):
         super().begin_step(timeout_s)
 
 
+class StandInStep(Step):
+    """The host waits for the stream before each unit, and keeps what was sent: it would be free for what the host does
+    next, but not for what the stream does."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.kept: list[Any] = []
+
+    def choose_run(self, *, host_messages: bool) -> Callable[..., Any]:
+        run = super().choose_run(host_messages=host_messages)
+
+        def after_the_stream(*arguments: Any) -> Any:
+            stand_in().synchronise()
+            self.kept.append(run(*arguments))
+            return self.kept[-1]
+
+        return after_the_stream
+
+
 class StandInEngine(PipelineEngine):
-    """Its kernels are torch's on the CPU, which know nothing of a stream: the host waits for it before each unit, and
-    keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
+    """Its kernels are torch's on the CPU, which know nothing of a stream."""
 
     _device_edges_class = StandInEdges
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.num_waits = 0
-        self._kept: list[Any] = []
+        self._stand_in_steps: list[StandInStep] = []
 
-    def _forward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._forward, arguments)
+    def _step_class(self, *arguments: Any) -> StandInStep:
+        self._stand_in_steps.append(StandInStep(*arguments))
+        return self._stand_in_steps[-1]
 
-    def _backward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._backward, arguments)
-
-    def _after_the_stream(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        stand_in().synchronise()
-        self.num_waits += 1
-        self._kept.append(run(*arguments))
-        return self._kept[-1]
+    @property
+    def num_waits(self) -> int:
+        return sum(len(step.kept) for step in self._stand_in_steps)
