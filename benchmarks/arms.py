@@ -274,9 +274,9 @@ class SegmentStage(TimedStage):
         program = _C.program_lower(order.handle, 1)
         _, self._kv_slots, self._grad_slots = _C.program_stage_peak(program, self.stage_index)
         self._slots = {
-            (unit[0], unit[2] * self._k + unit[3]): slots
+            (_C.PASSES[unit[0]], unit[2] * self._k + unit[3]): slots
             for op, _, unit, _, *slots, _ in _C.program_instructions(program, rank)
-            if op == "RUN"
+            if _C.OPCODES[op] == "RUN"
         }
 
     def begin_step(self) -> None:
@@ -287,7 +287,7 @@ class SegmentStage(TimedStage):
     def _unit(self, kind: str, index: int) -> Iterator[None]:
         m, s = divmod(index, self._k)
         _C.current_unit_set(
-            self.cache, "FB".index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
+            self.cache, _C.PASSES.index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
             s * self._length, self._length, self._length * self._k, "process",
         )  # fmt: skip
         finished = False

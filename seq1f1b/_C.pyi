@@ -12,6 +12,21 @@ class PipelineError(RuntimeError):
     unit: str | None
     edge: str | None
 
+# ---- constants.c
+
+PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
+OPCODES: tuple[str, ...]  # of instructions; position as above
+DTYPES: tuple[str, ...]  # names in torch; position as above
+KEEP_TIMELINE: int  # what tape_simulate keeps
+KEEP_CAUSES: int
+ARENA_BYTES: int  # address space of an edge's arena
+GATHER_BYTES: int  # most that one rank gives to group_gather
+HEADER_BYTES: int  # of a message, before its payload
+TENSOR_REQUIRES_GRAD: int  # flags of a TensorHeader
+TENSOR_NONE: int
+
+_Unit = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
+
 # ---- partition.c
 
 _ModelShape = tuple[int, int, int, int, int, int, int]
@@ -29,18 +44,12 @@ def partition_profiled(
 def partition_check(sizes: Sequence[int], seq_len: int, /) -> None: ...
 def model_flops(model: _ModelShape, begin: int, end: int, /) -> float: ...
 
-# ---- p2p.c
-
-Fields = tuple[int, int, int, int, int, int, int, tuple[int, int, int]]
-"""step, source_stage, destination_stage, pass, microbatch, segment, training, (sequence_length, offset, length)"""
-TensorHeader = tuple[int, int, tuple[int, ...], int]
-"""dtype code, flags, sizes, address"""
+# ---- group.c
 
 def mapping_create(fd: int, bytes: int, /) -> object: ...
 def group_block_bytes(num_ranks: int, /) -> int: ...
 def group_create(mapping: object, num_ranks: int, rank: int, /) -> object: ...
 def group_set_limits(group: object, timeout_s: float, spin_us: float, /) -> None: ...
-def group_set_poison(group: object, on: bool, /) -> None: ...
 def group_begin_step(group: object, step: int, /) -> None: ...
 def group_progress(group: object, what: str, /) -> None: ...
 def group_set_progress(group: object, rank: int, what: str, age_s: float, waiting_for: int, /) -> None: ...
@@ -52,6 +61,14 @@ def group_clear(group: object, /) -> None: ...
 def group_gather(
     group: object, epoch: int, round: int, recovering: bool, data: bytes, hangup_fds: list[int], /
 ) -> list[bytes]: ...
+
+# ---- edges.c
+
+Fields = tuple[int, int, int, int, int, int, int, tuple[int, int, int]]
+"""step, source_stage, destination_stage, pass, microbatch, segment, training, (sequence_length, offset, length)"""
+TensorHeader = tuple[int, int, tuple[int, ...], int]
+"""dtype code, flags, sizes, address"""
+
 def arena_end(
     group: object, mapping: object, hangup_fd: int, peer_rank: int, is_receiver: bool, text: str, /
 ) -> object: ...
@@ -84,8 +101,7 @@ def copy_end(control: object, watchdog: object, in_process: bool, /) -> object: 
 
 # ---- schedule.c
 
-_Unit = tuple[str, int, int, int]  # kind, stage, microbatch, segment
-_Instruction = tuple[str, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
+_Instruction = tuple[int, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
 _Edge = tuple[int, int, int, int, int, int, int]  # stages, ranks (source, destination), channel, places, messages
 
 def schedule_families() -> list[tuple[str, str, str, str, int, list[str]]]: ...
@@ -122,7 +138,6 @@ def program_instructions(program: Any, rank: int, /) -> list[_Instruction]: ...
 def program_edges(program: Any, /) -> list[_Edge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
 def program_peak_tokens(program: Any, stage: int, segment_sizes: Sequence[int], /) -> int: ...
-def program_rank_peak(program: Any, rank: int, weights: Sequence[int], /) -> int: ...
 
 # ---- simulate.c
 
@@ -132,7 +147,7 @@ _Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | Non
 
 def program_simulate(
     program: Any,
-    pass_seconds: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
+    pass_seconds: tuple[Sequence[float], ...],  # F, B, I, W
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float],
     message_bytes: Sequence[int],
@@ -222,8 +237,6 @@ def cuda_attention(
 
 # ---- executor.c
 
-_UnitTuple = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
-
 def executor_create(
     program: object,
     rank: int,
@@ -246,8 +259,8 @@ def executor_step(
     make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
     /,
 ) -> None: ...
-def executor_last_unit(executor: object, /) -> _UnitTuple: ...
-def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _UnitTuple, int, int]]: ...
+def executor_last_unit(executor: object, /) -> _Unit: ...
+def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _Unit, int, int]]: ...
 def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int]: ...
 def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...
 def unit_state() -> Any: ...

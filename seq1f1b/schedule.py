@@ -41,14 +41,17 @@ class Unit(NamedTuple):
         return f"{self.kind}{self.microbatch}.{self.segment}"
 
 
+def unit_of(unit: tuple[int, int, int, int]) -> Unit:
+    """The unit that the C core calls (number of the pass, stage, micro-batch, segment)."""
+    number, stage, microbatch, segment = unit
+    return Unit(_C.PASSES[number], stage, microbatch, segment)
+
+
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 """Per rank, its units in run order with start and end in seconds: simulated or measured."""
 
 Costs = float | Sequence[Sequence[float]]
 """Seconds per unit: one number, or ``[stage][segment]``."""
-
-
-_TIMELINE, _CAUSES = 1, 2  # what the core keeps of a simulation
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Schedule:
         """The units of every rank in run order."""
         if self._ranks is None:
             self._ranks = tuple(
-                tuple(map(Unit._make, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
+                tuple(map(unit_of, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
             )
         return self._ranks
 
@@ -260,51 +263,57 @@ class Schedule:
         for rate in rates:
             if not rate > 0:
                 raise ValueError(f"bandwidth is {rate}, must be above 0")
-        fully = self._per_unit(backward, "backward")
-        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in fully]
-        inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
-        if weight is not None and min(inputs) < 0:
-            raise ValueError("weight is more than backward, of which it is a part")
         if segment_sizes is not None and len(segment_sizes) != self.num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
-        if not 1 <= steps < 2**31:
-            raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
-        if steps > 1 and optimizer_sync is None:
-            raise ValueError("optimizer_sync must be True or False where there is more than one step")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
+        _check_steps(steps, optimizer_sync, seed)
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
         program = self._lower(prefetch)
-        makespan, period, span, busy, wait, start, end, slack, path = _C.program_simulate(
+        times = _C.program_simulate(
             program,
-            (self._per_unit(forward, "forward"), fully, inputs, weights),
+            self._pass_seconds(forward, backward, weight),
             durations,
             (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
             sizes,
             (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), _per_place(optimizer, "optimizer", self.num_ranks, "rank")),
-            _CAUSES if critical else _TIMELINE,
+            _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
         peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
         return Simulation(
-            makespan=makespan,
-            span=tuple(_doubles(span)),
-            busy=tuple(_doubles(busy)),
-            wait=tuple(_doubles(wait)),
-            bubble=tuple(makespan - seconds for seconds in _doubles(busy)),
+            **self._times(times, many_steps=steps > 1),
             peak=peak,
             peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
             peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
             given=memory,
-            period=period if steps > 1 else None,
-            slack=None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
-            critical_path=None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
             schedule=self,
-            start=tuple(map(_doubles, start)),
-            end=tuple(map(_doubles, end)),
         )
+
+    def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> tuple[list[Any], ...]:
+        """Seconds of F, B, I and W of every unit, flat."""
+        whole = self._per_unit(backward, "backward")
+        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
+        inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
+        if weight is not None and min(inputs) < 0:
+            raise ValueError("weight is more than backward, of which it is a part")
+        return self._per_unit(forward, "forward"), whole, inputs, weights
+
+    def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
+        """The fields of a simulation that tell times, from what the core found."""
+        makespan, period, span, busy, wait, start, end, slack, path = found
+        return {
+            "makespan": makespan,
+            "span": tuple(_doubles(span)),
+            "busy": tuple(_doubles(busy)),
+            "wait": tuple(_doubles(wait)),
+            "bubble": tuple(makespan - seconds for seconds in _doubles(busy)),
+            "period": period if many_steps else None,
+            "slack": None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
+            "critical_path": None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
+            "start": tuple(map(_doubles, start)),
+            "end": tuple(map(_doubles, end)),
+        }
 
     def peak_memory(
         self, memory: StepMemory, *, message_bytes: int | Sequence[int] = 0, prefetch: int = 1
@@ -386,6 +395,15 @@ def _per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
     return list(values)
+
+
+def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
+    if steps > 1 and optimizer_sync is None:
+        raise ValueError("optimizer_sync must be True or False where there is more than one step")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
 
 
 def _ignore(num_run: int) -> None:

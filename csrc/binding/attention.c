@@ -15,9 +15,8 @@
 PyDoc_STRVAR(bind_torch_doc,
              "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
 
-static PyObject *bind_torch(PyObject *module, PyObject *args)
+static PyObject *bind_torch(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *path = NULL;
     if (!PyArg_ParseTuple(args, "|z:bind_torch", &path))
         return NULL;
@@ -34,29 +33,20 @@ static PyObject *bind_torch(PyObject *module, PyObject *args)
 PyDoc_STRVAR(torch_functions_doc,
              "torch_functions() -> tuple of str\n\nNames of the libtorch functions that are used.");
 
-static PyObject *torch_functions(PyObject *module, PyObject *unused)
+static PyObject *torch_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
 #define S1F_NAME(result, name, arguments) #name,
     static const char *const names[] = {S1F_TORCH_FUNCTIONS(S1F_NAME)};
 #undef S1F_NAME
-    Py_ssize_t count = (Py_ssize_t)(sizeof names / sizeof names[0]);
-    PyObject *tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *name = PyUnicode_FromString(names[i]);
-        if (name == NULL || PyTuple_SetItem(tuple, i, name) < 0)
-            Py_CLEAR(tuple);
-    }
-    return tuple;
+    return s1f_tuple_of(sizeof names / sizeof names[0], s1f_name_item, names);
 }
 
 PyDoc_STRVAR(take_op_failure_doc,
              "take_op_failure() -> Exception | None\n\nThe exception that the status of this thread's last failed op "
              "calls for, once; through torch it came as RuntimeError.");
 
-static PyObject *take_op_failure(PyObject *module, PyObject *unused)
+static PyObject *take_op_failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     const char *text = NULL;
     s1f_status status = s1f_op_failure_take(&text);
     if (status == S1F_OK)
@@ -73,33 +63,25 @@ static PyObject *take_op_failure(PyObject *module, PyObject *unused)
 
 PyDoc_STRVAR(layer_register_doc, "layer_register(layer) -> None\n\nMakes an int a key of KV caches.");
 
-static PyObject *layer_register(PyObject *module, PyObject *argument)
+static PyObject *layer_register(PyObject *Py_UNUSED(module), PyObject *argument)
 {
-    (void)module;
-    long long layer = PyLong_AsLongLong(argument);
-    if (layer == -1 && PyErr_Occurred())
-        return NULL;
-    s1f_status status = s1f_layer_register(layer);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    Py_RETURN_NONE;
+    int64_t layer;
+    return s1f_to_int64(argument, &layer) ? s1f_none(s1f_layer_register(layer)) : NULL;
 }
 
 /* -- current unit ---------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(in_step_doc, "in_step() -> bool\n\nWhether a unit runs now, on this thread or in this process.");
 
-static PyObject *in_step(PyObject *module, PyObject *unused)
+static PyObject *in_step(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     return PyBool_FromLong(s1f_current_unit_get() != NULL);
 }
 
 PyDoc_STRVAR(token_offset_doc, "token_offset() -> int\n\nFirst token of the current segment, 0 outside a step.");
 
-static PyObject *token_offset(PyObject *module, PyObject *unused)
+static PyObject *token_offset(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     const s1f_current_unit *unit = s1f_current_unit_get();
     return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
 }
@@ -109,9 +91,8 @@ PyDoc_STRVAR(
     "current_unit() -> tuple | None\n\n(pass, stage, microbatch, segment, num_segments, training, offset, length, "
     "sequence_length) of the unit that runs now.");
 
-static PyObject *current_unit(PyObject *module, PyObject *unused)
+static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     const s1f_current_unit *unit = s1f_current_unit_get();
     if (unit == NULL)
         Py_RETURN_NONE;
@@ -122,41 +103,27 @@ static PyObject *current_unit(PyObject *module, PyObject *unused)
 
 /* -- KV cache: the engine's executor calls the core directly; these stand in for it where there is no engine ------ */
 
-static void kv_cache_destroy(PyObject *capsule)
-{
-    s1f_kv_cache_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_KV_CACHE));
-}
-
 PyDoc_STRVAR(kv_cache_create_doc, "kv_cache_create() -> capsule\n\nAn empty KV cache.");
 
-static PyObject *kv_cache_create(PyObject *module, PyObject *unused)
+static PyObject *kv_cache_create(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     s1f_kv_cache *cache = NULL;
     s1f_status status = s1f_kv_cache_create(&cache);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    PyObject *capsule = PyCapsule_New(cache, S1F_CAPSULE_KV_CACHE, kv_cache_destroy);
-    if (capsule == NULL)
-        s1f_kv_cache_free(cache);
-    return capsule;
+    return s1f_new_kv_cache(status, cache, NULL);
 }
 
 PyDoc_STRVAR(kv_cache_begin_step_doc,
              "kv_cache_begin_step(cache, stages, sequence_length, num_segments) -> None\n\nstages: list of (stage, "
              "kv_slots, grad_slots).");
 
-static PyObject *kv_cache_begin_step(PyObject *module, PyObject *args)
+static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    PyObject *capsule = NULL, *list = NULL;
-    long long sequence_length = 0;
-    int num_segments = 0;
-    if (!PyArg_ParseTuple(args, "OO!Li:kv_cache_begin_step", &capsule, &PyList_Type, &list, &sequence_length,
-                          &num_segments))
-        return NULL;
-    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
-    if (cache == NULL)
+    s1f_kv_cache *cache;
+    PyObject *list;
+    int64_t sequence_length;
+    int num_segments;
+    if (!PyArg_ParseTuple(args, "O&O!O&i:kv_cache_begin_step", s1f_to_kv_cache, &cache, &PyList_Type, &list,
+                          s1f_to_int64, &sequence_length, &num_segments))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     s1f_stage_slots *stages = calloc((size_t)count + 1, sizeof *stages);
@@ -171,7 +138,7 @@ static PyObject *kv_cache_begin_step(PyObject *module, PyObject *args)
         stages[i] = (s1f_stage_slots){stage, kv_slots, grad_slots};
     }
     s1f_status status = s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length, num_segments);
-    result = status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    result = s1f_none(status);
 done:
     free(stages);
     return result;
@@ -179,11 +146,10 @@ done:
 
 PyDoc_STRVAR(kv_cache_bytes_doc, "kv_cache_bytes(cache) -> (int, int)\n\nBytes held of K/V and of dK/dV slabs.");
 
-static PyObject *kv_cache_bytes(PyObject *module, PyObject *capsule)
+static PyObject *kv_cache_bytes(PyObject *Py_UNUSED(module), PyObject *handle)
 {
-    (void)module;
-    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
-    if (cache == NULL)
+    s1f_kv_cache *cache;
+    if (!s1f_to_kv_cache(handle, &cache))
         return NULL;
     int64_t kv_bytes = 0, grad_bytes = 0;
     s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
@@ -194,11 +160,10 @@ PyDoc_STRVAR(kv_cache_layers_doc,
              "kv_cache_layers(cache) -> [(stage, layer, batch, kv_heads, head_dim, bytes per element "
              "of K and V, of dK and dV, with document ids)] of the last step");
 
-static PyObject *kv_cache_layers(PyObject *module, PyObject *capsule)
+static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
 {
-    (void)module;
-    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
-    PyObject *list = cache == NULL ? NULL : PyList_New(0);
+    s1f_kv_cache *cache;
+    PyObject *list = s1f_to_kv_cache(handle, &cache) ? PyList_New(0) : NULL;
     int32_t stage = 0;
     int64_t layer = 0;
     s1f_layer_shape shape;
@@ -245,18 +210,17 @@ PyDoc_STRVAR(current_unit_set_doc,
              "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, "
              "offset, length, sequence_length, scope) -> None\n\nBegins a unit, as the executor does.");
 
-static PyObject *current_unit_set(PyObject *module, PyObject *args)
+static PyObject *current_unit_set(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    PyObject *capsule = NULL;
+    PyObject *handle = NULL;
     const char *scope = NULL;
     int pass = 0, stage = 0, microbatch = 0, segment = 0, num_segments = 0, kv_slot = 0, grad_slot = 0, training = 0;
     long long offset = 0, length = 0, sequence_length = 0;
-    if (!PyArg_ParseTuple(args, "OiiiiiiipLLLs:current_unit_set", &capsule, &pass, &stage, &microbatch, &segment,
+    if (!PyArg_ParseTuple(args, "OiiiiiiipLLLs:current_unit_set", &handle, &pass, &stage, &microbatch, &segment,
                           &num_segments, &kv_slot, &grad_slot, &training, &offset, &length, &sequence_length, &scope))
         return NULL;
-    s1f_kv_cache *cache = s1f_from_capsule(capsule, S1F_CAPSULE_KV_CACHE);
-    unit_of_python *holder = cache == NULL ? NULL : unit_of_scope(scope);
+    s1f_kv_cache *cache;
+    unit_of_python *holder = s1f_to_kv_cache(handle, &cache) ? unit_of_scope(scope) : NULL;
     if (holder == NULL)
         return NULL;
     if (holder->cache != NULL) {
@@ -279,16 +243,15 @@ static PyObject *current_unit_set(PyObject *module, PyObject *args)
         status = make_current(holder, &holder->unit);
     if (status != S1F_OK)
         return s1f_raise(status);
-    holder->cache = Py_NewRef(capsule);
+    holder->cache = Py_NewRef(handle);
     Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(current_unit_clear_doc,
              "current_unit_clear(scope, finished=True) -> None\n\nEnds the unit; a failed one is not finished.");
 
-static PyObject *current_unit_clear(PyObject *module, PyObject *args)
+static PyObject *current_unit_clear(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *scope = NULL;
     int finished = 1;
     if (!PyArg_ParseTuple(args, "s|p:current_unit_clear", &scope, &finished))
@@ -301,42 +264,35 @@ static PyObject *current_unit_clear(PyObject *module, PyObject *args)
     s1f_status status = finished ? s1f_kv_cache_finish_unit(holder->unit.cache, &holder->unit) : S1F_OK;
     (void)make_current(holder, NULL);
     Py_CLEAR(holder->cache);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    Py_RETURN_NONE;
+    return s1f_none(status);
 }
 
 /* -- instruction set ------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(attention_isa_doc, "attention_isa() -> str\n\nInstruction set of the attention kernels in use.");
 
-static PyObject *attention_isa(PyObject *module, PyObject *unused)
+static PyObject *attention_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     return PyUnicode_FromString(s1f_attention_isa());
 }
 
 PyDoc_STRVAR(attention_set_isa_doc, "attention_set_isa(name) -> None\n\nForces one, for tests; None: the fastest.");
 
-static PyObject *attention_set_isa(PyObject *module, PyObject *args)
+static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *name = NULL;
     if (!PyArg_ParseTuple(args, "z:attention_set_isa", &name))
         return NULL;
     s1f_status status = s1f_attention_set_isa(name);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    Py_RETURN_NONE;
+    return s1f_none(status);
 }
 
 PyDoc_STRVAR(attention_rates_doc,
              "attention_rates(seconds) -> (float, float)\n\nFLOP per second of one core, measured on this thread: fp32 "
              "multiply-adds, and vdpbf16ps or 0 where the machine lacks it.");
 
-static PyObject *attention_rates(PyObject *module, PyObject *argument)
+static PyObject *attention_rates(PyObject *Py_UNUSED(module), PyObject *argument)
 {
-    (void)module;
     double seconds = PyFloat_AsDouble(argument);
     if (seconds == -1 && PyErr_Occurred())
         return NULL;

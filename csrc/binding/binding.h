@@ -1,16 +1,32 @@
 /* binding.h - shared by the files that convert between Python and the core. Python.h appears in this folder only.
  *
  * Each file of the folder converts for one room of the core and offers a method table; module.c puts them together.
- * Handles of the core travel as capsules named after their type, whose destructor frees them. */
+ * arguments.c holds the "O&" converters and the makers of results that all of them use. */
 #ifndef S1F_BINDING_H
 #define S1F_BINDING_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "../core/schedule.h"
 #include "../core/status.h"
 
 #include <stdint.h>
+
+/* -- errors -------------------------------------------------------------------------------------------------------- */
+
+/* Raises the Python exception of a status with s1f_last_error() as its text; returns NULL. */
+PyObject *s1f_raise(s1f_status status);
+struct s1f_group;
+/* The same; a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
+PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
+/* None, or the exception of the status. */
+PyObject *s1f_none(s1f_status status);
+/* The exception classes, made when the module is imported; borrowed. */
+extern PyObject *s1f_schedule_error; /* seq1f1b.ScheduleError(ValueError) */
+extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
+
+/* -- handles ------------------------------------------------------------------------------------------------------- */
 
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
@@ -19,30 +35,85 @@
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
 #define S1F_CAPSULE_DEVICE "seq1f1b.device"
+#define S1F_CAPSULE_WATCHDOG "seq1f1b.watchdog"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
 #define S1F_CAPSULE_CUDA_LIBRARY "seq1f1b.cuda_library"
-
-/* Raises the Python exception of a status with s1f_last_error() as its text; returns NULL. */
-PyObject *s1f_raise(s1f_status status);
-struct s1f_group;
-/* The same; a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
-PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
-/* The exception classes, made when the module is imported; borrowed. */
-extern PyObject *s1f_schedule_error; /* seq1f1b.ScheduleError(ValueError) */
-extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 
 /* The core's pointer in a capsule, NULL with TypeError where it is not one of that name. */
 void *s1f_from_capsule(PyObject *capsule, const char *name);
 
-/* A new array (free) of exactly `count` numbers, at least 1, from a Python sequence; NULL with the exception set. */
-int64_t *s1f_read_int64s(PyObject *sequence, Py_ssize_t count, const char *name);
-double *s1f_read_doubles(PyObject *sequence, Py_ssize_t count, const char *name);
+/* X(name, NAME) for each type whose handle is a capsule around the core's pointer:
+ *   s1f_to_<name>: "O&" converter from a handle to the pointer; TypeError where it is no handle of this type.
+ *   s1f_new_<name>: a handle that takes the pointer over and frees it, without the GIL, when the last reference goes;
+ *     it keeps `borrowed` (NULL: nothing), in which lives what the core's object borrows. The exception of the status
+ *     where that is not S1F_OK. */
+#define S1F_HANDLES(X)                                                                                                 \
+    X(schedule, SCHEDULE)                                                                                              \
+    X(program, PROGRAM)                                                                                                \
+    X(kv_cache, KV_CACHE)                                                                                              \
+    X(mapping, MAPPING)                                                                                                \
+    X(group, GROUP)                                                                                                    \
+    X(edge_end, EDGE_END)                                                                                              \
+    X(device, DEVICE)                                                                                                  \
+    X(watchdog, WATCHDOG)                                                                                              \
+    X(cuda_library, CUDA_LIBRARY)
+#define S1F_DECLARE_HANDLE(name, NAME)                                                                                 \
+    int s1f_to_##name(PyObject *handle, void *out);                                                                    \
+    PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed);
+S1F_HANDLES(S1F_DECLARE_HANDLE)
+
+/* -- "O&" converters: 1, or 0 with the exception set ----------------------------------------------------------------- */
+
+int s1f_to_int64(PyObject *number, void *out);   /* int64_t; ValueError where it does not fit */
+int s1f_to_address(PyObject *number, void *out); /* void *, or another pointer, from an int */
+
+typedef struct { /* an int32 that errors call by its name; the core refuses what is below 1 */
+    const char *name;
+    int32_t value;
+} s1f_count;
+int s1f_to_count(PyObject *number, void *out);
+
+/* Arrays from any sequence of numbers. The name is the caller's, for errors. None: values is NULL, count 0. After a
+ * successful parse the values are the caller's (PyMem_Free); a failed one has freed them. */
+typedef struct {
+    const char *name;
+    int64_t count;
+    int64_t *values;
+} s1f_int64s;
+typedef struct {
+    const char *name;
+    int64_t count;
+    double *values;
+} s1f_doubles;
+int s1f_to_int64s(PyObject *numbers, void *out);
+int s1f_to_doubles(PyObject *numbers, void *out);
+
+/* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in 0..<end - 1>". */
+int s1f_require_count(const char *name, int64_t count, int64_t wanted);
+int s1f_require_index(const char *name, int64_t i, int64_t end);
+
+/* -- results ------------------------------------------------------------------------------------------------------- */
+
+/* A list of `count` new objects item(context, i), or a tuple of them; NULL with the exception set. */
+typedef PyObject *s1f_item(const void *context, int64_t i);
+PyObject *s1f_list_of(int64_t count, s1f_item *item, const void *context);
+PyObject *s1f_tuple_of(int64_t count, s1f_item *item, const void *context);
+PyObject *s1f_int64_item(const void *values, int64_t i); /* of int64_t values[] */
+PyObject *s1f_name_item(const void *names, int64_t i);   /* of const char *names[] */
+
+/* (pass, stage, microbatch, segment): everywhere a unit crosses to Python. The pass is an index into _C.PASSES. */
+PyObject *s1f_unit_tuple(s1f_unit unit);
+
+/* -- tables -------------------------------------------------------------------------------------------------------- */
+
+int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
 
 extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];
 extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_attention_methods[];
-extern PyMethodDef s1f_p2p_methods[];
+extern PyMethodDef s1f_group_methods[];
+extern PyMethodDef s1f_edge_methods[];
 extern PyMethodDef s1f_device_methods[];
 extern PyMethodDef s1f_executor_methods[];
 extern PyMethodDef s1f_cuda_methods[];

@@ -6,16 +6,10 @@
 
 #include <string.h>
 
-static void library_destroy(PyObject *capsule)
-{
-    s1f_cuda_library_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_CUDA_LIBRARY));
-}
-
 PyDoc_STRVAR(cuda_library_open_doc, "cuda_library_open(path) -> capsule\n\nOpens the library of CUDA kernels.");
 
-static PyObject *cuda_library_open(PyObject *module, PyObject *args)
+static PyObject *cuda_library_open(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *path = NULL;
     if (!PyArg_ParseTuple(args, "s:cuda_library_open", &path))
         return NULL;
@@ -24,56 +18,46 @@ static PyObject *cuda_library_open(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = s1f_cuda_library_open(path, &library);
     Py_END_ALLOW_THREADS
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    PyObject *capsule = PyCapsule_New(library, S1F_CAPSULE_CUDA_LIBRARY, library_destroy);
-    if (capsule == NULL)
-        s1f_cuda_library_free(library);
-    return capsule;
+    return s1f_new_cuda_library(status, library, NULL);
 }
 
-static const s1f_cuda_operation *find_operation(PyObject *capsule, const char *name)
+static const s1f_cuda_operation *find_operation(const s1f_cuda_library *library, const char *name)
 {
-    const s1f_cuda_library *library = s1f_from_capsule(capsule, S1F_CAPSULE_CUDA_LIBRARY);
     const s1f_cuda_operation *operation = NULL;
-    s1f_status status = library == NULL ? S1F_ERR_PYTHON : s1f_cuda_library_find(library, name, &operation);
+    s1f_status status = s1f_cuda_library_find(library, name, &operation);
     if (status != S1F_OK)
         s1f_raise(status);
     return operation;
+}
+
+static PyObject *kernel_item(const void *kernels, int64_t i)
+{
+    const s1f_cuda_kernel *kernel = (const s1f_cuda_kernel *)kernels + i;
+    return Py_BuildValue("(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype), (int)kernel->head_dim,
+                         (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps, (int)kernel->stages,
+                         (int)kernel->shared_bytes, (int)kernel->shared_limit);
 }
 
 PyDoc_STRVAR(cuda_operation_doc,
              "cuda_operation(library, name) -> (source, compiler, architectures, [kernel])\n\nkernel: (name, dtype, "
              "head_dim, query_rows, key_rows, warps, stages, shared_bytes, shared_limit).");
 
-static PyObject *cuda_operation(PyObject *module, PyObject *args)
+static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
-    PyObject *capsule = NULL;
-    const char *name = NULL;
-    if (!PyArg_ParseTuple(args, "Os:cuda_operation", &capsule, &name))
+    s1f_cuda_library *library;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "O&s:cuda_operation", s1f_to_cuda_library, &library, &name))
         return NULL;
-    const s1f_cuda_operation *operation = find_operation(capsule, name);
-    PyObject *list = operation == NULL ? NULL : PyList_New(0);
-    for (int32_t i = 0; list != NULL && i < operation->num_kernels; i++) {
-        const s1f_cuda_kernel *kernel = &operation->kernels[i];
-        PyObject *item =
-            Py_BuildValue("(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype), (int)kernel->head_dim,
-                          (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps, (int)kernel->stages,
-                          (int)kernel->shared_bytes, (int)kernel->shared_limit);
-        if (item == NULL || PyList_Append(list, item) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list == NULL
-               ? NULL
-               : Py_BuildValue("(sssN)", operation->source, operation->compiler, operation->architectures, list);
+    const s1f_cuda_operation *operation = find_operation(library, name);
+    return operation == NULL ? NULL
+                             : Py_BuildValue("(sssN)", operation->source, operation->compiler, operation->architectures,
+                                             s1f_list_of(operation->num_kernels, kernel_item, operation->kernels));
 }
 
 /* -- attention ------------------------------------------------------------------------------------------------- */
 
 typedef struct { /* of a tensor (batch, heads, rows, head_dim) */
-    unsigned long long address;
+    void *address;
     long long batch, head, row;
 } tensor_rows;
 
@@ -84,13 +68,8 @@ static int to_rows(PyObject *object, void *out)
     *rows = (tensor_rows){0};
     if (object == Py_None)
         return 1;
-    return PyArg_ParseTuple(object, "KLLL;a tensor is (address, stride, stride, stride)", &rows->address, &rows->batch,
-                            &rows->head, &rows->row);
-}
-
-static void *address_of(tensor_rows rows)
-{
-    return (void *)(uintptr_t)rows.address;
+    return PyArg_ParseTuple(object, "O&LLL;a tensor is (address, stride, stride, stride)", s1f_to_address,
+                            &rows->address, &rows->batch, &rows->head, &rows->row);
 }
 
 static s1f_strides strides_of(tensor_rows rows)
@@ -116,44 +95,44 @@ static int to_dtype(PyObject *object, void *out)
 
 /* Reads what both calls below take; returns the operation, NULL with an exception set. */
 static const s1f_cuda_operation *read_attention(PyObject *args, const char *format, s1f_cuda_attention_args *out,
-                                                int *kernel, unsigned long long *stream)
+                                                int *kernel, void **stream)
 {
-    PyObject *capsule = NULL;
+    s1f_cuda_library *library;
     const char *name = NULL;
     s1f_attention_args *a = &out->attention;
     long long batch = 0, heads = 0, kv_heads = 0, segment_len = 0, head_dim = 0, q_start = 0, window = 0;
     long long docs_batch_stride = 0, scratch_bytes = 0;
-    unsigned long long lse = 0, docs = 0, scratch = 0;
     tensor_rows q, k, v, result, dout, dq, dk, dv, own_dk, own_dv;
     int store_kv_grads = 0, deterministic = 0, num_parts = 0;
     memset(out, 0, sizeof *out);
-    if (!PyArg_ParseTuple(args, format, &capsule, &name, kernel, to_dtype, &a->dtype, &batch, &heads, &kv_heads,
-                          &segment_len, &head_dim, &q_start, &a->scale, &window, &a->softcap, &docs, &docs_batch_stride,
-                          to_rows, &q, to_rows, &k, to_rows, &v, to_rows, &result, &lse, to_rows, &dout, to_rows, &dq,
-                          to_rows, &dk, to_rows, &dv, to_rows, &own_dk, to_rows, &own_dv, &store_kv_grads,
-                          &deterministic, &num_parts, &scratch, &scratch_bytes, stream))
+    if (!PyArg_ParseTuple(args, format, s1f_to_cuda_library, &library, &name, kernel, to_dtype, &a->dtype, &batch,
+                          &heads, &kv_heads, &segment_len, &head_dim, &q_start, &a->scale, &window, &a->softcap,
+                          s1f_to_address, &a->docs, &docs_batch_stride, to_rows, &q, to_rows, &k, to_rows, &v, to_rows,
+                          &result, s1f_to_address, &a->lse, to_rows, &dout, to_rows, &dq, to_rows, &dk, to_rows, &dv,
+                          to_rows, &own_dk, to_rows, &own_dv, &store_kv_grads, &deterministic, &num_parts,
+                          s1f_to_address, &out->scratch, &scratch_bytes, s1f_to_address, stream))
         return NULL;
     a->batch = batch, a->heads = heads, a->kv_heads = kv_heads, a->segment_len = segment_len, a->head_dim = head_dim;
     a->q_start = q_start, a->window = window;
-    a->docs = (const int32_t *)(uintptr_t)docs, a->docs_batch_stride = docs_batch_stride;
-    a->q = address_of(q), a->q_strides = strides_of(q);
-    a->k = address_of(k), a->v = address_of(v), a->kv_strides = strides_of(k);
-    a->out = address_of(result), a->out_strides = strides_of(result), a->lse = (void *)(uintptr_t)lse;
-    a->dout = address_of(dout), a->dout_strides = strides_of(dout);
-    a->dq = address_of(dq), a->dq_strides = strides_of(dq);
-    a->dk = address_of(dk), a->dv = address_of(dv), a->dkv_strides = strides_of(dk);
-    a->own_dk = address_of(own_dk), a->own_dv = address_of(own_dv), a->own_dkv_strides = strides_of(own_dk);
+    a->docs_batch_stride = docs_batch_stride;
+    a->q = q.address, a->q_strides = strides_of(q);
+    a->k = k.address, a->v = v.address, a->kv_strides = strides_of(k);
+    a->out = result.address, a->out_strides = strides_of(result);
+    a->dout = dout.address, a->dout_strides = strides_of(dout);
+    a->dq = dq.address, a->dq_strides = strides_of(dq);
+    a->dk = dk.address, a->dv = dv.address, a->dkv_strides = strides_of(dk);
+    a->own_dk = own_dk.address, a->own_dv = own_dv.address, a->own_dkv_strides = strides_of(own_dk);
     a->store_kv_grads = store_kv_grads;
     out->deterministic = deterministic, out->num_parts = num_parts;
-    out->scratch = (void *)(uintptr_t)scratch, out->scratch_bytes = scratch_bytes;
+    out->scratch_bytes = scratch_bytes;
     if (!same_strides(k, v) || !same_strides(dk, dv) || !same_strides(own_dk, own_dv)) {
         PyErr_SetString(PyExc_ValueError, "k and v, dk and dv, own_dk and own_dv must have the same strides");
         return NULL;
     }
-    return find_operation(capsule, name);
+    return find_operation(library, name);
 }
 
-#define S1F_ATTENTION_FORMAT "Osi(O&LLLLLLdLdKLO&O&O&O&KO&O&O&O&O&O&ppi)"
+#define S1F_ATTENTION_FORMAT "O&si(O&LLLLLLdLdO&LO&O&O&O&O&O&O&O&O&O&O&ppi)"
 
 PyDoc_STRVAR(
     cuda_attention_scratch_doc,
@@ -162,9 +141,8 @@ PyDoc_STRVAR(
     "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: "
     "(address, stride of batch, head, row) or None; docs and lse: addresses.");
 
-static PyObject *cuda_attention_scratch(PyObject *module, PyObject *args)
+static PyObject *cuda_attention_scratch(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     s1f_cuda_attention_args arguments;
     int kernel = -1;
     const s1f_cuda_operation *operation =
@@ -179,23 +157,20 @@ static PyObject *cuda_attention_scratch(PyObject *module, PyObject *args)
 PyDoc_STRVAR(cuda_attention_doc, "cuda_attention(library, operation, kernel, arguments, scratch, scratch_bytes, "
                                  "stream) -> None\n\nLaunches; kernel -1: the launcher chooses.");
 
-static PyObject *cuda_attention(PyObject *module, PyObject *args)
+static PyObject *cuda_attention(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     s1f_cuda_attention_args arguments;
     int kernel = -1;
-    unsigned long long stream = 0;
+    void *stream = NULL;
     const s1f_cuda_operation *operation =
-        read_attention(args, S1F_ATTENTION_FORMAT "KLK:cuda_attention", &arguments, &kernel, &stream);
+        read_attention(args, S1F_ATTENTION_FORMAT "O&LO&:cuda_attention", &arguments, &kernel, &stream);
     if (operation == NULL)
         return NULL;
     s1f_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = s1f_cuda_launch(operation, &arguments, kernel, (void *)(uintptr_t)stream);
+    status = s1f_cuda_launch(operation, &arguments, kernel, stream);
     Py_END_ALLOW_THREADS
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    Py_RETURN_NONE;
+    return s1f_none(status);
 }
 
 PyMethodDef s1f_cuda_methods[] = {

@@ -23,15 +23,6 @@ PyObject *s1f_raise(s1f_status status)
     return NULL;
 }
 
-void *s1f_from_capsule(PyObject *capsule, const char *name)
-{
-    if (!PyCapsule_IsValid(capsule, name)) {
-        PyErr_Format(PyExc_TypeError, "expected a %s handle", name);
-        return NULL;
-    }
-    return PyCapsule_GetPointer(capsule, name);
-}
-
 static int add_exception(PyObject *module, const char *name, const char *full_name, const char *doc, PyObject *base,
                          PyObject **slot)
 {
@@ -48,11 +39,13 @@ static int add_exception(PyObject *module, const char *name, const char *full_na
 static int module_exec(PyObject *module)
 {
     PyMethodDef *const tables[] = {s1f_partition_methods, s1f_schedule_methods, s1f_simulate_methods,
-                                   s1f_attention_methods, s1f_p2p_methods,      s1f_device_methods,
-                                   s1f_executor_methods,  s1f_cuda_methods};
+                                   s1f_attention_methods, s1f_group_methods,    s1f_edge_methods,
+                                   s1f_device_methods,    s1f_executor_methods, s1f_cuda_methods};
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;
+    if (s1f_add_constants(module) < 0)
+        return -1;
     if (add_exception(module, "ScheduleError", "seq1f1b.ScheduleError",
                       "An order of units breaks a rule; the message names the rule and the units.", PyExc_ValueError,
                       &s1f_schedule_error) < 0)

@@ -14,20 +14,6 @@ static PyObject *bytes_of(const double *values, int64_t count)
     return PyBytes_FromStringAndSize((const char *)values, (Py_ssize_t)count * (Py_ssize_t)sizeof *values);
 }
 
-/* A tuple of `count` new objects, item(context, i) each; NULL with the exception set. */
-static PyObject *tuple_of(int64_t count, PyObject *(*item)(const void *context, int64_t i), const void *context)
-{
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *value = item(context, i);
-        if (value == NULL)
-            Py_CLEAR(tuple);
-        else
-            PyTuple_SetItem(tuple, (Py_ssize_t)i, value); /* steals */
-    }
-    return tuple;
-}
-
 typedef struct {
     const s1f_simulation *simulation;
     double *const *rows;
@@ -45,7 +31,7 @@ static PyObject *rows(const s1f_simulation *simulation, double *const *values)
     row_context context = {simulation, values};
     if (values == NULL)
         Py_RETURN_NONE;
-    return tuple_of(simulation->num_ranks, row, &context);
+    return s1f_tuple_of(simulation->num_ranks, row, &context);
 }
 
 static PyObject *path_unit(const void *context, int64_t i)
@@ -58,7 +44,7 @@ static PyObject *path(const s1f_simulation *simulation)
 {
     if (simulation->path == NULL)
         Py_RETURN_NONE;
-    return tuple_of(simulation->path_length, path_unit, simulation->path);
+    return s1f_tuple_of(simulation->path_length, path_unit, simulation->path);
 }
 
 static PyObject *simulation_tuple(const s1f_simulation *simulation)
@@ -72,68 +58,88 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
 
 /* What costs point into. */
 typedef struct {
-    double *pass_seconds[S1F_MAX_PASSES];
-    double **unit_seconds; /* [rank][i] */
-    double *latency, *seconds_per_byte, *optimizer;
-    int64_t *message_bytes;
+    s1f_doubles passes[S1F_MAX_PASSES];
+    s1f_doubles *units; /* [rank]; NULL: by pass */
+    s1f_doubles latency, seconds_per_byte, optimizer;
+    s1f_int64s message_bytes;
+    const double **unit_seconds; /* [rank]: values of `units` */
 } cost_arrays;
 
 static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 {
     for (int pass = 0; pass < s1f_num_passes; pass++)
-        free(arrays->pass_seconds[pass]);
-    for (int32_t rank = 0; arrays->unit_seconds != NULL && rank < num_ranks; rank++)
-        free(arrays->unit_seconds[rank]);
+        PyMem_Free(arrays->passes[pass].values);
+    for (int32_t rank = 0; arrays->units != NULL && rank < num_ranks; rank++)
+        PyMem_Free(arrays->units[rank].values);
+    free(arrays->units);
     free(arrays->unit_seconds);
-    free(arrays->latency);
-    free(arrays->seconds_per_byte);
-    free(arrays->optimizer);
-    free(arrays->message_bytes);
+    PyMem_Free(arrays->latency.values);
+    PyMem_Free(arrays->seconds_per_byte.values);
+    PyMem_Free(arrays->optimizer.values);
+    PyMem_Free(arrays->message_bytes.values);
 }
 
 /* These read into `arrays`; 0 with the exception set. */
-static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays)
+static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays, s1f_costs *costs)
 {
-    Py_ssize_t count = (Py_ssize_t)program->shape.num_stages * program->shape.num_segments;
+    int64_t count = (int64_t)program->shape.num_stages * program->shape.num_segments;
     if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
         PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
         return 0;
     }
-    for (int pass = 0; pass < s1f_num_passes; pass++)
-        if ((arrays->pass_seconds[pass] = s1f_read_doubles(PyTuple_GetItem(passes, pass), count, "costs")) == NULL)
+    for (int pass = 0; pass < s1f_num_passes; pass++) {
+        s1f_doubles *seconds = &arrays->passes[pass];
+        seconds->name = "costs";
+        if (!s1f_to_doubles(PyTuple_GetItem(passes, pass), seconds) ||
+            !s1f_require_count(seconds->name, seconds->count, count))
             return 0;
+        costs->pass_seconds[pass] = seconds->values;
+    }
     return 1;
 }
 
-static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays)
+static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays, s1f_costs *costs)
 {
+    int32_t num_ranks = program->shape.num_ranks;
     PyObject *ranks = PySequence_Tuple(sequence);
-    int is_read = 0;
     if (ranks == NULL)
         return 0;
-    if (PyTuple_Size(ranks) != program->shape.num_ranks) {
+    int is_read = PyTuple_Size(ranks) == num_ranks;
+    if (!is_read) {
         PyErr_Format(PyExc_ValueError, "durations hold %zd ranks, the schedule has %d", PyTuple_Size(ranks),
-                     (int)program->shape.num_ranks);
-    } else if ((arrays->unit_seconds = calloc((size_t)program->shape.num_ranks, sizeof *arrays->unit_seconds)) ==
-               NULL) {
+                     (int)num_ranks);
+    } else if ((arrays->units = calloc((size_t)num_ranks, sizeof *arrays->units)) == NULL ||
+               (arrays->unit_seconds = calloc((size_t)num_ranks, sizeof *arrays->unit_seconds)) == NULL) {
         PyErr_NoMemory();
-    } else {
-        is_read = 1;
-        for (int32_t rank = 0; rank < program->shape.num_ranks && is_read; rank++) {
-            arrays->unit_seconds[rank] = s1f_read_doubles(
-                PyTuple_GetItem(ranks, rank), (Py_ssize_t)program->ranks[rank].num_units, "durations of one rank");
-            is_read = arrays->unit_seconds[rank] != NULL;
-        }
+        is_read = 0;
+    }
+    for (int32_t rank = 0; is_read && rank < num_ranks; rank++) {
+        s1f_doubles *seconds = &arrays->units[rank];
+        seconds->name = "durations of one rank";
+        is_read = s1f_to_doubles(PyTuple_GetItem(ranks, rank), seconds) &&
+                  s1f_require_count(seconds->name, seconds->count, program->ranks[rank].num_units);
+        arrays->unit_seconds[rank] = seconds->values;
     }
     Py_DECREF(ranks);
+    costs->unit_seconds = arrays->unit_seconds;
     return is_read;
 }
 
-static int read_links(const s1f_program *program, PyObject *latency, PyObject *seconds_per_byte, cost_arrays *arrays)
+static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
+                      s1f_costs *costs)
 {
-    return (arrays->latency = s1f_read_doubles(latency, program->shape.num_stages - 1, "transfer")) != NULL &&
-           (arrays->seconds_per_byte =
-                s1f_read_doubles(seconds_per_byte, program->shape.num_stages - 1, "bandwidth")) != NULL;
+    int64_t num_pairs = (int64_t)program->shape.num_stages - 1;
+    if (per_unit != Py_None ? !read_unit_seconds(program, per_unit, arrays, costs)
+                            : !read_pass_seconds(program, per_pass, arrays, costs))
+        return 0;
+    costs->latency = arrays->latency.values;
+    costs->seconds_per_byte = arrays->seconds_per_byte.values;
+    costs->message_bytes = arrays->message_bytes.values;
+    costs->optimizer = arrays->optimizer.values;
+    return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
+           s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
+           s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
+           s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
 }
 
 /* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
@@ -147,59 +153,48 @@ static s1f_status report_progress(void *callable, int64_t num_run)
     return status;
 }
 
-static PyObject *program_simulate(PyObject *self, PyObject *arguments)
+static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep)
 {
-    (void)self;
-    PyObject *capsule, *per_pass, *per_unit, *latency, *seconds_per_byte, *message_bytes, *optimizer, *progress,
-        *result = NULL;
+    s1f_simulation *simulation = NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_program_simulate(program, costs, keep, &simulation);
+    if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
+        status = s1f_simulation_find_slack(program, costs, simulation);
+    Py_END_ALLOW_THREADS
+    PyObject *result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
+    s1f_simulation_free(simulation);
+    return result;
+}
+
+static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_program *program;
+    PyObject *per_pass, *per_unit, *progress, *result = NULL;
     s1f_costs costs = {0};
-    cost_arrays arrays = {.unit_seconds = NULL};
+    cost_arrays arrays = {.latency.name = "transfer",
+                          .seconds_per_byte.name = "bandwidth",
+                          .message_bytes.name = "message_bytes",
+                          .optimizer.name = "optimizer"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "OOO(OOd)O(ddK)(ipO)iO", &capsule, &per_pass, &per_unit, &latency,
-                          &seconds_per_byte, &costs.send, &message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
-                          &costs.num_steps, &costs.optimizer_sync, &optimizer, &keep, &progress))
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddK)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
+                          s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, &costs.send,
+                          s1f_to_int64s, &arrays.message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
+                          &costs.num_steps, &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer, &keep, &progress))
         return NULL;
-    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
-    if (program == NULL)
-        return NULL;
-    int is_read = per_unit != Py_None ? read_unit_seconds(program, per_unit, &arrays)
-                                      : read_pass_seconds(program, per_pass, &arrays);
-    if (is_read)
-        is_read = read_links(program, latency, seconds_per_byte, &arrays);
-    if (is_read)
-        is_read = (arrays.message_bytes =
-                       s1f_read_int64s(message_bytes, program->shape.num_segments, "message_bytes")) != NULL;
-    if (is_read)
-        is_read = (arrays.optimizer = s1f_read_doubles(optimizer, program->shape.num_ranks, "optimizer")) != NULL;
-    if (is_read) {
-        for (int pass = 0; pass < s1f_num_passes; pass++)
-            costs.pass_seconds[pass] = arrays.pass_seconds[pass];
-        costs.unit_seconds = (const double *const *)arrays.unit_seconds;
-        costs.latency = arrays.latency;
-        costs.seconds_per_byte = arrays.seconds_per_byte;
-        costs.message_bytes = arrays.message_bytes;
-        costs.optimizer = arrays.optimizer;
-        costs.seed = seed;
-        costs.progress = progress != Py_None ? report_progress : NULL;
-        costs.progress_context = progress;
-        s1f_simulation *simulation = NULL;
-        s1f_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_program_simulate(program, &costs, (s1f_keep)keep, &simulation);
-        if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
-            status = s1f_simulation_find_slack(program, &costs, simulation);
-        Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
-        s1f_simulation_free(simulation);
-    }
+    costs.seed = seed;
+    costs.progress = progress != Py_None ? report_progress : NULL;
+    costs.progress_context = progress;
+    if (read_costs(program, per_pass, per_unit, &arrays, &costs))
+        result = simulate(program, &costs, (s1f_keep)keep);
     free_arrays(&arrays, program->shape.num_ranks);
     return result;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
-static PyObject *peak_tuple(const void *context, int64_t rank)
+static PyObject *peak_item(const void *context, int64_t rank)
 {
     const s1f_memory_peak *peak = (const s1f_memory_peak *)context + rank;
     return Py_BuildValue("(LLLLLLL)", (long long)peak->units, (long long)peak->activations,
@@ -207,39 +202,36 @@ static PyObject *peak_tuple(const void *context, int64_t rank)
                          (long long)peak->receive, (long long)peak->total);
 }
 
-static PyObject *program_memory(PyObject *self, PyObject *arguments)
+static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    (void)self;
-    static const char *const names[] = {"activations", "kept_activations", "output_gradients",
-                                        "kv",          "kv_gradients",     "message_bytes"};
-    enum { NUM_KINDS = sizeof names / sizeof names[0] };
-    PyObject *capsule, *given[NUM_KINDS], *result = NULL;
-    int64_t *values[NUM_KINDS] = {NULL};
-    if (!PyArg_ParseTuple(arguments, "OOOOOOO", &capsule, &given[0], &given[1], &given[2], &given[3], &given[4],
-                          &given[5]))
+    enum { NUM_KINDS = 6 };
+    s1f_int64s sizes[NUM_KINDS] = {{.name = "activations"}, {.name = "kept_activations"}, {.name = "output_gradients"},
+                                   {.name = "kv"},          {.name = "kv_gradients"},     {.name = "message_bytes"}};
+    const s1f_program *program;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
+                          s1f_to_int64s, &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s,
+                          &sizes[4], s1f_to_int64s, &sizes[5]))
         return NULL;
-    const s1f_program *program = s1f_from_capsule(capsule, S1F_CAPSULE_PROGRAM);
-    if (program == NULL)
-        return NULL;
-    Py_ssize_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
-    const Py_ssize_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, segments};
+    int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
+    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, segments};
+    PyObject *result = NULL;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
     if (!is_read)
         PyErr_NoMemory();
     for (int i = 0; i < NUM_KINDS && is_read; i++)
-        if (given[i] != Py_None)
-            is_read = (values[i] = s1f_read_int64s(given[i], counts[i], names[i])) != NULL;
+        is_read = sizes[i].values == NULL || s1f_require_count(sizes[i].name, sizes[i].count, counts[i]);
     if (is_read) {
-        s1f_memory_bytes bytes = {values[0], values[1], values[2], values[3], values[4], values[5]};
+        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values,
+                                  sizes[3].values, sizes[4].values, sizes[5].values};
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
         status = s1f_program_memory(program, &bytes, peaks);
         Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? tuple_of(program->shape.num_ranks, peak_tuple, peaks) : s1f_raise(status);
+        result = status == S1F_OK ? s1f_tuple_of(program->shape.num_ranks, peak_item, peaks) : s1f_raise(status);
     }
     for (int i = 0; i < NUM_KINDS; i++)
-        free(values[i]);
+        PyMem_Free(sizes[i].values);
     free(peaks);
     return result;
 }

@@ -147,18 +147,8 @@ def compare(
         ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
             arguments or beside token bytes; or no family is left, which names the least cap that one fits.
     """
-    known = {family.name: family for family in families()}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    for name, cap in (("cap_microbatches", cap_microbatches), ("cap_bytes", cap_bytes)):
-        if cap is not None and not cap > 0:
-            raise ValueError(f"{name} is {cap}, must be above 0")
-    if segment_sizes is not None:
-        if len(segment_sizes) != num_segments:
-            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {num_segments}")
-        check_segment_sizes(segment_sizes, sum(segment_sizes))
     work = _Work(num_ranks, num_microbatches, num_segments, segment_sizes, cap_microbatches, cap_bytes)
+    work.check()
     costs: _GivenCosts | _ModelCosts
     if model is None:
         costs = _GivenCosts(work, forward, backward, weight, transfer, bandwidth, token_bytes, message_bytes)
@@ -169,26 +159,28 @@ def compare(
             raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
         costs = _ModelCosts(work, model, hardware, layout or Layout(), seq_len)
     costs.check()
-
     rows, refused = [], {}
-    for family in [known[name] for name in dict.fromkeys(names)] or known.values():
+    for family in _named(names):
         found = _build(family, work, stages_per_rank, costs)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
         else:
             rows.append(_row(family.name, found, work, costs))
-    fitting = []
-    for row in rows:
-        excess = _excess(row, cap_microbatches, cap_bytes)
-        if excess is None:
-            fitting.append(row)
-        else:
-            refused[row.family] = excess
+    fitting = [row for row in rows if work.excess(row) is None]
+    refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
     if not fitting:
         raise ValueError(_nothing_fits(rows, refused, cap_bytes))
-    return Comparison(
-        tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused, model is not None
-    )
+    fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
+    return Comparison(tuple(fitting), refused, model is not None)
+
+
+def _named(names: Sequence[str]) -> list[Family]:
+    """The families of these names, each once; all where none is named."""
+    known = {family.name: family for family in families()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    return [known[name] for name in dict.fromkeys(names)] or list(known.values())
 
 
 @dataclass(frozen=True)
@@ -201,6 +193,23 @@ class _Work:
     segment_sizes: Sequence[int] | None
     cap_microbatches: float | None
     cap_bytes: int | None
+
+    def check(self) -> None:
+        for name, cap in (("cap_microbatches", self.cap_microbatches), ("cap_bytes", self.cap_bytes)):
+            if cap is not None and not cap > 0:
+                raise ValueError(f"{name} is {cap}, must be above 0")
+        if (sizes := self.segment_sizes) is not None:
+            if len(sizes) != self.num_segments:
+                raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
+            check_segment_sizes(sizes, sum(sizes))
+
+    def excess(self, row: Row) -> str | None:
+        """Why a row does not keep the caps; None where it does."""
+        if self.cap_microbatches is not None and row.peak_microbatches > self.cap_microbatches:
+            return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {self.cap_microbatches:g}"
+        if self.cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > self.cap_bytes:
+            return f"holds {row.peak_bytes} bytes, the cap is {self.cap_bytes}"
+        return None
 
     def sizes(self, k: int) -> Sequence[int] | None:
         """Of k segments, or of the whole sequence where a family cuts none."""
@@ -391,14 +400,6 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
         messages=crossings * k,
         sent_bytes=None if messages is None else crossings * sum(messages),
     )
-
-
-def _excess(row: Row, cap_microbatches: float | None, cap_bytes: int | None) -> str | None:
-    if cap_microbatches is not None and row.peak_microbatches > cap_microbatches:
-        return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {cap_microbatches:g}"
-    if cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > cap_bytes:
-        return f"holds {row.peak_bytes} bytes, the cap is {cap_bytes}"
-    return None
 
 
 def _nothing_fits(rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None) -> str:

@@ -31,7 +31,7 @@ from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
-from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.schedule import Schedule, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, resolve_group
 
 __all__ = ["PipelineEngine"]
@@ -431,7 +431,7 @@ class PipelineEngine:
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
-            run_unit = step.choose_run(host_messages=self._device_edges is None)
+            run_unit = self._choose_run(step)
             entered = executor
             start = time.perf_counter()
             try:
@@ -467,6 +467,10 @@ class PipelineEngine:
             step.training, self._step, step.sizes, elapsed, program, executor, self.stages, dict(self._activations)
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _choose_run(self, step: Step) -> Callable[..., Any]:
+        """What the executor calls for every unit of a step."""
+        return step.choose_run(host_messages=self._device_edges is None)
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
@@ -524,8 +528,8 @@ def _last_unit(executor: Any) -> str:
     """The unit at which the executor left the step, with its stage, "" where the step did not begin."""
     if executor is None:
         return ""
-    kind, stage, microbatch, segment = _C.executor_last_unit(executor)
-    return f"[{stage}]{Unit('FBIW'[kind], stage, microbatch, segment)}"
+    unit = unit_of(_C.executor_last_unit(executor))
+    return f"[{unit.stage}]{unit}"
 
 
 def _explain(error: BaseException, unit: str) -> BaseException:

@@ -16,27 +16,11 @@ from torch import Tensor
 
 from seq1f1b import _C
 
-ARENA_BYTES = 1 << 40
+ARENA_BYTES = _C.ARENA_BYTES
 """Address space of one edge; memory appears as it is touched."""
 
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-"""Position = code of the type in C (``csrc/core/dtype.h``)."""
-
-REQUIRES_GRAD, NONE = 1, 2  # flags of a tensor in a message: csrc/run/p2p.h
-_GATHER_BYTES = 4032  # S1F_GATHER_BYTES
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
+"""The position of a type is its code in C."""
 
 
 def memory_fd(size: int) -> int:
@@ -196,12 +180,12 @@ class RankGroup(ABC):
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
         """Everyone's bytes, of any length: the first round carries the lengths."""
         head = struct.calcsize("q")
-        room = _GATHER_BYTES - head
+        room = _C.GATHER_BYTES - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
         lengths = [struct.unpack_from("q", part)[0] for part in parts]
         whole = [bytearray(part[head:]) for part in parts]
-        for start in range(room, max(lengths), _GATHER_BYTES):
-            more = self._gather_round(data[start : start + _GATHER_BYTES], recovering)
+        for start in range(room, max(lengths), _C.GATHER_BYTES):
+            more = self._gather_round(data[start : start + _C.GATHER_BYTES], recovering)
             for body, part in zip(whole, more, strict=True):
                 body += part
         return [bytes(body) for body in whole]
@@ -296,10 +280,10 @@ class RankGroup(ABC):
             gpu: on which the payload is; -1: host memory.
         """
         views = [
-            None if flags & NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
+            None if flags & _C.TENSOR_NONE else place_tensor(end, payload + offset, dtype, sizes, gpu)
             for dtype, flags, sizes, offset in tensors
         ]
-        return views, [bool(flags & REQUIRES_GRAD) for _, flags, _, _ in tensors]
+        return views, [bool(flags & _C.TENSOR_REQUIRES_GRAD) for _, flags, _, _ in tensors]
 
     def close(self) -> None:
         """Drops the edges; tensors that still lie in their places stay valid."""

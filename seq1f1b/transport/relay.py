@@ -17,7 +17,6 @@ from seq1f1b import _C
 from seq1f1b.transport.group import DTYPES, RankGroup, map_fd, memory_fd, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
 
-_HEADER_BYTES = 2048  # S1F_HEADER_BYTES
 _UINT8 = DTYPES.index(torch.uint8)
 
 
@@ -71,15 +70,15 @@ class C10dRelay:
         self._started = ([], [])
 
     def post(self, sequence: int, place: int) -> None:
-        step, first = self._step, _HEADER_BYTES + self._expected.get(sequence, 0)
+        step, first = self._step, _C.HEADER_BYTES + self._expected.get(sequence, 0)
         work = self._transfer(0, place, first)
         self._queue.put((sequence, lambda: self._receive_rest(step, sequence, place, first, work)))
 
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:
-        step, first = self._step, _HEADER_BYTES + self._expected.get(sequence, 0)
+        step, first = self._step, _C.HEADER_BYTES + self._expected.get(sequence, 0)
         self._sizes[sequence] = payload_bytes
         works = [self._transfer(0, place, first)]
-        rest = _HEADER_BYTES + payload_bytes - first
+        rest = _C.HEADER_BYTES + payload_bytes - first
         if rest > 0:
             works.append(self._transfer(1, place + first, rest))
 
@@ -107,7 +106,7 @@ class C10dRelay:
     def _receive_rest(self, step: int, sequence: int, place: int, first: int, work: Any) -> None:
         work.wait(FOREVER)
         payload_bytes = _C.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
-        rest = _HEADER_BYTES + payload_bytes - first
+        rest = _C.HEADER_BYTES + payload_bytes - first
         if rest > 0:
             with self._lock:
                 if self._draining:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from seq1f1b import _C
 from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
 from seq1f1b.view import style
@@ -24,7 +25,6 @@ __all__ = ["live_units", "memory_curves", "predecessors", "timeline_html"]
 
 _UNITS, _MEMORY = (0.05, 0.56), (0.62, 0.98)  # of a rank's row: its units, and below them its memory curve
 _CRITICAL = 0.60  # of a rank's row: the critical path runs under its units
-_UNIT_KINDS = "FBIW"
 _MEMORY_COLORS = {  # from the bottom: what changes least lies lowest
     "weights": "#4d5763",
     "optimizer": "#6f7a87",
@@ -220,7 +220,7 @@ _TELL_UNIT = """
 const {left, right, kind, stage, microbatch, segment, rank, first, slack, critical} = units.data
 const i = special_vars.index, before = edges.data.unit
 const time = (x) => `${+x.toPrecision(6)} ${unit_name}`
-const name = (j) => `${names_stage ? `[${stage[j]}]` : ""}${"FBIW"[kind[j]]}${microbatch[j]}.${segment[j]}`
+const name = (j) => `${names_stage ? `[${stage[j]}]` : ""}${letters[kind[j]]}${microbatch[j]}.${segment[j]}`
 const list = (js, tell) => js.map((j) => `${name(j)} on rank ${rank[j]}, ${tell(j)}`).join("; ") || "nothing"
 const last = (j) => j + 1 < first.length ? first[j + 1] : before.length
 switch (format) {
@@ -352,7 +352,8 @@ class _Plot:
             edges=ColumnDataSource({"unit": edges}),
             unit_name=self.unit_name,
             names_stage=names_stage,
-            passes=[style.PASSES[kind] for kind in _UNIT_KINDS],
+            letters=_C.PASSES,
+            passes=[style.PASSES[kind] for kind in _C.PASSES],
         )
         self.units, self.labels, self.quads = units, labels, quads
         plot.ygrid.visible = False
@@ -426,7 +427,7 @@ class _Plot:
             "bottom": (ranks + _UNITS[1]).astype(np.float32),
             "color": red_green_blue @ np.array([1 << 24, 1 << 16, 1 << 8], np.uint32) + np.uint32(255),
             "ink": np.array([style.ink_on(shade) == "white" for shade in shades], np.uint8),
-            "kind": np.array([_UNIT_KINDS.index(unit.kind) for _, unit, _, _ in placed], np.uint8),
+            "kind": np.array([_C.PASSES.index(unit.kind) for _, unit, _, _ in placed], np.uint8),
             "rank": ranks,
             "stage": np.array([unit.stage for _, unit, _, _ in placed], np.int32),
             "microbatch": np.array([unit.microbatch for _, unit, _, _ in placed], np.int32),
@@ -542,7 +543,7 @@ def _legend(title: str, named: Mapping[str, Timeline], memories: Mapping[str, _M
 
     kinds = {unit.kind for timeline in named.values() for track in timeline for unit, _, _ in track}
     shades = [
-        swatch(_hex(style.color_of(Unit(kind, 0, 0, 0))), style.PASSES[kind]) for kind in _UNIT_KINDS if kind in kinds
+        swatch(_hex(style.color_of(Unit(kind, 0, 0, 0))), style.PASSES[kind]) for kind in _C.PASSES if kind in kinds
     ]
     has_later = any(
         unit.stage != first

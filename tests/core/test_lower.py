@@ -9,6 +9,7 @@ import pytest
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
+from seq1f1b.schedule import unit_of
 
 
 class Lowered:
@@ -17,7 +18,10 @@ class Lowered:
         self.handle = _C.program_lower(schedule.handle, prefetch)
         self.edges = _C.program_edges(self.handle)
         self.ranks = [
-            [(op, edge, Unit(*unit), *rest) for op, edge, unit, *rest in _C.program_instructions(self.handle, rank)]
+            [
+                (_C.OPCODES[op], edge, unit_of(unit), *rest)
+                for op, edge, unit, *rest in _C.program_instructions(self.handle, rank)
+            ]
             for rank in range(schedule.num_ranks)
         ]
 

@@ -13,6 +13,7 @@ import pytest
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, Schedule, Unit, schedules
+from seq1f1b.schedule import unit_of
 
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 
@@ -20,7 +21,10 @@ Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 def programs(schedule: Schedule, prefetch: int = 1, receives: bool = True) -> tuple[list[list[Instruction]], list]:
     handle = _C.program_lower(schedule.handle, prefetch, receives)
     ranks = [
-        [(op, edge, Unit(*unit), sequence) for op, edge, unit, _, _, _, sequence in _C.program_instructions(handle, r)]
+        [
+            (_C.OPCODES[op], edge, unit_of(unit), sequence)
+            for op, edge, unit, _, _, _, sequence in _C.program_instructions(handle, r)
+        ]
         for r in range(schedule.num_ranks)
     ]
     return ranks, _C.program_edges(handle)

@@ -87,7 +87,7 @@ def messages_of_ours(schedule: Schedule) -> dict[tuple[int, int], list[int]]:
     edges: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(schedule.num_ranks):
         for opcode, edge, (_, _, microbatch, segment), *_ in _C.program_instructions(program, rank):
-            if opcode == "SEND":
+            if _C.OPCODES[opcode] == "SEND":
                 edges[ends[edge]].append(microbatch * schedule.num_segments + segment)
     return dict(edges)
 

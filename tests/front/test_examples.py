@@ -126,7 +126,14 @@ def test_a_run_leaves_log_pictures_trace_and_two_checkpoints(whole_run: tuple[Pa
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     assert rows[-1]["held_out"] < rows[0]["loss"] - 0.1
-    assert {"tokens_per_second", "bubble", "resident_mb", "learning_rate", "gradient_norm"} <= rows[3].keys()
+    assert {
+        "tokens_per_second",
+        "bubble",
+        "pipeline_seconds",
+        "process_peak_mib",
+        "learning_rate",
+        "gradient_norm",
+    } <= rows[3].keys()
     run = folder / "runs/gpt"
     for picture in ("loss.png", "timeline.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
@@ -135,6 +142,15 @@ def test_a_run_leaves_log_pictures_trace_and_two_checkpoints(whole_run: tuple[Pa
     for stage, live_units in (("stage 0", 4), ("stage 1", 3)):  # min(P - p - 1 + k, M k)
         line = next(line for line in out.splitlines() if line.startswith(f"live units, {stage}"))
         assert line.split()[-2:] == [f"{live_units}"] * 2
+    assert "of the last 10 steps the one of median time:\n\nstep " in out and "MB" not in out
+    step = int(re.search(r"\nstep (\d+) +simulated +measured\n", out).group(1))
+    seconds = {row["step"]: row["pipeline_seconds"] for row in rows[-10:]}
+    assert sorted(seconds, key=seconds.get)[5] == step
+    measured = next(line for line in out.splitlines() if line.startswith("bubble, all ranks")).split()[-1]
+    assert measured == f"{rows[step - 1]['bubble']:.1%}"  # what the log says of the step
+    held = out.partition("runs/gpt holds\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in held] == sorted(path.name for path in run.iterdir())
+    assert all(len(line.split()) > 1 for line in held)  # and what each is
 
 
 def test_losses_agree_with_torchs_own_schedule(whole_run: tuple[Path, str]) -> None:

@@ -55,6 +55,11 @@ for name in seq1f1b._NEEDS_TORCH:
     run_python(code)
 
 
+def test_dir_holds_the_public_names_alone() -> None:
+    assert dir(seq1f1b) == sorted([*seq1f1b.__all__, "__version__"])
+    assert {"PipelineEngine", "build_schedule"} <= set(dir(seq1f1b))
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = seq1f1b.no_such_name
@@ -84,12 +89,21 @@ def test_exports_its_init_function_only() -> None:
     assert defined == ["PyInit__C"]
 
 
-def test_stub_lists_what_the_extension_offers() -> None:
+def test_stub_describes_exactly_what_the_extension_offers() -> None:
     stub = ast.parse((PACKAGE / "_C.pyi").read_text())
     described = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    offered = {name for name in dir(_C) if not name.startswith("_") and callable(getattr(_C, name))}
-    assert offered == described
-    assert [name for name in offered if not getattr(_C, name).__doc__] == []
+    constants = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    offered = {name for name in dir(_C) if not name.startswith("_")}
+    assert offered == described | constants
+    assert {name for name in offered if callable(getattr(_C, name))} == described
+    assert [name for name in described if not getattr(_C, name).__doc__] == []
+
+
+def test_constants_say_what_the_core_counts() -> None:
+    assert _C.PASSES[:4] == ("F", "B", "I", "W")
+    assert {"RUN", "SEND", "WAIT"} <= set(_C.OPCODES)
+    for names in (_C.PASSES, _C.OPCODES, _C.DTYPES):
+        assert len(set(names)) == len(names)
 
 
 def test_adapters_and_examples_leave_the_extension_alone() -> None:

@@ -58,7 +58,7 @@ def test_messages_are_those_of_the_lowered_program() -> None:
             3 * sizes[segment]
             for rank in range(4)
             for opcode, _, (_, _, _, segment), *_ in _C.program_instructions(program, rank)
-            if opcode == "SEND"
+            if _C.OPCODES[opcode] == "SEND"
         )
         assert found.sent_bytes == sent, found.family
 

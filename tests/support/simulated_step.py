@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from seq1f1b import _C
 
-PASSES = {"F": 0, "B": 1, "I": 2, "W": 3}
-
 
 class SimulatedStep:
     def __init__(
@@ -36,7 +34,7 @@ class SimulatedStep:
         """Runs the body as unit ``F<microbatch>.<segment>`` (or B); a body that raises leaves the unit unfinished."""
         where = self.slice(segment)
         _C.current_unit_set(
-            self.cache, PASSES[kind], self.stage, microbatch, segment, len(self.sizes), slot,
+            self.cache, _C.PASSES.index(kind), self.stage, microbatch, segment, len(self.sizes), slot,
             -1 if kind == "F" else grad_slot, self.training, where.start, self.sizes[segment], sum(self.sizes),
             self.scope,
         )  # fmt: skip

@@ -9,7 +9,6 @@ from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
-from seq1f1b.runtime.step import Step
 
 
 class StandInEdges(DeviceEdges):
@@ -31,38 +30,24 @@ class StandInEdges(DeviceEdges):
         super().begin_step(timeout_s)
 
 
-class StandInStep(Step):
-    """The host waits for the stream before each unit, and keeps what was sent: it would be free for what the host does
-    next, but not for what the stream does."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.kept: list[Any] = []
-
-    def choose_run(self, *, host_messages: bool) -> Callable[..., Any]:
-        run = super().choose_run(host_messages=host_messages)
-
-        def after_the_stream(*arguments: Any) -> Any:
-            stand_in().synchronise()
-            self.kept.append(run(*arguments))
-            return self.kept[-1]
-
-        return after_the_stream
-
-
 class StandInEngine(PipelineEngine):
-    """Its kernels are torch's on the CPU, which know nothing of a stream."""
+    """Its kernels are torch's on the CPU, which know nothing of a stream: the host waits for it before each unit, and
+    keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
 
     _device_edges_class = StandInEdges
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._stand_in_steps: list[StandInStep] = []
+        self.num_waits = 0
+        self._kept: list[Any] = []
 
-    def _step_class(self, *arguments: Any) -> StandInStep:
-        self._stand_in_steps.append(StandInStep(*arguments))
-        return self._stand_in_steps[-1]
+    def _choose_run(self, step: Any) -> Callable[..., Any]:
+        run = super()._choose_run(step)
 
-    @property
-    def num_waits(self) -> int:
-        return sum(len(step.kept) for step in self._stand_in_steps)
+        def after_the_stream(*arguments: Any) -> Any:
+            stand_in().synchronise()
+            self.num_waits += 1
+            self._kept.append(run(*arguments))
+            return self._kept[-1]
+
+        return after_the_stream

@@ -27,7 +27,7 @@ from processes import AT_ONCE, PipedProcesses, shared_memory_names  # noqa: E402
 import seq1f1b  # noqa: E402
 from seq1f1b import _C, PipelineError, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
-from seq1f1b.transport.group import NONE, place_tensor  # noqa: E402
+from seq1f1b.transport.group import place_tensor  # noqa: E402
 from seq1f1b.transport.meeting import Meeting  # noqa: E402
 from seq1f1b.transport.shm import ShmRank  # noqa: E402
 
@@ -81,7 +81,7 @@ def fields(group: RankGroup, source: int, segment: int) -> Any:
 
 def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | None], source: int = 0) -> None:
     headers = [
-        (0, NONE, (), 0)
+        (0, _C.TENSOR_NONE, (), 0)
         if t is None
         else (transport.DTYPES.index(t.dtype), int(t.requires_grad), tuple(t.shape), t.data_ptr())
         for t in tensors
@@ -92,7 +92,8 @@ def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | Non
 def receive(end: object, n: int) -> list[torch.Tensor | None]:
     _, tensors = _C.edge_wait(end, n, n % PLACES)
     return [
-        None if flags & NONE else place_tensor(end, address, code, sizes) for code, flags, sizes, address in tensors
+        None if flags & _C.TENSOR_NONE else place_tensor(end, address, code, sizes)
+        for code, flags, sizes, address in tensors
     ]
 
 

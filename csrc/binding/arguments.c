@@ -1,0 +1,231 @@
+/* arguments.c - from Python's arguments to the core's types, and from the core's results to Python's. */
+#include "binding.h"
+
+#include "../core/lower.h"
+#include "../device/copy_end.h"
+#include "../device/kernel_library.h"
+#include "../run/arena.h"
+#include "../run/kv_cache.h"
+
+#include <string.h>
+
+/* -- handles ------------------------------------------------------------------------------------------------------- */
+
+void *s1f_from_capsule(PyObject *capsule, const char *name)
+{
+    if (!PyCapsule_IsValid(capsule, name)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s handle", name);
+        return NULL;
+    }
+    return PyCapsule_GetPointer(capsule, name);
+}
+
+/* A capsule that keeps `borrowed`. On an error the pointer is still the caller's. */
+static PyObject *wrap(void *core, const char *name, PyCapsule_Destructor destroy, PyObject *borrowed)
+{
+    PyObject *capsule = PyCapsule_New(core, name, destroy);
+    if (capsule != NULL && borrowed != NULL)
+        PyCapsule_SetContext(capsule, Py_NewRef(borrowed));
+    return capsule;
+}
+
+/* Freeing may wait: a watchdog joins its thread, an end between GPUs waits for transfers that are under way. */
+#define S1F_DEFINE_HANDLE(name, NAME)                                                                                  \
+    static void destroy_##name(PyObject *capsule)                                                                      \
+    {                                                                                                                  \
+        s1f_##name *core = PyCapsule_GetPointer(capsule, S1F_CAPSULE_##NAME);                                          \
+        PyObject *borrowed = PyCapsule_GetContext(capsule);                                                            \
+        Py_BEGIN_ALLOW_THREADS                                                                                         \
+        s1f_##name##_free(core);                                                                                       \
+        Py_END_ALLOW_THREADS                                                                                           \
+        Py_XDECREF(borrowed);                                                                                          \
+    }                                                                                                                  \
+    int s1f_to_##name(PyObject *handle, void *out)                                                                     \
+    {                                                                                                                  \
+        s1f_##name *core = s1f_from_capsule(handle, S1F_CAPSULE_##NAME);                                               \
+        *(s1f_##name **)out = core;                                                                                    \
+        return core != NULL;                                                                                           \
+    }                                                                                                                  \
+    PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed)                                        \
+    {                                                                                                                  \
+        if (status != S1F_OK)                                                                                          \
+            return s1f_raise(status);                                                                                  \
+        PyObject *handle = wrap(core, S1F_CAPSULE_##NAME, destroy_##name, borrowed);                                   \
+        if (handle == NULL)                                                                                            \
+            s1f_##name##_free(core);                                                                                   \
+        return handle;                                                                                                 \
+    }
+S1F_HANDLES(S1F_DEFINE_HANDLE)
+
+/* -- numbers ------------------------------------------------------------------------------------------------------- */
+
+int s1f_to_int64(PyObject *number, void *out)
+{
+    PyObject *index = PyNumber_Index(number);
+    if (index == NULL)
+        return 0;
+    int overflow = 0;
+    long long value = PyLong_AsLongLongAndOverflow(index, &overflow);
+    if (overflow)
+        PyErr_Format(PyExc_ValueError, "%S does not fit in 64 bits", index);
+    Py_DECREF(index);
+    if (overflow || (value == -1 && PyErr_Occurred()))
+        return 0;
+    *(int64_t *)out = value;
+    return 1;
+}
+
+int s1f_to_address(PyObject *number, void *out)
+{
+    void *address = PyLong_AsVoidPtr(number);
+    memcpy(out, &address, sizeof address);
+    return address != NULL || !PyErr_Occurred();
+}
+
+int s1f_to_count(PyObject *number, void *out)
+{
+    s1f_count *count = out;
+    int64_t value;
+    if (!s1f_to_int64(number, &value) || value < INT32_MIN || value > INT32_MAX) {
+        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_ValueError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_ValueError, "%s is %R, must be in 1..%d", count->name, number, INT32_MAX);
+        }
+        return 0;
+    }
+    count->value = (int32_t)value;
+    return 1;
+}
+
+static int to_double(PyObject *number, void *out)
+{
+    double value = PyFloat_AsDouble(number);
+    *(double *)out = value;
+    return value != -1 || !PyErr_Occurred();
+}
+
+/* A number that does not fit is the caller's mistake: ValueError with the array's name. */
+static void name_overflow(const char *name)
+{
+    if (!PyErr_ExceptionMatches(PyExc_OverflowError) && !PyErr_ExceptionMatches(PyExc_ValueError))
+        return;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyErr_Format(PyExc_ValueError, "%s holds a number that is too large: %S", name, error);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+/* *values: PyMem_Free, NULL for None; 0 with the exception set. */
+static int read_numbers(PyObject *numbers, size_t bytes, int (*convert)(PyObject *, void *), const char *name,
+                        int64_t *count, void **values)
+{
+    *count = 0;
+    *values = NULL;
+    if (numbers == Py_None)
+        return 1;
+    PyObject *items = PySequence_Tuple(numbers);
+    if (items == NULL)
+        return 0;
+    Py_ssize_t n = PyTuple_Size(items), i = 0;
+    char *array = PyMem_Malloc((size_t)(n > 0 ? n : 1) * bytes);
+    if (array == NULL)
+        PyErr_NoMemory();
+    while (array != NULL && i < n && convert(PyTuple_GetItem(items, i), array + (size_t)i * bytes))
+        i++;
+    Py_DECREF(items);
+    if (array == NULL || i < n) {
+        PyMem_Free(array);
+        name_overflow(name);
+        return 0;
+    }
+    *count = n;
+    *values = array;
+    return 1;
+}
+
+/* PyArg_ParseTuple calls a converter once more, with NULL, where a later argument is refused. */
+int s1f_to_int64s(PyObject *numbers, void *out)
+{
+    s1f_int64s *array = out;
+    void *values = NULL;
+    if (numbers == NULL)
+        PyMem_Free(array->values);
+    else if (!read_numbers(numbers, sizeof *array->values, s1f_to_int64, array->name, &array->count, &values))
+        return 0;
+    array->values = values;
+    return Py_CLEANUP_SUPPORTED;
+}
+
+int s1f_to_doubles(PyObject *numbers, void *out)
+{
+    s1f_doubles *array = out;
+    void *values = NULL;
+    if (numbers == NULL)
+        PyMem_Free(array->values);
+    else if (!read_numbers(numbers, sizeof *array->values, to_double, array->name, &array->count, &values))
+        return 0;
+    array->values = values;
+    return Py_CLEANUP_SUPPORTED;
+}
+
+int s1f_require_count(const char *name, int64_t count, int64_t wanted)
+{
+    if (count == wanted)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%s holds %lld values, must hold %lld", name, (long long)count, (long long)wanted);
+    return 0;
+}
+
+int s1f_require_index(const char *name, int64_t i, int64_t end)
+{
+    if (i >= 0 && i < end)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%s is %lld, must be in 0..%lld", name, (long long)i, (long long)end - 1);
+    return 0;
+}
+
+/* -- results ------------------------------------------------------------------------------------------------------- */
+
+PyObject *s1f_none(s1f_status status)
+{
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+}
+
+PyObject *s1f_list_of(int64_t count, s1f_item *item, const void *context)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *value = item(context, i);
+        if (value == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SetItem(list, (Py_ssize_t)i, value); /* steals */
+    }
+    return list;
+}
+
+PyObject *s1f_tuple_of(int64_t count, s1f_item *item, const void *context)
+{
+    PyObject *list = s1f_list_of(count, item, context);
+    PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
+    return tuple;
+}
+
+PyObject *s1f_int64_item(const void *values, int64_t i)
+{
+    return PyLong_FromLongLong(((const int64_t *)values)[i]);
+}
+
+PyObject *s1f_name_item(const void *names, int64_t i)
+{
+    return PyUnicode_FromString(((const char *const *)names)[i]);
+}
+
+PyObject *s1f_unit_tuple(s1f_unit unit)
+{
+    return Py_BuildValue("(iiii)", (int)unit.pass, (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
+}

@@ -1,0 +1,56 @@
+/* constants.c - the core's enumerations and limits as attributes of the module, so that nothing retypes them. */
+#include "binding.h"
+
+#include "../core/dtype.h"
+#include "../core/lower.h"
+#include "../model/simulate.h"
+#include "../run/arena.h"
+
+static const struct {
+    const char *name;
+    long value;
+} numbers[] = {
+    {"KEEP_TIMELINE", S1F_KEEP_TIMELINE}, {"KEEP_CAUSES", S1F_KEEP_CAUSES},
+    {"ARENA_BYTES", S1F_ARENA_BYTES},     {"GATHER_BYTES", S1F_GATHER_BYTES},
+    {"HEADER_BYTES", S1F_HEADER_BYTES},   {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
+    {"TENSOR_NONE", S1F_TENSOR_NONE},
+};
+
+/* Position = number in C. */
+static PyObject *pass_letter(const void *unused, int64_t pass)
+{
+    (void)unused;
+    char letter = s1f_pass_letter((int32_t)pass);
+    return PyUnicode_FromStringAndSize(&letter, 1);
+}
+
+static PyObject *dtype_name(const void *unused, int64_t dtype)
+{
+    (void)unused;
+    return PyUnicode_FromString(s1f_dtype_name((int32_t)dtype));
+}
+
+static const char *const opcodes[] = {
+    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT", [S1F_OP_RUN] = "RUN",
+    [S1F_OP_SEND] = "SEND", [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE",
+};
+_Static_assert(sizeof opcodes / sizeof opcodes[0] == S1F_NUM_OPS, "every opcode has its name");
+
+static int add_tuple(PyObject *module, const char *name, PyObject *tuple)
+{
+    if (tuple == NULL || PyModule_AddObject(module, name, tuple) == 0) /* steals */
+        return tuple == NULL ? -1 : 0;
+    Py_DECREF(tuple);
+    return -1;
+}
+
+int s1f_add_constants(PyObject *module)
+{
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
+            return -1;
+    if (add_tuple(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
+        add_tuple(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
+        return -1;
+    return add_tuple(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));
+}

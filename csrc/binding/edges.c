@@ -1,0 +1,335 @@
+/* edges.c - conversions for the ends of edges: making them, moving messages, tensors over places.
+ *
+ * An end's handle keeps the arguments that it was made from, and with them what it borrows: group, mapping, relay. A
+ * tensor over a place keeps the end's handle, so memory goes away with the last tensor that reads it. */
+#include "binding.h"
+
+#include "../run/arena.h"
+#include "../run/p2p.h"
+
+#include <stdlib.h>
+
+/* -- ends ---------------------------------------------------------------------------------------------------------- */
+
+static PyObject *arena_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    s1f_mapping *mapping;
+    int hangup_fd, peer_rank, is_receiver;
+    const char *text;
+    if (!PyArg_ParseTuple(arguments, "O&O&iips", s1f_to_group, &group, s1f_to_mapping, &mapping, &hangup_fd, &peer_rank,
+                          &is_receiver, &text))
+        return NULL;
+    s1f_edge_end *end = NULL;
+    s1f_status status =
+        s1f_arena_end_create(group, mapping->memory, mapping->bytes, hangup_fd, peer_rank, is_receiver, text, &end);
+    return s1f_new_edge_end(status, end, arguments);
+}
+
+/* A relay in Python: context is an object with methods begin_step, post and send. */
+static s1f_status relay_result(PyObject *result, PyGILState_STATE state)
+{
+    s1f_status status = result == NULL ? S1F_ERR_PYTHON : S1F_OK;
+    Py_XDECREF(result);
+    PyGILState_Release(state);
+    return status;
+}
+
+static s1f_status relay_begin_step(void *context, int64_t step, int32_t num_places)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    return relay_result(PyObject_CallMethod(context, "begin_step", "Li", (long long)step, (int)num_places), state);
+}
+
+static s1f_status relay_post(void *context, int64_t sequence, void *place)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    return relay_result(PyObject_CallMethod(context, "post", "LN", (long long)sequence, PyLong_FromVoidPtr(place)),
+                        state);
+}
+
+static s1f_status relay_send(void *context, int64_t sequence, const void *place, int64_t payload_bytes)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    return relay_result(PyObject_CallMethod(context, "send", "LNL", (long long)sequence,
+                                            PyLong_FromVoidPtr((void *)(uintptr_t)place), (long long)payload_bytes),
+                        state);
+}
+
+static void relay_free(void *context)
+{
+    (void)context; /* the end's handle keeps it */
+}
+
+static const s1f_relay python_relay = {
+    .name = "c10d",
+    .begin_step = relay_begin_step,
+    .post = relay_post,
+    .send = relay_send,
+    .free = relay_free,
+};
+
+static PyObject *relay_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    s1f_mapping *mapping;
+    PyObject *relay;
+    int peer_rank, is_receiver;
+    const char *text;
+    if (!PyArg_ParseTuple(arguments, "O&O&Oips", s1f_to_group, &group, s1f_to_mapping, &mapping, &relay, &peer_rank,
+                          &is_receiver, &text))
+        return NULL;
+    s1f_edge_end *end = NULL;
+    s1f_status status = s1f_relay_end_create(group, mapping->memory, mapping->bytes, &python_relay, relay, peer_rank,
+                                             is_receiver, text, &end);
+    return s1f_new_edge_end(status, end, arguments);
+}
+
+static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int64_t step, sequence;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &step, s1f_to_int64, &sequence))
+        return NULL;
+    s1f_relay_done(end, step, sequence);
+    Py_RETURN_NONE;
+}
+
+static PyObject *message_payload_bytes(PyObject *Py_UNUSED(module), PyObject *address)
+{
+    const void *place;
+    return s1f_to_address(address, &place) ? PyLong_FromLongLong(s1f_message_payload_bytes(place)) : NULL;
+}
+
+/* -- calls that may wait --------------------------------------------------------------------------------------------- */
+
+static PyObject *finish(s1f_status status, const s1f_edge_end *end)
+{
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
+}
+
+static PyObject *relay_flush(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    s1f_status status;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_relay_flush(end);
+    Py_END_ALLOW_THREADS
+    return finish(status, end);
+}
+
+static PyObject *edge_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int num_places;
+    s1f_status status;
+    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_edge_end, &end, &num_places))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_p2p_begin_step(end, num_places);
+    Py_END_ALLOW_THREADS
+    return finish(status, end);
+}
+
+static PyObject *edge_post(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int64_t sequence;
+    int place;
+    s1f_status status;
+    if (!PyArg_ParseTuple(arguments, "O&O&i", s1f_to_edge_end, &end, s1f_to_int64, &sequence, &place))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_p2p_post(end, sequence, place);
+    Py_END_ALLOW_THREADS
+    return finish(status, end);
+}
+
+/* -- messages ------------------------------------------------------------------------------------------------------ */
+
+#define MESSAGE_FIELDS "Liiiiii(LLL)"
+
+typedef struct {
+    const s1f_message *message;
+    const char *payload;
+} received;
+
+static PyObject *tensor_item(const void *context, int64_t i)
+{
+    const received *r = context;
+    const s1f_tensor_header *tensor = &r->message->tensors[i];
+    return Py_BuildValue("(iiNN)", (int)tensor->dtype, (int)tensor->flags,
+                         s1f_tuple_of(tensor->ndim, s1f_int64_item, tensor->sizes),
+                         PyLong_FromVoidPtr((char *)(uintptr_t)r->payload + tensor->offset));
+}
+
+static PyObject *edge_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int64_t sequence;
+    int place;
+    s1f_status status;
+    const s1f_message *m;
+    const void *payload;
+    if (!PyArg_ParseTuple(arguments, "O&O&i", s1f_to_edge_end, &end, s1f_to_int64, &sequence, &place))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_p2p_wait(end, sequence, place, &m, &payload);
+    Py_END_ALLOW_THREADS
+    if (status != S1F_OK)
+        return s1f_raise_for_group(status, end->group);
+    received r = {m, payload};
+    return Py_BuildValue("((" MESSAGE_FIELDS ")N)", (long long)m->step, (int)m->source_stage, (int)m->destination_stage,
+                         (int)m->pass, (int)m->microbatch, (int)m->segment, (int)m->training,
+                         (long long)m->sequence_length, (long long)m->offset, (long long)m->length,
+                         s1f_list_of(m->num_tensors, tensor_item, &r));
+}
+
+static int parse_tensor(PyObject *item, s1f_tensor_header *tensor, const void **data)
+{
+    s1f_int64s sizes = {.name = "sizes"};
+    if (!PyArg_ParseTuple(item, "iiO&O&", &tensor->dtype, &tensor->flags, s1f_to_int64s, &sizes, s1f_to_address, data))
+        return 0;
+    tensor->ndim = (int32_t)(sizes.count > S1F_MAX_DIMS ? S1F_MAX_DIMS + 1 : sizes.count);
+    for (int64_t i = 0; i < sizes.count && i < S1F_MAX_DIMS; i++)
+        tensor->sizes[i] = sizes.values[i];
+    PyMem_Free(sizes.values);
+    return 1;
+}
+
+static PyObject *edge_send(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    PyObject *tensors;
+    long long step, sequence_length, offset, length;
+    int64_t sequence;
+    int place;
+    s1f_message message = {0};
+    if (!PyArg_ParseTuple(arguments, "O&O&i(" MESSAGE_FIELDS ")O!", s1f_to_edge_end, &end, s1f_to_int64, &sequence,
+                          &place, &step, &message.source_stage, &message.destination_stage, &message.pass,
+                          &message.microbatch, &message.segment, &message.training, &sequence_length, &offset, &length,
+                          &PyList_Type, &tensors))
+        return NULL;
+    message.step = step;
+    message.sequence_length = sequence_length;
+    message.offset = offset;
+    message.length = length;
+    Py_ssize_t count = PyList_Size(tensors);
+    const void *data[S1F_MAX_TENSORS];
+    message.num_tensors = (int32_t)(count > S1F_MAX_TENSORS ? S1F_MAX_TENSORS + 1 : count);
+    for (Py_ssize_t i = 0; i < count && i < S1F_MAX_TENSORS; i++)
+        if (!parse_tensor(PyList_GetItem(tensors, i), &message.tensors[i], &data[i]))
+            return NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_p2p_send(end, sequence, place, &message, data);
+    Py_END_ALLOW_THREADS
+    return finish(status, end);
+}
+
+/* -- tensors over places: DLPack -------------------------------------------------------------------------------- */
+
+typedef struct { /* the stable ABI of DLPack 0.8 and before, which every torch takes */
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t type_code, type_bits;
+    uint16_t type_lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed_tensor {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed_tensor *self);
+} dl_managed_tensor;
+
+typedef struct {
+    dl_managed_tensor managed;
+    int64_t sizes[S1F_MAX_DIMS];
+} place_tensor;
+
+enum { DL_CPU = 1, DL_CUDA = 2 };
+
+static const struct {
+    uint8_t code, bits;
+} dl_types[S1F_NUM_DTYPES] = {
+    [S1F_FLOAT32] = {2, 32}, [S1F_FLOAT64] = {2, 64}, [S1F_BFLOAT16] = {4, 16},  [S1F_FLOAT16] = {2, 16},
+    [S1F_INT64] = {0, 64},   [S1F_INT32] = {0, 32},   [S1F_INT16] = {0, 16},     [S1F_INT8] = {0, 8},
+    [S1F_UINT8] = {1, 8},    [S1F_BOOL] = {6, 8},     [S1F_COMPLEX64] = {5, 64}, [S1F_COMPLEX128] = {5, 128},
+};
+
+static void place_tensor_delete(dl_managed_tensor *managed)
+{
+    if (Py_IsInitialized()) { /* a tensor that outlives Python leaves its owner to the process's end */
+        PyGILState_STATE state = PyGILState_Ensure();
+        Py_DECREF((PyObject *)managed->context);
+        PyGILState_Release(state);
+    }
+    free(managed);
+}
+
+static void unused_place_tensor(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor"))
+        place_tensor_delete(PyCapsule_GetPointer(capsule, "dltensor"));
+}
+
+static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *owner;
+    s1f_int64s sizes = {.name = "sizes"};
+    void *address;
+    int dtype, gpu = -1;
+    if (!PyArg_ParseTuple(arguments, "OO&iO&|i", &owner, s1f_to_address, &address, &dtype, s1f_to_int64s, &sizes, &gpu))
+        return NULL;
+    PyObject *capsule = NULL;
+    place_tensor *made = NULL;
+    if (dtype < 0 || dtype >= S1F_NUM_DTYPES || sizes.count > S1F_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "dtype code %d with %lld dimensions (at most %d)", dtype, (long long)sizes.count,
+                     (int)S1F_MAX_DIMS);
+    } else if ((made = calloc(1, sizeof *made)) == NULL) {
+        PyErr_NoMemory();
+    } else if ((capsule = PyCapsule_New(&made->managed, "dltensor", unused_place_tensor)) == NULL) {
+        free(made);
+    } else {
+        for (int64_t i = 0; i < sizes.count; i++)
+            made->sizes[i] = sizes.values[i];
+        made->managed.context = Py_NewRef(owner);
+        made->managed.deleter = place_tensor_delete;
+        made->managed.tensor = (dl_tensor){.data = address,
+                                           .device_type = gpu < 0 ? DL_CPU : DL_CUDA,
+                                           .device_id = gpu < 0 ? 0 : gpu,
+                                           .ndim = (int32_t)sizes.count,
+                                           .type_code = dl_types[dtype].code,
+                                           .type_bits = dl_types[dtype].bits,
+                                           .type_lanes = 1,
+                                           .shape = made->sizes};
+    }
+    PyMem_Free(sizes.values);
+    return capsule;
+}
+
+PyMethodDef s1f_edge_methods[] = {
+    {"arena_end", arena_end, METH_VARARGS,
+     "arena_end(group, mapping, hangup_fd, peer_rank, is_receiver, text): an end of an edge that both ranks map."},
+    {"relay_end", relay_end, METH_VARARGS,
+     "relay_end(group, mapping, relay, peer_rank, is_receiver, text): an end whose messages a Python object moves."},
+    {"relay_done", relay_done, METH_VARARGS, "relay_done(end, step, sequence): a message has come, or has gone."},
+    {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
+    {"message_payload_bytes", message_payload_bytes, METH_O,
+     "message_payload_bytes(place): size of the message at this address, -1 if there is none."},
+    {"edge_begin_step", edge_begin_step, METH_VARARGS, "edge_begin_step(end, num_places): enters a step."},
+    {"edge_post", edge_post, METH_VARARGS, "edge_post(end, sequence, place): the place is free for this message."},
+    {"edge_wait", edge_wait, METH_VARARGS,
+     "edge_wait(end, sequence, place): (fields, [(dtype, flags, sizes, address)]) of the message, once it has come."},
+    {"edge_send", edge_send, METH_VARARGS,
+     "edge_send(end, sequence, place, fields, [(dtype, flags, sizes, address)]): puts a message into its place."},
+    {"place_tensor_capsule", place_tensor_capsule, METH_VARARGS,
+     "place_tensor_capsule(owner, address, dtype, sizes, gpu=-1): DLPack capsule of a tensor that keeps owner alive, "
+     "on the CPU or on a GPU."},
+    {NULL, NULL, 0, NULL},
+};

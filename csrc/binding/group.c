@@ -1,0 +1,272 @@
+/* group.c - conversions for groups of ranks: mappings, the block that ranks share, errors of a step. */
+#include "binding.h"
+
+#include "../run/arena.h"
+#include "../run/group.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* -- errors and signals ------------------------------------------------------------------------------------------ */
+
+static PyObject *decode(const char *text)
+{
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static int set_text(PyObject *object, const char *name, const char *text)
+{
+    if (text[0] == '\0')
+        return 0;
+    PyObject *value = decode(text);
+    int result = value == NULL ? -1 : PyObject_SetAttrString(object, name, value);
+    Py_XDECREF(value);
+    return result;
+}
+
+PyObject *s1f_raise_for_group(s1f_status status, const s1f_group *group)
+{
+    s1f_raise(status);
+    if (status != S1F_ERR_PEER && status != S1F_ERR_TIMEOUT)
+        return NULL;
+    s1f_failure failure;
+    s1f_group_failure(group, &failure);
+    if (failure.rank < 0)
+        return NULL;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *rank = PyLong_FromLong(failure.rank);
+    if (rank == NULL || PyObject_SetAttrString(error, "rank", rank) < 0 || set_text(error, "unit", failure.unit) < 0 ||
+        set_text(error, "edge", failure.edge) < 0)
+        PyErr_Clear(); /* the error itself matters more than its attributes */
+    Py_XDECREF(rank);
+    PyErr_Restore(type, error, traceback);
+    return NULL;
+}
+
+/* Called while waiting, without the GIL: runs Python's signal handlers. */
+static s1f_status check_signals(void *context)
+{
+    (void)context;
+    PyGILState_STATE state = PyGILState_Ensure();
+    int failed = PyErr_CheckSignals();
+    PyGILState_Release(state);
+    return failed ? S1F_ERR_PYTHON : S1F_OK;
+}
+
+/* -- mappings and groups ------------------------------------------------------------------------------------------- */
+
+static PyObject *mapping_create(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    int fd;
+    int64_t bytes;
+    if (!PyArg_ParseTuple(arguments, "iO&", &fd, s1f_to_int64, &bytes))
+        return NULL;
+    s1f_mapping *mapping = NULL;
+    s1f_status status = s1f_mapping_create(fd, bytes, &mapping);
+    return s1f_new_mapping(status, mapping, NULL);
+}
+
+static PyObject *group_block_bytes(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    int num_ranks;
+    if (!PyArg_ParseTuple(arguments, "i", &num_ranks))
+        return NULL;
+    return PyLong_FromSize_t(s1f_group_block_bytes(num_ranks));
+}
+
+static PyObject *group_create(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_mapping *mapping;
+    int num_ranks, rank;
+    if (!PyArg_ParseTuple(arguments, "O&ii", s1f_to_mapping, &mapping, &num_ranks, &rank))
+        return NULL;
+    s1f_status status = S1F_OK;
+    s1f_group *group = NULL;
+    if (num_ranks >= 1 && mapping->bytes < (int64_t)s1f_group_block_bytes(num_ranks))
+        status = s1f_fail(S1F_ERR_ARG, "the block of %d ranks needs %lld bytes, the mapping has %lld", num_ranks,
+                          (long long)s1f_group_block_bytes(num_ranks), (long long)mapping->bytes);
+    if (status == S1F_OK)
+        status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
+    return s1f_new_group(status, group, arguments);
+}
+
+static PyObject *group_set_limits(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    double timeout_s, spin_us;
+    if (!PyArg_ParseTuple(arguments, "O&dd", s1f_to_group, &group, &timeout_s, &spin_us))
+        return NULL;
+    if (!(timeout_s > 0 && timeout_s < 1e9) || !(spin_us >= 0 && spin_us < 1e12))
+        return PyErr_Format(PyExc_ValueError, "timeout must be above 0 s and spin at least 0 us");
+    s1f_group_set_limits(group, (int64_t)(timeout_s * 1e9), (int64_t)(spin_us * 1e3));
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int64_t step;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
+        return NULL;
+    s1f_group_begin_step(group, step);
+    Py_RETURN_NONE;
+}
+
+/* -- progress and failures ----------------------------------------------------------------------------------------- */
+
+static PyObject *group_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    const char *what;
+    if (!PyArg_ParseTuple(arguments, "O&s", s1f_to_group, &group, &what))
+        return NULL;
+    s1f_group_progress(group, what);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_set_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int rank, waiting_for;
+    const char *what;
+    double age_s;
+    if (!PyArg_ParseTuple(arguments, "O&isdi", s1f_to_group, &group, &rank, &what, &age_s, &waiting_for))
+        return NULL;
+    s1f_group_set_progress(group, rank, what, (int64_t)(age_s * 1e9), waiting_for);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_get_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_group, &group, &rank))
+        return NULL;
+    char what[S1F_WHAT_BYTES];
+    int64_t age_ns;
+    int32_t waiting_for;
+    s1f_group_get_progress(group, rank, what, &age_ns, &waiting_for);
+    return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
+}
+
+static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int rank;
+    const char *text, *unit = NULL, *edge = NULL;
+    if (!PyArg_ParseTuple(arguments, "O&is|zz", s1f_to_group, &group, &rank, &text, &unit, &edge))
+        return NULL;
+    if (unit == NULL && edge == NULL) {
+        s1f_group_fail(group, rank, text);
+        Py_RETURN_NONE;
+    }
+    s1f_failure failure = {.rank = rank};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit == NULL ? "" : unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge == NULL ? "" : edge, sizeof failure.edge - 1);
+    s1f_group_fail_with(group, &failure);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_check(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_group *group;
+    if (!s1f_to_group(handle, &group))
+        return NULL;
+    s1f_status status = s1f_group_check(group);
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+}
+
+static PyObject *group_failure(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_group *group;
+    if (!s1f_to_group(handle, &group))
+        return NULL;
+    s1f_failure failure;
+    s1f_group_failure(group, &failure);
+    if (failure.rank < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(iNss)", (int)failure.rank, decode(failure.text), failure.unit, failure.edge);
+}
+
+static PyObject *group_clear(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_group *group;
+    if (!s1f_to_group(handle, &group))
+        return NULL;
+    s1f_group_clear(group);
+    Py_RETURN_NONE;
+}
+
+/* -- gather -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *data;
+    int32_t *bytes;
+    int *fds;
+} gathered;
+
+static PyObject *gathered_item(const void *context, int64_t rank)
+{
+    const gathered *g = context;
+    return PyBytes_FromStringAndSize(g->data + rank * S1F_GATHER_BYTES, g->bytes[rank]);
+}
+
+static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    s1f_int64s fds = {.name = "hangup_fds"};
+    unsigned int epoch, round;
+    int recovering;
+    const char *data;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(arguments, "O&IIpy#O&", s1f_to_group, &group, &epoch, &round, &recovering, &data, &bytes,
+                          s1f_to_int64s, &fds))
+        return NULL;
+    gathered g = {.data = malloc((size_t)fds.count * S1F_GATHER_BYTES + 1),
+                  .bytes = calloc((size_t)fds.count + 1, sizeof *g.bytes),
+                  .fds = calloc((size_t)fds.count + 1, sizeof *g.fds)};
+    PyObject *result = NULL;
+    if (g.data == NULL || g.bytes == NULL || g.fds == NULL) {
+        PyErr_NoMemory();
+    } else {
+        for (int64_t i = 0; i < fds.count; i++)
+            g.fds[i] = (int)fds.values[i];
+        s1f_status status;
+        int32_t length = bytes > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)bytes;
+        Py_BEGIN_ALLOW_THREADS
+        status = s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
+        Py_END_ALLOW_THREADS
+        result = status == S1F_OK ? s1f_list_of(fds.count, gathered_item, &g) : s1f_raise_for_group(status, group);
+    }
+    free(g.fds);
+    free(g.bytes);
+    free(g.data);
+    PyMem_Free(fds.values);
+    return result;
+}
+
+PyMethodDef s1f_group_methods[] = {
+    {"mapping_create", mapping_create, METH_VARARGS, "mapping_create(fd, bytes): maps shared memory of a descriptor."},
+    {"group_block_bytes", group_block_bytes, METH_VARARGS,
+     "group_block_bytes(num_ranks): size of the block that the ranks share."},
+    {"group_create", group_create, METH_VARARGS, "group_create(mapping, num_ranks, rank): one rank's view of a block."},
+    {"group_set_limits", group_set_limits, METH_VARARGS,
+     "group_set_limits(group, timeout_s, spin_us): longest silence of a peer; how long to spin before sleeping."},
+    {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): enters a step."},
+    {"group_progress", group_progress, METH_VARARGS, "group_progress(group, what): says what this rank does now."},
+    {"group_set_progress", group_set_progress, METH_VARARGS,
+     "group_set_progress(group, rank, what, age_s, waiting_for): says what a watcher has learnt of another rank."},
+    {"group_get_progress", group_get_progress, METH_VARARGS,
+     "group_get_progress(group, rank): (what, age_s or -1, rank it waits for or -1)."},
+    {"group_fail", group_fail, METH_VARARGS,
+     "group_fail(group, rank, text, unit=None, edge=None): ends the step on every rank; the first call wins."},
+    {"group_check", group_check, METH_O, "group_check(group): raises PipelineError once a rank has failed."},
+    {"group_failure", group_failure, METH_O, "group_failure(group): (rank, text, unit, edge), None if no rank failed."},
+    {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure."},
+    {"group_gather", group_gather, METH_VARARGS,
+     "group_gather(group, epoch, round, recovering, data, hangup_fds): the bytes of every rank, in rank order."},
+    {NULL, NULL, 0, NULL},
+};
