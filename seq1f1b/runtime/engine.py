@@ -86,7 +86,6 @@ class PipelineEngine:
     """
 
     _device_edges_class = DeviceEdges
-    _step_class = Step
 
     def __init__(
         self,
@@ -415,9 +414,7 @@ class PipelineEngine:
         self._running = True
         entered = None  # the executor, once the step has begun
         try:
-            step = self._step_class(
-                arguments, self._options, self._stages, self.num_stages, self.device, self._enter_shape
-            )
+            step = Step(arguments, self._options, self._stages, self.num_stages, self.device, self._enter_shape)
             program, executor = (self._program, self._executor) if step.training else self._eval_parts()
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()

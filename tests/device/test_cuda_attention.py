@@ -25,7 +25,6 @@ import seq1f1b.transport
 from seq1f1b import _C
 from seq1f1b.device import cuda_attention, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
-from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -283,12 +282,9 @@ def test_messages_through_host_memory() -> None:
     model = whole_model(config)
     tokens, target = batch(config, 3, 20)
 
-    class CopyingStep(Step):
-        def choose_run(self, *, host_messages: bool) -> Any:
-            return placement.through_host(super().choose_run(host_messages=host_messages), torch.device("cpu"))
-
     class CopyingEngine(seq1f1b.PipelineEngine):
-        _step_class = CopyingStep
+        def _choose_run(self, step: Any) -> Any:
+            return placement.through_host(super()._choose_run(step), torch.device("cpu"))
 
     def rank(group: Any, copies: bool) -> Any:
         engine = (CopyingEngine if copies else seq1f1b.PipelineEngine)(
