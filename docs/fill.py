@@ -155,12 +155,14 @@ def docstring(module: str, name: str) -> str:
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:
             raise
-        tree = ast.parse(Path(found.origin).read_text())
-        return next(
-            ast.get_docstring(node) or ""
-            for node in tree.body
-            if getattr(node, "name", "") == name
-        )
+        for node in ast.parse(Path(found.origin).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and name in [
+                each.name for each in node.names
+            ]:
+                return docstring(str(node.module), name)
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+                return ast.get_docstring(node) or ""
+        raise
 
 
 def first_sentence(module: str, name: str) -> str:

@@ -14,7 +14,7 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.schedule import Schedule, StepMemory
 
-__all__ = ["RECOMPUTE", "CostModel", "RankBytes", "UnitSeconds"]
+__all__ = ["CostModel", "RankBytes", "UnitSeconds"]
 
 RECOMPUTE = ("none", "ffn", "full")
 """What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
