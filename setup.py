@@ -52,7 +52,7 @@ CUDA_LIBRARY = "libseq1f1b_cuda"
 # Code for these, and PTX of the oldest GPU with bf16 tensor cores, from which the driver makes the code of any other.
 CUDA_ARCHITECTURES = ["sm_80", "sm_90", "compute_80"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage"]
-# Of the host's side: without exceptions and guarded statics it needs no C++ library.
+# For the host's side: without exceptions and guarded statics it needs no C++ library.
 NVCC_HOST_FLAGS = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
 NVCC_LINK_FLAGS = ["-shared", "-cudart", "static", "-Xlinker", "--as-needed,--exclude-libs,ALL,--no-undefined"]
 
@@ -118,7 +118,7 @@ def with_included(source: str | Path) -> list[Path]:
 
 
 def cuda_source_hash(source: str | Path) -> str:
-    """Of what a kernel is made of: its code in the repository, and the flags that turn it into instructions."""
+    """Hash of what makes a kernel: its code in the repository, and the flags that turn it into instructions."""
     digest = hashlib.sha256(" ".join([*CUDA_ARCHITECTURES, *NVCC_FLAGS]).encode())
     for path in with_included(source):
         digest.update(path.read_bytes())
@@ -200,7 +200,7 @@ class BuildExt(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         needed = max(os.path.getmtime(path) for path in (__file__, *ext.depends))
         if self.force or all_cuda_tiles() or not library.exists() or library.stat().st_mtime < needed:
-            library.unlink(missing_ok=True)  # of other sources: no library is better
+            library.unlink(missing_ok=True)  # one of other sources would be worse than none
             werror = switch("SEQ1F1B_WERROR")
             said = build_cuda_library(ext.sources, library, Path(self.build_temp), werror=werror)
             if self.verbose:

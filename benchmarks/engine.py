@@ -16,6 +16,7 @@ and the more processes share a core the longer they wait for it: that is this ma
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import seq1f1b
+from seq1f1b.runtime.stage import StageStep
 
 M, K, LENGTH, WIDTH = 8, 8, 64, 4
 PAIRS = M * K
@@ -215,13 +217,17 @@ def only_sleep(engine: seq1f1b.PipelineEngine, seconds: float) -> None:
     """Leaves nothing of torch in the units: the walk and the transport alone, handing over one tensor."""
     outputs = (torch.zeros(1, 4, WIDTH),)
 
-    def unit(seconds: float, hands_over: bool) -> Any:
-        Sleeps.sleep(seconds)
-        return outputs if hands_over else None
+    class OnlySleeps(StageStep):
+        def forward(self, m: int, s: int, received: Any) -> Any:
+            Sleeps.sleep(seconds)
+            return None if self.stage.is_last else outputs
 
-    for runtime in engine._runtimes.values():
-        runtime.forward = lambda *_, r=runtime: unit(seconds, not r.is_last)  # type: ignore[method-assign, misc]
-        runtime.backward = lambda *_, r=runtime: unit(2 * seconds, not r.is_first)  # type: ignore[method-assign, misc]
+        def backward(self, m: int, s: int, received: Any) -> Any:
+            Sleeps.sleep(2 * seconds)
+            return None if self.stage.is_first else outputs
+
+    for stage in engine._stages.values():
+        stage.begin = functools.partial(OnlySleeps, stage)  # type: ignore[method-assign]
 
 
 def sleep(rank: int, world: int, options: argparse.Namespace, path: str) -> None:

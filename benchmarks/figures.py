@@ -106,3 +106,58 @@ def lines(
         figure.supxlabel(caption, fontsize=6, color="#555555")
         figure.savefig(path)
         plt.close(figure)
+
+
+PASSES = {"F": (0.38, "forward"), "B": (1.0, "backward")}  # strength of the colour, and its name
+BUBBLE = {"facecolor": "white", "edgecolor": "#bbbbbb", "hatch": "////", "linewidth": 0.0}
+
+
+def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> None:
+    """Measured steps, {heading: timeline}, one above the other on one time axis. Grey is the bubble."""
+    with plt.rc_context({**STYLE, "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11, "legend.fontsize": 11}):
+        figure, axes = plt.subplots(len(tracks), 1, figsize=(10.0, 4.2), sharex=True, layout="constrained")
+        longest = 0.0
+        microbatches: set[int] = set()
+        for axis, (heading, timeline) in zip(axes, tracks.items(), strict=True):
+            begin = min(start for track in timeline for _, start, _ in track)
+            end = max(stop for track in timeline for _, _, stop in track) - begin
+            longest = max(longest, end)
+            in_segments = any(unit.segment for track in timeline for unit, _, _ in track)
+            axis.set_title(heading, loc="left")
+            for rank, track in enumerate(timeline):
+                axis.barh(rank, end, 0.86, **BUBBLE)
+                for unit, start, stop in track:
+                    strength, _ = PASSES[unit.kind]
+                    colour = matplotlib.colors.to_rgb(COLOURS[unit.microbatch % len(COLOURS)])
+                    fill = [1 - strength * (1 - part) for part in colour]
+                    axis.barh(
+                        rank, stop - start, 0.86, left=start - begin, color=[fill], edgecolor="white", linewidth=0.8
+                    )
+                    text = f"{unit.microbatch}.{unit.segment}" if in_segments else f"{unit.microbatch}"
+                    axis.text(
+                        (start + stop) / 2 - begin, rank, text, ha="center", va="center_baseline",
+                        fontsize=8 if in_segments else 11, color="white" if strength == 1.0 else "black",
+                    )  # fmt: skip
+                    microbatches.add(unit.microbatch)
+            axis.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
+            axis.tick_params(axis="y", length=0)
+            axis.invert_yaxis()
+            axis.spines["left"].set_visible(False)
+        axes[-1].set_xlim(0, longest)
+        axes[-1].set_xlabel("seconds")
+        patch = matplotlib.patches.Patch
+        handles = [patch(color=COLOURS[m % len(COLOURS)], label=f"micro-batch {m}") for m in sorted(microbatches)]
+        handles += [patch(color=str(1 - 0.6 * strength), label=name) for strength, name in PASSES.values()]
+        handles.append(patch(**BUBBLE, label="bubble: the rank waits"))
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=len(handles),
+            columnspacing=1.2,
+            handlelength=1.2,
+            title=caption,
+            title_fontsize=7,
+        )
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

@@ -1,4 +1,4 @@
-"""What a first run on a GPU must tell: is everything right there, how fast is it, and what of the machine is unknown.
+"""A first run on a GPU: is everything right there, how fast is it, and what of the machine is unknown?
 
     python benchmarks/gpu.py                                     all stages, under 8 minutes
     python benchmarks/gpu.py --only environment,attention        some of them
@@ -96,7 +96,7 @@ def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> 
 
 
 def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, limit: float) -> None:
-    """In order, within the limit; those that the file says have passed are not run again."""
+    """Runs stages in order, within the limit, but for those that have passed according to the file."""
     done = {record["stage"] for record in read(path) if not record.get("case") and record.get("state") == "passed"}
     deadline = time.monotonic() + limit
     for name, seconds in stages.items():

@@ -19,7 +19,9 @@ import numpy as np
 from common import header
 
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.cost import CostModel, Hardware, Layout, load_hardware, load_model
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import Hardware, load_hardware, load_model
 from seq1f1b.schedule import Schedule, build_schedule
 
 DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "seq1f1b_paper.json")

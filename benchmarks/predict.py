@@ -42,10 +42,12 @@ from sharing import UnitSeconds, replay
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.planning.cost import CostModel, Layout, ProfiledHardware, load_hardware
+from seq1f1b.plan import Layout, Plan
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import Measured, make_profile, measure_stage
-from seq1f1b.planning.search import Plan, search_plans
+from seq1f1b.planning.search import search_plans
 
 MACHINE = load_hardware("cpu-zen5")
 CORES, RANKS = 2, 4

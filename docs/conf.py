@@ -1,11 +1,6 @@
 """The site. From the repository's root: sphinx-build -W -n docs site"""
 
-import sys
-from pathlib import Path
-
 import seq1f1b
-
-sys.path.insert(0, str(Path(__file__).parent))  # generated.py
 
 project = "seq1f1b"
 author = "the seq1f1b authors"
@@ -17,9 +12,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinx_argparse_cli",
     "sphinx_copybutton",
-    "generated",
 ]
 exclude_patterns = ["site"]
 myst_enable_extensions = ["colon_fence"]

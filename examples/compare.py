@@ -56,7 +56,7 @@ class TorchPipeline:
 
 
 class Growth:
-    megabytes = float("nan")
+    mebibytes = float("nan")
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def peak_growth(measure: bool) -> Iterator[Growth]:
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before = _status("VmRSS")
     yield growth
-    growth.megabytes = (_status("VmHWM") - before) / 1024
+    growth.mebibytes = (_status("VmHWM") - before) / 1024
 
 
 def _status(field: str) -> int:
@@ -97,16 +97,16 @@ def print_comparison(ours: Sequence[dict[str, Any]], torchs: Sequence[dict[str, 
     a_end, b_end = fmean(a["loss"] for a, _ in tenth), fmean(b["loss"] for _, b in tenth)
     line(f"loss, mean of last {len(tenth)}", a_end, b_end, ".6f", f"{difference(a_end, b_end):.1e} apart")
 
-    timed = [(a["tokens_per_second"], b["tokens_per_second"]) for a, b in pairs[1:] if "peak_growth_mb" not in a]
+    timed = [(a["tokens_per_second"], b["tokens_per_second"]) for a, b in pairs[1:] if "peak_growth_mib" not in a]
     if timed:
         a_speed, b_speed = median(a for a, _ in timed), median(b for _, b in timed)
         ratio = median(a / b for a, b in timed)
         line("tokens/s, median", a_speed, b_speed, ".0f", f"{ratio:.2f} x (median of {len(timed)} pairs of steps)")
-    weighed = [(a["peak_growth_mb"], b["peak_growth_mb"]) for a, b in pairs[1:] if "peak_growth_mb" in a]
+    weighed = [(a["peak_growth_mib"], b["peak_growth_mib"]) for a, b in pairs[1:] if "peak_growth_mib" in a]
     if weighed:
         for rank in range(len(weighed[0][0])):
             a_peak, b_peak = median(a[rank] for a, _ in weighed), median(b[rank] for _, b in weighed)
-            line(f"MB in a step, rank {rank}", a_peak, b_peak, ".1f", f"{a_peak / b_peak:.2f} x (peak growth)")
+            line(f"MiB in a step, rank {rank}", a_peak, b_peak, ".1f", f"{a_peak / b_peak:.2f} x (peak growth)")
 
     first_limit = FIRST_LIMITS[dtype]
     agree = max(first) <= first_limit and difference(a_end, b_end) <= LAST_LIMIT

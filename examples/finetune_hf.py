@@ -160,6 +160,90 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
+class Batches:
+    """Conversations in random order as the rows of a step, packed or one to a row."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        conversations: list[list[dict[str, str]]],
+        tokenizer: transformers.PreTrainedTokenizerBase,
+    ) -> None:
+        self.args, self.conversations, self.tokenizer = args, conversations, tokenizer
+        self.chosen = random.Random(0)
+        self.waiting: list[Tensor] = []  # the conversation that the rows before had no room for
+
+    def next(self) -> tuple[Packing, Tensor, Tensor, Tensor]:
+        """Which conversations went into which row; tokens, targets and documents' ids, (rows, row's tokens)."""
+        args, documents = self.args, list[Tensor]()
+        while True:
+            documents += [self.waiting.pop() if self.waiting else self.one()]
+            lengths = [document.shape[1] for document in documents]
+            if args.pack:
+                longer = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
+                if len(longer.rows) > args.microbatches:
+                    self.waiting.append(documents.pop())
+                    break
+                packing = longer
+            elif len(documents) == args.microbatches:
+                packing = Packing(tuple(lengths), args.seq_len, tuple((i,) for i in range(len(documents))))
+                break
+        tokens = packing.join([document[0] for document in documents], fill=self.tokenizer.pad_token_id)
+        labels = packing.join([document[1] for document in documents], fill=-100)
+        # Before the step: a shift within segments would lose the targets at their borders.
+        return packing, tokens, seq1f1b.shift_labels(labels, doc_ids=packing.doc_ids), packing.doc_ids
+
+    def one(self) -> Tensor:
+        return encode(self.chosen.choice(self.conversations), self.tokenizer, self.args.seq_len)
+
+
+def load_tokenizer(
+    args: argparse.Namespace, conversations: list[list[dict[str, str]]]
+) -> transformers.PreTrainedTokenizerBase:
+    """The model's, or one trained on the conversations: the same on every rank."""
+    if args.model is None:
+        return train_tokenizer(conversations, args.vocab)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train(args: argparse.Namespace, engine: seq1f1b.PipelineEngine, stage: torch.nn.Module, batches: Batches) -> None:
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    for step in range(args.steps):
+        start = time.perf_counter()
+        packing, tokens, target, doc_ids = batches.next()
+        answers = int((target != -100).sum())
+        # Every answer token weighs the same.
+        losses = engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=max(answers, 1))
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if losses and (step % 5 == 0 or step == args.steps - 1):
+            speed = sum(packing.lengths) / (time.perf_counter() - start)
+            print(
+                f"step {step:4d}  loss {torch.stack(losses).mean():.4f}  {len(packing.lengths)} conversations  "
+                f"{answers} answer tokens  {packing.waste:.0%} padding  {speed:.0f} tokens/s",
+                flush=True,
+            )
+
+
+def check_saved(folder: Path, losses: list[Tensor], packing: Packing, tokens: Tensor, target: Tensor) -> None:
+    """The pipeline's losses against the saved model, loaded by transformers and run whole by its own attention."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    plain = []
+    with torch.no_grad():
+        for row, tokens_of_row, labels in zip(packing.rows, tokens, target, strict=True):
+            lengths = [packing.lengths[i] for i in row]  # each conversation alone
+            documents = tokens_of_row[: sum(lengths)].split(lengths)
+            logits = torch.cat([whole(document[None], use_cache=False).logits for document in documents], 1)
+            plain.append(loss_fn(logits, labels[: sum(lengths)]))
+    found, want = torch.stack(losses), torch.stack(plain)
+    print(f"saved in {folder}; loss {found.mean():.6f} by the pipeline, {want.mean():.6f} loaded and run whole")
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
 def main() -> None:
     args = parse_arguments()
     if "RANK" in os.environ:
@@ -176,12 +260,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
     conversations = read_conversations(data)
-    if args.model is not None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-    else:
-        tokenizer = train_tokenizer(conversations, args.vocab)  # every rank the same one
+    tokenizer = load_tokenizer(args, conversations)
 
     stage = pipeline_stage(build_model(args, len(tokenizer), tokenizer), rank, num_ranks)
     if args.model is None:
@@ -193,70 +272,18 @@ def main() -> None:
         loss_fn=loss_fn,
         arg_rules={"doc_ids": "slice"},
     )
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    chosen = random.Random(0)
-    waiting: list[Tensor] = []  # the conversation that the rows before had no room for
+    batches = Batches(args, conversations, tokenizer)
+    train(args, engine, stage, batches)
 
-    def batch() -> tuple[Packing, Tensor, Tensor, Tensor]:
-        """Which conversations went into which row; tokens, targets and documents' ids, (rows, row's tokens)."""
-        documents: list[Tensor] = []
-        while True:
-            documents += [waiting.pop() if waiting else encode(chosen.choice(conversations), tokenizer, args.seq_len)]
-            lengths = [document.shape[1] for document in documents]
-            if args.pack:
-                longer = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
-                if len(longer.rows) > args.microbatches:
-                    waiting.append(documents.pop())
-                    break
-                packing = longer
-            elif len(documents) == args.microbatches:
-                packing = Packing(tuple(lengths), args.seq_len, tuple((i,) for i in range(len(documents))))
-                break
-        tokens = packing.join([document[0] for document in documents], fill=tokenizer.pad_token_id)
-        labels = packing.join([document[1] for document in documents], fill=-100)
-        # Before the step: a shift within segments would lose the targets at their borders.
-        return packing, tokens, seq1f1b.shift_labels(labels, doc_ids=packing.doc_ids), packing.doc_ids
-
-    for step in range(args.steps):
-        start = time.perf_counter()
-        packing, tokens, target, doc_ids = batch()
-        answers = int((target != -100).sum())
-        # Every answer token weighs the same.
-        losses = engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=max(answers, 1))
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if losses and (step % 5 == 0 or step == args.steps - 1):
-            speed = sum(packing.lengths) / (time.perf_counter() - start)
-            print(
-                f"step {step:4d}  loss {torch.stack(losses).mean():.4f}  {len(packing.lengths)} conversations  "
-                f"{answers} answer tokens  {packing.waste:.0%} padding  {speed:.0f} tokens/s",
-                flush=True,
-            )
-
-    packing, tokens, target, doc_ids = batch()
+    packing, tokens, target, doc_ids = batches.next()
     losses = engine.eval(tokens, target=target, kwargs={"doc_ids": doc_ids})
     save_pretrained(engine, args.out / "model")
     if rank == 0:
         tokenizer.save_pretrained(args.out / "model")
     if dist.is_initialized():
         dist.barrier()
-    if losses:  # the last stage's rank: the checkpoint, loaded by transformers and run whole by its own attention
-        whole = transformers.AutoModelForCausalLM.from_pretrained(
-            args.out / "model", attn_implementation="eager"
-        ).eval()
-        plain = []
-        with torch.no_grad():
-            for row, tokens_of_row, labels in zip(packing.rows, tokens, target, strict=True):
-                lengths = [packing.lengths[i] for i in row]  # each conversation alone
-                documents = tokens_of_row[: sum(lengths)].split(lengths)
-                logits = torch.cat([whole(document[None], use_cache=False).logits for document in documents], 1)
-                plain.append(loss_fn(logits, labels[: sum(lengths)]))
-        found, want = torch.stack(losses), torch.stack(plain)
-        print(
-            f"held in {args.out / 'model'}; loss {found.mean():.6f} by the pipeline, {want.mean():.6f} loaded and whole"
-        )
-        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    if losses:  # on the rank of the last stage
+        check_saved(args.out / "model", losses, packing, tokens, target)
     engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()

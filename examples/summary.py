@@ -1,4 +1,4 @@
-"""What a run ends with: what was learned, the plan beside what was measured, the loss curve."""
+"""What a run ends with: what was learned, a step with its times and memory, pictures, and the files that it left."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 import data
 from matplotlib.figure import Figure
 
+from seq1f1b import Simulation
 from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.view.draw import timeline_png, trace_json
 
@@ -23,42 +24,69 @@ def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
     )
 
 
-def print_plan(report: PipelineReport) -> None:
-    """The last step: what the schedule allows, and what was measured."""
-    planned = report.planned
+def print_step(step: int, report: PipelineReport, predicted: Simulation | None) -> None:
+    """One step: its time and bubble, and what its stages and ranks held at most."""
+    simulated = report.simulated
+    times = {"predicted": predicted, "simulated": simulated}
+    shown = {name: simulation for name, simulation in times.items() if simulation is not None}
 
-    def line(what: str, plan: str, measured: str) -> None:
-        print(f"{what:34}{plan:>12}{measured:>12}")
+    def line(what: str, *values: str) -> None:
+        print(f"{what:28}" + "".join(f"{value:>13}" for value in values))
 
     print()
-    line("last step", "planned", "measured")
-    line("seconds", f"{planned.makespan:.3f}", f"{report.makespan:.3f}")
-    line("bubble, all ranks", f"{planned.bubble_ratio:.1%}", f"{report.bubble:.1%}")
+    line(f"step {step}", *shown, "measured")
+    line("seconds", *(f"{each.makespan:.3f}" for each in shown.values()), f"{report.makespan:.3f}")
+    line("bubble, all ranks", *(f"{each.bubble_ratio:.1%}" for each in shown.values()), f"{report.bubble:.1%}")
     for rank in report.ranks:
-        idle = (planned.bubble[rank.rank] / planned.makespan, 1 - rank.busy / report.makespan)
-        line(f"bubble, rank {rank.rank}", *(f"{share:.1%}" for share in idle))
+        idle = [f"{each.bubble[rank.rank] / each.makespan:.1%}" for each in shown.values()]
+        line(f"bubble, rank {rank.rank}", *idle, f"{1 - rank.busy / report.makespan:.1%}")
+    if predicted is not None:
+        print("predicted: from the profile, before the run")
+    print("simulated: the measured units in the same order, with messages that take no time")
+    print()
+    line("at most", "by the order", "measured")
+    for rank in report.ranks:
         for stage in rank.stages:
             name = f"stage {stage.stage}"
             line(f"live units, {name}", f"{stage.planned_live_units}", f"{stage.peak_live_units}")
             line(f"live tokens, {name}", f"{stage.planned_live_tokens}", f"{stage.peak_live_tokens}")
             if stage.activation_bytes is not None and stage.planned_activation_bytes is not None:
-                sizes = (megabytes(stage.planned_activation_bytes), megabytes(stage.activation_bytes))
-                line(f"activations, {name}", *sizes)
-        line(f"keys and values, rank {rank.rank}", megabytes(rank.planned_kv_bytes), megabytes(rank.kv_bytes))
-        line(f"their gradients, rank {rank.rank}", megabytes(rank.planned_grad_bytes), megabytes(rank.grad_bytes))
-        line(f"process peak, rank {rank.rank}", "", megabytes(rank.process_peak_bytes))
+                line(
+                    f"activations, {name}", mebibytes(stage.planned_activation_bytes), mebibytes(stage.activation_bytes)
+                )
+        line(f"keys and values, rank {rank.rank}", mebibytes(rank.planned_kv_bytes), mebibytes(rank.kv_bytes))
+        line(f"their gradients, rank {rank.rank}", mebibytes(rank.planned_grad_bytes), mebibytes(rank.grad_bytes))
+        line(f"process, rank {rank.rank}", "", mebibytes(rank.process_peak_bytes))
 
 
-def draw_step(folder: Path, report: PipelineReport) -> None:
-    """The last step as a picture and as a trace: the plan above what was measured."""
+def draw_step(folder: Path, step: int, report: PipelineReport) -> None:
+    """One step as a picture and as a trace: what the order allows above what was measured."""
     sizes = ", ".join(str(size) for size in report.ranks[0].segment_sizes)
-    tracks = {"planned": report.planned.timeline, "measured": report.timeline}
-    timeline_png(folder / "timeline.png", tracks, title=f"last step, segments of {sizes} tokens")
+    tracks = {"simulated with the measured units": report.simulated.timeline, "measured": report.timeline}
+    timeline_png(folder / "timeline.png", tracks, title=f"step {step}, segments of {sizes} tokens")
     trace_json(folder / "trace.json", tracks)
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+FILES = {
+    "log.jsonl": "a row for each step: loss, seconds, bubble, memory",
+    "log_torch.jsonl": "the same of torch's Schedule1F1B",
+    "loss.png": "the loss over the steps",
+    "timeline.png": "the step above as a picture",
+    "trace.json": "the same, for https://ui.perfetto.dev",
+    "tokenizer.json": "turns text into the model's tokens",
+    "checkpoints": "weights and optimizer, for --resume and examples/generate.py",
+}
+
+
+def print_files(folder: Path) -> None:
+    """What the run folder holds."""
+    print(f"\n{folder} holds")
+    for name in sorted(path.name for path in folder.iterdir()):
+        print(f"  {name:16} {FILES.get(name, '')}".rstrip())
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def smooth(values: Sequence[float], weight: float = 0.85) -> list[float]:

@@ -3,11 +3,13 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
 takes a minute or three and downloads nothing: the text is the source code of the Python standard library (any other:
-``--data``). The run folder then holds log.jsonl (a row per step), loss.png, timeline.png, trace.json (open it in
-https://ui.perfetto.dev) and checkpoints; ``examples/generate.py`` writes text with what was learned.
+--data). The run folder runs/gpt then holds log.jsonl (a row for each step), loss.png, timeline.png, trace.json (for
+https://ui.perfetto.dev), tokenizer.json and checkpoints; runs/data holds the text as tokens. examples/generate.py
+writes text with what was learned.
 
     --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
+    --profile       predicts the time of a step from a file of seq1f1b profile, and prints it beside the measured one
     --resume        goes on from the newest checkpoint of --out, with any number of processes
     Ctrl-C          finishes the step, saves, and exits
 """
@@ -16,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import sys
 import time
@@ -33,12 +34,19 @@ import ranks
 import summary
 import torch
 import torch.distributed as dist
-from model import Config, HeadLoss, build_stage, cross_entropy, of_whole_sequences
+from model import Config, HeadLoss, blocks_of, build_stage, cross_entropy, of_whole_sequences
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import seq1f1b
+from seq1f1b import Simulation
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
+from seq1f1b.planning.profile import Profile
 from seq1f1b.runtime.report import PipelineReport
+
+REPORTED = 10  # last steps, of which the one of median time is shown
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -91,6 +99,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--save-every", type=int, default=60, help="steps from one checkpoint to the next (%(default)s)")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --out")
     run.add_argument("--compare", action="store_true", help="train under torch's Schedule1F1B too")
+    run.add_argument(
+        "--profile", type=Path, help="measured costs of this model, by seq1f1b profile: predict the time of a step"
+    )
     args = parser.parse_args(argv)
     args.checkpoint = None
     if args.resume:
@@ -110,12 +121,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
     if args.compare and args.data_parallel > 1:
         parser.error("--compare takes one replica: leave out --data-parallel")
+    if args.profile is not None and args.batch != args.microbatches * args.data_parallel:
+        parser.error("--profile is of micro-batches of one sequence: --batch must be --microbatches times replicas")
     return args
 
 
 def remembered(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that a resumed run takes over."""
-    forgotten = {"out", "resume", "checkpoint", "compare", "threads", "data_parallel"}
+    forgotten = {"out", "resume", "checkpoint", "compare", "profile", "threads", "data_parallel"}
     values = {name: value for name, value in vars(args).items() if name not in forgotten and value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -236,19 +249,21 @@ def train(args: argparse.Namespace) -> bool:
     run = {"arguments": remembered(args), "model": asdict(config)}
 
     with closing(engine):
-        report = run_steps(args, engine, trainers, tokens, start, run)
+        reports = run_steps(args, engine, trainers, tokens, start, run)
     if rank != 0:
         return True
     logs = [trainer.log.rows for trainer in trainers]
     curves = dict(zip(("Seq1F1B", "torch 1F1B"), logs, strict=False))
     summary.plot_loss(args.out / "loss.png", curves, text=tokens.header)
-    if report is None:
+    if not reports:
         print(f"stopped after step {logs[0][-1]['step']} and saved a checkpoint in {args.out}; go on with --resume")
         return True
-    summary.draw_step(args.out, report)
+    step, report = sorted(reports, key=lambda each: each[1].makespan)[len(reports) // 2]
+    summary.draw_step(args.out, step, report)
     summary.print_run(logs[0], tokens.header)
-    summary.print_plan(report)
-    print(f"\n{args.out} holds log.jsonl, loss.png, timeline.png, trace.json, checkpoints")
+    print(f"\nof the last {len(reports)} steps the one of median time:")
+    summary.print_step(step, report, predict(args, config, engine, report))
+    summary.print_files(args.out)
     return not args.compare or compare.print_comparison(*logs, dtype=args.dtype)
 
 
@@ -259,11 +274,14 @@ def run_steps(
     tokens: data.Tokens,
     start: int,
     run: dict[str, Any],
-) -> PipelineReport | None:
-    """The loop: step, log, evaluate, save. The report of the last step; None if a signal ended the run before."""
+) -> list[tuple[int, PipelineReport]]:
+    """The loop: step, log, evaluate, save. The last steps with their reports; none if a signal ended the run before."""
     stop = ranks.StopRequest()
-    report = None
-    bar = tqdm(total=args.steps, initial=start, unit="step", disable=ranks.rank() != 0, mininterval=0.5)
+    reports: list[tuple[int, PipelineReport]] = []
+    bar = tqdm(
+        total=args.steps, initial=start, disable=ranks.rank() != 0, mininterval=0.5,
+        bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+    )  # fmt: skip
     for step in range(start, args.steps):
         inputs, target = tokens.batch(step, batch_size=args.batch, seed=args.seed)
         weigh = args.compare and step % 10 == 5  # memory is measured in steps of its own: it slows them
@@ -272,19 +290,18 @@ def run_steps(
             with compare.peak_growth(weigh) as growth:
                 rows[trainer] = trainer.step(step, inputs, target)
             if weigh:
-                rows[trainer]["peak_growth_mb"] = ranks.gather(growth.megabytes)
+                rows[trainer]["peak_growth_mib"] = ranks.gather(growth.mebibytes)
         row = rows[trainers[0]]
-        row |= {"bubble": engine.report().bubble, "resident_mb": resident_megabytes()}
+        row |= pipeline_times(engine)
         done = row["step"] == args.steps
-        if done:
-            report = engine.report(gather=True)  # now: an evaluation is a step as well
+        if row["step"] > args.steps - REPORTED:  # now: an evaluation is a step as well
+            reports.append((row["step"], engine.report(gather=True)))
         if done or row["step"] % args.eval_every == 0:
             row["held_out"] = held_out_loss(engine, tokens, trainers[0].place, args)
         for trainer in trainers:
             trainer.log.add(rows[trainer])
         bar.set_postfix_str(
-            f"loss {row['loss']:.3f}, {row['tokens_per_second']:.0f} tokens/s, bubble {row['bubble']:.0%}, "
-            f"{row['resident_mb']:.0f} MB",
+            f"loss {row['loss']:.3f}, {row['tokens_per_second']:.0f} tokens/s, bubble {row['bubble']:.0%}",
             refresh=False,
         )
         bar.update()
@@ -294,7 +311,7 @@ def run_steps(
         if stopped:
             break
     bar.close()
-    return report
+    return [] if stopped and not done else reports
 
 
 def held_out_loss(
@@ -306,9 +323,35 @@ def held_out_loss(
     return ranks.total(fmean(own)) / place.num_replicas
 
 
-def resident_megabytes() -> float:
-    """Most memory this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
+    """Of the step that just ran, over all ranks; they share the clock of one machine."""
+    report = engine.report()
+    first, last = report.timeline[0][1], report.timeline[-1][2]
+    spans = ranks.gather((first, last, report.busy, report.process_peak_bytes))
+    seconds = max(last for _, last, _, _ in spans) - min(first for first, _, _, _ in spans)
+    return {
+        "pipeline_seconds": seconds,
+        "bubble": 1 - sum(busy for _, _, busy, _ in spans) / (seconds * len(spans)),
+        "process_peak_mib": max(peak for _, _, _, peak in spans) / 2**20,
+    }
+
+
+def predict(
+    args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEngine, report: PipelineReport
+) -> Simulation | None:
+    """The step as --profile foretells it: nothing in it was measured in this run. None without a profile."""
+    if args.profile is None:
+        return None
+    order = engine.schedule
+    cost = CostModel(
+        config.shape,
+        ProfiledHardware.of(Profile.load(args.profile), load_hardware("cpu-zen5")),  # links of a CPU's processes
+        num_ranks=order.num_ranks,
+        seq_len=args.seq_len,
+        layout=Layout(layers=tuple(len(blocks_of(config, s, order.num_stages)) for s in range(order.num_stages))),
+    )
+    sizes = report.ranks[0].segment_sizes
+    return order.simulate(**cost.simulation_arguments(order, sizes, split_backward=False))
 
 
 def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:

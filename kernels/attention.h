@@ -22,7 +22,7 @@ typedef struct { /* strides in elements; the last dimension has stride 1 */
 } s1f_strides;
 
 typedef struct {
-    int32_t dtype; /* FLOAT32, FLOAT64, BFLOAT16, FLOAT16: of q, k, v, out, dout, dq */
+    int32_t dtype; /* of q, k, v, out, dout, dq: FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
     int64_t batch, heads, kv_heads, segment_len, head_dim, q_start; /* T = q_start + segment_len */
 
     const void *q, *k, *v;
@@ -32,7 +32,7 @@ typedef struct {
     void *lse; /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
 
     double scale;
-    int64_t window;      /* keys seen, itself included; 0: all */
+    int64_t window;      /* number of keys that a query sees, its own included; 0: all */
     double softcap;      /* 0: none */
     const float *slopes; /* ALiBi, (B, Hq) with slopes_batch_stride 0 or Hq; NULL: none */
     int64_t slopes_batch_stride;
@@ -53,8 +53,8 @@ typedef struct {
     s1f_strides own_dkv_strides;
 } s1f_attention_args;
 
-/* Runs body(begin, end, context) over [begin, end) on a pool; NULL: the caller alone. The split may be any; results do
- * not depend on it. Must not be called from within a body. */
+/* Runs body(begin, end, context) over [begin, end) on a pool, in any pieces: results do not depend on them. Must not be
+ * called from within a body. */
 typedef void (*s1f_parallel_body)(int64_t begin, int64_t end, void *context);
 typedef void (*s1f_parallel_for)(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context);
 
@@ -65,12 +65,12 @@ typedef struct {
     int64_t scratch_bytes;
 } s1f_attention_context;
 
-/* The truth. It sums in double whatever the dtype, and rounds once, when it stores. */
+/* The truth: sums in double for every dtype, and rounds once, when it stores. */
 s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_attention_context *context);
 
-/* The chosen path: the blocked kernels of the fastest instruction set, or the truth for what they lack.
- * S1F_ERR_ARG on bad sizes, and on scratch that is given but too small; S1F_ERR_MEMORY only where none is given.
+/* The chosen path: the blocked kernels of the fastest instruction set, or the truth for arguments that they do not
+ * cover. S1F_ERR_ARG on bad sizes, and if scratch is given but too small; S1F_ERR_MEMORY only if no scratch is given.
  * Results are bit-equal from run to run and over thread counts. */
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context);
@@ -82,7 +82,7 @@ int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_
  * "avx2", "neon", "portable", "reference". Chosen at first use: the fastest, or the one that the environment variable
  * SEQ1F1B_ISA names. bf16 products are chosen where they are measured to be faster. */
 const char *s1f_attention_isa(void);
-/* Forces one, for tests; NULL: the fastest again. S1F_ERR_ARG if the machine lacks it. */
+/* Forces an instruction set, for tests; NULL: the fastest again. S1F_ERR_ARG if the machine lacks it. */
 s1f_status s1f_attention_set_isa(const char *name);
 
 #endif

@@ -6,14 +6,14 @@
 #define VEC_STORE_BF16(p, x) _mm256_storeu_si256((__m256i *)(void *)(p), (__m256i)_mm512_cvtneps_pbh(x))
 #define VEC_JOIN_BF16(a, b) join_pairs(a, b)
 
-/* By hand: GCC 12 moves the sums of the intrinsic to the stack. */
+/* Written by hand, for GCC 12 moves the sums of the intrinsic to the stack. */
 static inline __attribute__((always_inline)) __m512 dot_pairs(__m512 a, __m512 b, __m512 c)
 {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
     return c;
 }
 
-/* Both rounded by one instruction, then interleaved. */
+/* One instruction rounds both, a second one interleaves them. */
 static inline __attribute__((always_inline)) __m512 join_pairs(__m512 a, __m512 b)
 {
     const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,

@@ -118,7 +118,7 @@ static void multiply_add(float *c, const operand *a, int64_t a_row, const operan
     }
 }
 
-/* The same with A transposed: A[r][k] = a[k a_k + r]. */
+/* Multiplies with A transposed: A[r][k] = a[k a_k + r]. */
 static void multiply_add_transposed(float *c, const operand *a, int64_t a_k, const operand *b, int64_t depth,
                                     int64_t dim)
 {

@@ -52,7 +52,7 @@ static void id_range(const int32_t *ids, int64_t count, int32_t *low, int32_t *h
     }
 }
 
-/* What the rows from `token` on see of the keys from `first_key` on. Rows past the last token do not count. */
+/* Tells how much the rows from `token` on see of the keys from `first_key` on. Rows past the last token do not count. */
 static visibility block_visibility(const exponent_rule *rule, int64_t token, int64_t rows, int64_t first_key,
                                    int64_t keys)
 {

@@ -158,7 +158,8 @@ static inline void transpose_block(const char *from, int64_t row_bytes, operand 
 
 _Static_assert(PANEL % BLOCK_ROWS == 0, "a panel is whole blocks");
 
-/* As many panels as the rows need. Rows that are no operands yet, or too few, go by way of `room` (BLOCK_ROWS, dim). */
+/* Packs as many panels as the rows need. Rows that are no operands yet, or too few, go by way of `room`
+ * (BLOCK_ROWS, dim). */
 static void pack_panels(const source_rows *from, int64_t dim, operand *room, operand *panels)
 {
     int64_t depth = dim / PER_OPERAND, element = OPERAND_PAIRS ? (int64_t)sizeof(uint16_t) : (int64_t)sizeof(float);

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* Of a slice, which takes 2 to 20 us: short beside a time slice of the system, long beside reading the clock. */
+/* Rounds of a slice, which takes 2 to 20 us: short beside a time slice of the system, long beside reading the clock. */
 enum { ROUNDS = 1000 };
 
 typedef struct {
@@ -43,7 +43,7 @@ SLICE_OF(avx2_fma, "vfmadd231ps", "ymm")
 
 #endif
 
-/* In the compiler's own vectors, as attention_portable.c. */
+/* Uses the compiler's own vectors, as attention_portable.c does. */
 typedef float vec __attribute__((vector_size(16)));
 enum { NUM_VEC_SUMS = 12 };
 

@@ -1,10 +1,10 @@
-/* rate.h - how fast one core multiplies and adds: what the kernels are chosen by, and what benchmarks call peak. */
+/* rate.h - how fast one core multiplies and adds. Kernels are chosen by it, and benchmarks call it the peak. */
 #ifndef S1F_RATE_H
 #define S1F_RATE_H
 
 typedef struct { /* FLOP per second of one core, a multiply-add counting two */
     double fma;  /* fp32, in the widest vectors that the attention kernels have here */
-    double bf16; /* vdpbf16ps on 512 bits; 0 where the machine lacks it */
+    double bf16; /* vdpbf16ps on 512 bits; 0 if the machine lacks it */
 } s1f_rates;
 
 /* Measures on the calling thread, for about `seconds` in all. The fastest of many slices of some microseconds counts,

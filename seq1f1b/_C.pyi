@@ -17,7 +17,7 @@ class PipelineError(RuntimeError):
 PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
 OPCODES: tuple[str, ...]  # of instructions; position as above
 DTYPES: tuple[str, ...]  # names in torch; position as above
-KEEP_TIMELINE: int  # what tape_simulate keeps
+KEEP_TIMELINE: int  # what program_simulate keeps
 KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
 GATHER_BYTES: int  # most that one rank gives to group_gather
@@ -102,7 +102,7 @@ def copy_end(control: object, watchdog: object, in_process: bool, /) -> object: 
 # ---- schedule.c
 
 _Instruction = tuple[int, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
-_Edge = tuple[int, int, int, int, bool, int, int]  # stages, ranks (source, destination), gradient?, places, messages
+_Edge = tuple[int, int, int, int, int, int, int]  # stages, ranks (source, destination), channel, places, messages
 
 def schedule_families() -> list[tuple[str, str, str, str, int, list[str]]]: ...
 def schedule_build(
@@ -133,6 +133,7 @@ def schedule_to_csv(schedule: Any, /) -> str: ...
 def schedule_from_text(text: str, /) -> Any: ...
 def schedule_from_csv(text: str, num_segments: int, /) -> Any: ...
 def program_lower(schedule: Any, prefetch: int, with_receives: bool = False, /) -> Any: ...
+def program_lower_edges(schedule: Any, prefetch: int, /) -> Any: ...
 def program_instructions(program: Any, rank: int, /) -> list[_Instruction]: ...
 def program_edges(program: Any, /) -> list[_Edge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
@@ -144,10 +145,9 @@ _Path = tuple[tuple[int, int], ...]  # rank, number in its order
 _Rows = tuple[bytes, ...]  # doubles, a row per rank
 _Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | None, _Path | None]
 
-def tape_of_program(program: Any, /) -> Any: ...
-def tape_simulate(
-    tape: Any,
-    pass_seconds: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
+def program_simulate(
+    program: Any,
+    pass_seconds: tuple[Sequence[float], ...],  # F, B, I, W
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float],
     message_bytes: Sequence[int],
@@ -157,8 +157,8 @@ def tape_simulate(
     progress: Callable[[int], object] | None,
     /,
 ) -> _Simulation: ...
-def tape_memory(
-    tape: Any,
+def program_memory(
+    program: Any,
     activations: Sequence[int] | None,
     kept_activations: Sequence[int] | None,
     output_gradients: Sequence[int] | None,
@@ -254,8 +254,7 @@ def executor_step(
     training: bool,
     sequence_length: int,
     sizes: Sequence[int],
-    forward: Callable[[int, int, int, int, int, Any], Any],
-    backward: Callable[[int, int, int, int, int, Any], Any],
+    run: Callable[[int, int, int, int, tuple[Any, ...] | None], Any],
     segment_sizes: Callable[[int], list[int]],
     make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
     /,
@@ -264,3 +263,5 @@ def executor_last_unit(executor: object, /) -> _Unit: ...
 def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _Unit, int, int]]: ...
 def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int]: ...
 def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...
+def unit_state() -> Any: ...
+def unit_set_state(state: object, /) -> None: ...

@@ -98,4 +98,4 @@ def _torch_remedy() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NEEDS_TORCH})
+    return sorted([*__all__, "__version__"])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
-
-if TYPE_CHECKING:
-    from seq1f1b.planning.profile import Profile
 
 __all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
 
@@ -16,16 +13,23 @@ __all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequenc
 _PIECES = 1024  # of the sequence whose costs a split by a profile balances
 
 
+class PieceCosts(Protocol):
+    """A model's measured costs: a :class:`seq1f1b.planning.profile.Profile`, for one."""
+
+    def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
+        """Seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
+
+
 class ModelShape(NamedTuple):
     """What the cost of a token depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
 
     Attributes:
-        ffn: inner width of three matrices (a plain two-matrix feed-forward of width f counts as 2 f / 3), of one expert
-            where there are several; 0: none.
+        ffn: inner width of the feed-forward's three matrices, of one expert if there are several; 0: none. A plain
+            two-matrix feed-forward of width f counts as 2 f / 3.
         vocab: words of the embedding and of the output head; 0: neither.
         head_dim: size of a head; 0: ``hidden / heads``.
         experts, experts_per_token: feed-forwards of a layer, and those that a token visits.
-        tied: the head is the embedding; a pipeline of several ranks still holds both.
+        tied: whether the head is the embedding; a pipeline of several ranks still holds both.
     """
 
     hidden: int
@@ -78,12 +82,12 @@ def partition_sequence(
     strategy: str = "flops",
     model: ModelShape | None = None,
     costs: Sequence[float] | None = None,
-    profile: Profile | None = None,
+    profile: PieceCosts | None = None,
     documents: Sequence[int] | None = None,
     mix: float = 1.0,
     multiple_of: int = 1,
 ) -> list[int]:
-    """Cuts a sequence into segments whose costliest one is as cheap as the grid allows.
+    """Cuts a sequence into segments so that the costliest one is as cheap as possible.
 
     Args:
         seq_len: tokens, up to 2**40.
@@ -93,16 +97,16 @@ def partition_sequence(
         model: shape of the model, for ``"flops"``.
         costs: for ``"profiled"``: the sequence is cut into ``len(costs)`` pieces of equal length and ``costs[i]`` is
             what piece ``i`` costs, in any unit. One cost per token, or the times of a few equal segments.
-        profile: for ``"profiled"``, in place of costs: of the whole model, as ``seq1f1b profile`` measures it.
-        documents: for ``"flops"``: lengths of the documents packed into the sequence, padding among them; or into
-            several such rows, one row after another, that are cut alike. Attention stays within a document.
+        profile: for ``"profiled"``, in place of costs: the whole model as ``seq1f1b profile`` measured it.
+        documents: for ``"flops"``: lengths of the documents packed into the sequence, with padding as one of them.
+            Several rows may follow one another; they are cut alike. Attention stays within a document.
         mix: 1 balances the cost, 0 is the even split; between them the cost of a token is mixed with the mean cost.
         multiple_of: every size is a multiple of it, except that one segment holds the remainder of ``seq_len``, placed
             where it keeps the costliest segment cheapest.
     Returns:
         ``num_segments`` sizes, each at least 1, that sum to ``seq_len``.
     Raises:
-        ValueError: a count out of range, a model or costs that do not fit the strategy, costs that are negative or not
+        ValueError: a count is out of range, the model or costs do not fit the strategy, or a cost is negative or not
             finite; the message names the rule and the values.
     Source: computation-wise partition of Seq1F1B, arXiv:2406.03488.
     """

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
-from seq1f1b.view.draw import timeline_text
 
 __all__ = [
     "Family",
@@ -120,7 +119,7 @@ class Schedule:
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
-        self._tapes: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
+        self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
     @classmethod
     def _from_handle(cls, handle: Any) -> Schedule:
@@ -264,24 +263,14 @@ class Schedule:
         for rate in rates:
             if not rate > 0:
                 raise ValueError(f"bandwidth is {rate}, must be above 0")
-        fully = self._per_unit(backward, "backward")
-        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in fully]
-        inputs = [cost - part for cost, part in zip(fully, weights, strict=True)]
-        if weight is not None and min(inputs) < 0:
-            raise ValueError("weight is more than backward, of which it is a part")
         if segment_sizes is not None and len(segment_sizes) != self.num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
-        if not 1 <= steps < 2**31:
-            raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
-        if steps > 1 and optimizer_sync is None:
-            raise ValueError("optimizer_sync must be True or False where there is more than one step")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
+        _check_steps(steps, optimizer_sync, seed)
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        tape = self._tape(prefetch)
-        makespan, period, span, busy, wait, start, end, slack, path = _C.tape_simulate(
-            tape,
-            (self._per_unit(forward, "forward"), fully, inputs, weights),
+        program = self._lower(prefetch)
+        times = _C.program_simulate(
+            program,
+            self._pass_seconds(forward, backward, weight),
             durations,
             (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
             sizes,
@@ -290,25 +279,41 @@ class Schedule:
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
-        peak, peak_memory = self._memory(tape, memory or StepMemory(), sizes)
+        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
         return Simulation(
-            makespan=makespan,
-            span=tuple(_doubles(span)),
-            busy=tuple(_doubles(busy)),
-            wait=tuple(_doubles(wait)),
-            bubble=tuple(makespan - seconds for seconds in _doubles(busy)),
+            **self._times(times, many_steps=steps > 1),
             peak=peak,
-            peak_tokens=None if segment_sizes is None else self._peak(tape, [*segment_sizes] * self.num_stages),
-            peak_bytes=None if unit_bytes is None else self._peak(tape, self._per_unit(unit_bytes, "unit_bytes")),
+            peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
+            peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
             given=memory,
-            period=period if steps > 1 else None,
-            slack=None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
-            critical_path=None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
             schedule=self,
-            start=tuple(map(_doubles, start)),
-            end=tuple(map(_doubles, end)),
         )
+
+    def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> tuple[list[Any], ...]:
+        """Seconds of F, B, I and W of every unit, flat."""
+        whole = self._per_unit(backward, "backward")
+        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
+        inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
+        if weight is not None and min(inputs) < 0:
+            raise ValueError("weight is more than backward, of which it is a part")
+        return self._per_unit(forward, "forward"), whole, inputs, weights
+
+    def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
+        """The fields of a simulation that tell times, from what the core found."""
+        makespan, period, span, busy, wait, start, end, slack, path = found
+        return {
+            "makespan": makespan,
+            "span": tuple(_doubles(span)),
+            "busy": tuple(_doubles(busy)),
+            "wait": tuple(_doubles(wait)),
+            "bubble": tuple(makespan - seconds for seconds in _doubles(busy)),
+            "period": period if many_steps else None,
+            "slack": None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
+            "critical_path": None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
+            "start": tuple(map(_doubles, start)),
+            "end": tuple(map(_doubles, end)),
+        }
 
     def peak_memory(
         self, memory: StepMemory, *, message_bytes: int | Sequence[int] = 0, prefetch: int = 1
@@ -318,13 +323,13 @@ class Schedule:
         Args and errors are those of :meth:`simulate`.
         """
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        return self._memory(self._tape(prefetch), memory, sizes)[1]
+        return self._memory(self._lower(prefetch), memory, sizes)[1]
 
-    def _tape(self, prefetch: int) -> Any:
-        tape = self._tapes.get(prefetch)
-        if tape is None:
-            tape = self._tapes[prefetch] = _C.tape_of_program(_C.program_lower(self.handle, prefetch))
-        return tape
+    def _lower(self, prefetch: int) -> Any:
+        program = self._lowered.get(prefetch)
+        if program is None:
+            program = self._lowered[prefetch] = _C.program_lower_edges(self.handle, prefetch)
+        return program
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
@@ -334,10 +339,10 @@ class Schedule:
         """One value for each two neighbouring stages."""
         return _per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
-    def _peak(self, tape: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.tape_memory(tape, activations, None, None, None, None, None))
+    def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None))
 
-    def _memory(self, tape: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+    def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
 
         def per_unit(name: str) -> list[int] | None:
@@ -355,8 +360,8 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _C.tape_memory(
-            tape,
+        live = _C.program_memory(
+            program,
             per_unit("activations"),
             per_unit("kept_activations"),
             per_unit("output_gradients"),
@@ -390,6 +395,15 @@ def _per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
     return list(values)
+
+
+def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
+    if steps > 1 and optimizer_sync is None:
+        raise ValueError("optimizer_sync must be True or False where there is more than one step")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
 
 
 def _ignore(num_run: int) -> None:
@@ -453,6 +467,8 @@ class Simulation:
 
     def to_text(self, width: int = 100) -> str:
         """The timeline as text, one line per rank, in ``width`` columns."""
+        from seq1f1b.view.draw import timeline_text
+
         return timeline_text(self.timeline, width=width)
 
 
@@ -474,6 +490,11 @@ class Family:
     validity: str
     stages_per_rank: int
     options: tuple[str, ...]
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether its source cuts micro-batches into segments. The others are drawn and compared with whole ones."""
+        return self.name.startswith("seq") or self.name in ("terapipe", "slimpipe", "auto")
 
     def broken_rule(
         self,

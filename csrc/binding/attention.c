@@ -5,6 +5,7 @@
 #include "../../kernels/rate.h"
 #include "../run/current_unit.h"
 #include "../run/kv_cache.h"
+#include "../run/layer_keys.h"
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 

@@ -30,7 +30,6 @@ extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
-#define S1F_CAPSULE_TAPE "seq1f1b.tape"
 #define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
 #define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
@@ -51,7 +50,6 @@ void *s1f_from_capsule(PyObject *capsule, const char *name);
 #define S1F_HANDLES(X)                                                                                                 \
     X(schedule, SCHEDULE)                                                                                              \
     X(program, PROGRAM)                                                                                                \
-    X(tape, TAPE)                                                                                                      \
     X(kv_cache, KV_CACHE)                                                                                              \
     X(mapping, MAPPING)                                                                                                \
     X(group, GROUP)                                                                                                    \

@@ -2,7 +2,7 @@
 #include "binding.h"
 
 #include "../core/dtype.h"
-#include "../core/lower.h"
+#include "../core/program.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
 
@@ -49,7 +49,7 @@ int s1f_add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
-    if (add_tuple(module, "PASSES", s1f_tuple_of(S1F_NUM_PASSES, pass_letter, NULL)) < 0 ||
+    if (add_tuple(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
         add_tuple(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
         return -1;
     return add_tuple(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));

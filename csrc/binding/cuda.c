@@ -1,8 +1,8 @@
 /* cuda.c - conversions for the CUDA kernels: what their library holds, and launches from tensors' addresses. */
 #include "binding.h"
 
-#include "../../kernels/cuda/attention_cuda.h"
-#include "../device/library.h"
+#include "../../kernels/cuda/attention_arguments.h"
+#include "../device/kernel_library.h"
 
 #include <string.h>
 

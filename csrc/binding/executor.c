@@ -13,7 +13,7 @@ typedef struct { /* Python's view of the message in one place */
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS];
     const void *payload; /* memory on a GPU may have grown */
-    PyObject *views;
+    PyObject *views;     /* (message,): what a unit of one message receives */
 } place_views;
 
 typedef struct {
@@ -26,7 +26,7 @@ typedef struct {
     place_views **views; /* [edge][place] */
     /* during a step: */
     PyThreadState *thread;
-    PyObject *forward, *backward, *segment_sizes, *make_views; /* borrowed */
+    PyObject *run, *segment_sizes, *make_views; /* borrowed */
 } executor_handle;
 
 static void drop_views(executor_handle *handle)
@@ -64,15 +64,9 @@ static void capsule_free(PyObject *capsule)
 
 /* -- callbacks: called without the GIL ----------------------------------------------------------------------------- */
 
-static PyObject *views_of(executor_handle *handle, const s1f_input *input)
+/* (dtype code, flags, sizes, offset in the payload) of each tensor of a message. */
+static PyObject *describe_message(const s1f_message *message)
 {
-    const s1f_message *message = input->message;
-    place_views *cached = &handle->views[input->edge][input->place];
-    size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
-    if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
-        memcmp(cached->tensors, message->tensors, bytes) == 0)
-        return cached->views;
-
     PyObject *descriptions = PyTuple_New(message->num_tensors);
     for (int32_t i = 0; descriptions != NULL && i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
@@ -88,11 +82,25 @@ static PyObject *views_of(executor_handle *handle, const s1f_input *input)
         }
         PyTuple_SetItem(descriptions, i, item);
     }
+    return descriptions;
+}
+
+/* Borrowed from the place. */
+static PyObject *views_of(executor_handle *handle, const s1f_input *input)
+{
+    const s1f_message *message = input->message;
+    place_views *cached = &handle->views[input->edge][input->place];
+    size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
+    if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
+        memcmp(cached->tensors, message->tensors, bytes) == 0)
+        return cached->views;
+    PyObject *descriptions = describe_message(message);
     if (descriptions == NULL)
         return NULL;
     PyObject *end = PyList_GetItem(handle->ends, input->edge);
-    PyObject *views = PyObject_CallFunction(handle->make_views, "ONN", end,
-                                            PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
+    PyObject *made = PyObject_CallFunction(handle->make_views, "ONN", end,
+                                           PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
+    PyObject *views = made == NULL ? NULL : Py_BuildValue("(N)", made);
     if (views == NULL)
         return NULL;
     Py_XDECREF(cached->views);
@@ -101,6 +109,24 @@ static PyObject *views_of(executor_handle *handle, const s1f_input *input)
     cached->num_tensors = message->num_tensors;
     memcpy(cached->tensors, message->tensors, bytes);
     return views;
+}
+
+/* What a unit receives: None, or its messages in the program's order. New reference. */
+static PyObject *received(executor_handle *handle, const s1f_input *inputs, int32_t num_inputs)
+{
+    if (num_inputs == 0)
+        return Py_NewRef(Py_None);
+    if (num_inputs == 1) /* the tuple is there already */
+        return Py_XNewRef(views_of(handle, inputs));
+    PyObject *messages = PyTuple_New(num_inputs);
+    for (int32_t i = 0; messages != NULL && i < num_inputs; i++) {
+        PyObject *views = views_of(handle, &inputs[i]);
+        if (views == NULL)
+            Py_CLEAR(messages);
+        else
+            PyTuple_SetItem(messages, i, Py_NewRef(PyTuple_GetItem(views, 0)));
+    }
+    return messages;
 }
 
 static s1f_status describe_tensor(executor_handle *handle, PyObject *tensor, s1f_tensor_header *header,
@@ -170,39 +196,31 @@ static s1f_status describe_result(executor_handle *handle, PyObject *tensors, s1
     return S1F_OK;
 }
 
-static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *unit, const s1f_input *input,
-                               int32_t is_sent, s1f_result *result)
+static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *current, const s1f_input *inputs,
+                               int32_t num_inputs, int32_t num_sends, s1f_result *result)
 {
-    PyObject *received = Py_None, *callback = NULL;
-    if (unit->unit.pass == S1F_PASS_FORWARD)
-        callback = handle->forward;
-    else if (unit->unit.pass == S1F_PASS_BACKWARD)
-        callback = handle->backward;
-    else
-        return s1f_fail(S1F_ERR_SCHEDULE, "the engine does not run split backward yet (I, W)");
-    if (input->message != NULL && (received = views_of(handle, input)) == NULL)
+    s1f_unit unit = current->unit;
+    PyObject *messages = received(handle, inputs, num_inputs);
+    if (messages == NULL)
         return S1F_ERR_PYTHON;
-    PyObject *tensors =
-        PyObject_CallFunction(callback, "iiiLLO", (int)unit->unit.stage, (int)unit->unit.microbatch,
-                              (int)unit->unit.segment, (long long)unit->offset, (long long)unit->length, received);
+    PyObject *tensors = PyObject_CallFunction(handle->run, "iiiiN", (int)unit.pass, (int)unit.stage,
+                                              (int)unit.microbatch, (int)unit.segment, messages);
     if (tensors == NULL)
         return S1F_ERR_PYTHON;
-    if (!is_sent) {
+    s1f_status status = num_sends == 0 ? S1F_OK : describe_result(handle, tensors, result);
+    if (status != S1F_OK || num_sends == 0)
         Py_DECREF(tensors);
-        return S1F_OK;
-    }
-    s1f_status status = describe_result(handle, tensors, result);
-    if (status != S1F_OK)
-        Py_DECREF(tensors);
+    for (int32_t i = 1; status == S1F_OK && i < num_sends; i++)
+        Py_INCREF(tensors); /* one per release */
     return status;
 }
 
-static s1f_status run_callback(void *context, const s1f_current_unit *unit, const s1f_input *input, int32_t is_sent,
-                               s1f_result *result)
+static s1f_status run_callback(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
+                               int32_t num_sends, s1f_result *result)
 {
     executor_handle *handle = context;
     PyEval_RestoreThread(handle->thread);
-    s1f_status status = run_with_gil(handle, unit, input, is_sent, result);
+    s1f_status status = run_with_gil(handle, unit, inputs, num_inputs, num_sends, result);
     handle->thread = PyEval_SaveThread();
     return status;
 }
@@ -327,16 +345,16 @@ failed:
 
 static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule, *sizes_list, *forward, *backward, *segment_sizes, *make_views;
+    PyObject *capsule, *sizes_list, *run, *segment_sizes, *make_views;
     long long step, sequence_length;
     int training;
-    if (!PyArg_ParseTuple(arguments, "OLpLOOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &forward,
-                          &backward, &segment_sizes, &make_views))
+    if (!PyArg_ParseTuple(arguments, "OLpLOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &run,
+                          &segment_sizes, &make_views))
         return NULL;
     executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
     if (handle == NULL)
         return NULL;
-    if (handle->forward != NULL) {
+    if (handle->run != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
         return NULL;
     }
@@ -350,14 +368,13 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
             return NULL;
         }
     }
-    handle->forward = forward;
-    handle->backward = backward;
+    handle->run = run;
     handle->segment_sizes = segment_sizes;
     handle->make_views = make_views;
     handle->thread = PyEval_SaveThread();
     s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length, sizes);
     PyEval_RestoreThread(handle->thread);
-    handle->forward = handle->backward = handle->segment_sizes = handle->make_views = NULL;
+    handle->run = handle->segment_sizes = handle->make_views = NULL;
     free(sizes);
     if (status != S1F_OK)
         return s1f_raise_for_group(status, PyCapsule_GetPointer(handle->group, S1F_CAPSULE_GROUP));
@@ -464,13 +481,27 @@ static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *argu
     Py_RETURN_NONE;
 }
 
+static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+{
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
+}
+
+static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
+{
+    s1f_current_unit_set_state(state);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef s1f_executor_methods[] = {
     {"executor_create", executor_create, METH_VARARGS,
      "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes) -> handle"},
     {"executor_set_device", executor_set_device, METH_VARARGS,
      "executor_set_device(executor, device): the GPU on which units compute"},
     {"executor_step", executor_step, METH_VARARGS,
-     "executor_step(executor, step, training, sequence_length, sizes, forward, backward, segment_sizes, make_views)"},
+     "executor_step(executor, step, training, sequence_length, sizes, run, segment_sizes, make_views)\n\nrun(pass, "
+     "stage, microbatch, segment, received) -> tensors to send. received: None, or a tuple of what make_views made of "
+     "each message, in the order of the program's WAITs."},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},
     {"executor_timeline", executor_timeline, METH_VARARGS,
      "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
@@ -478,4 +509,7 @@ PyMethodDef s1f_executor_methods[] = {
      "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns) of the last step"},
     {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
      "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
+    {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},
+    {"unit_set_state", unit_set_state, METH_O,
+     "unit_set_state(state): an object of the unit that runs on this thread; the caller keeps it until the unit ends"},
     {NULL, NULL, 0, NULL}};

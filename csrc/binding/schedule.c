@@ -3,6 +3,7 @@
 
 #include "../core/check.h"
 #include "../core/lower.h"
+#include "../core/receives.h"
 #include "../core/schedule.h"
 
 #include <stdlib.h>
@@ -336,6 +337,17 @@ static PyObject *program_lower(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_program(status, program, NULL);
 }
 
+static PyObject *program_lower_edges(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *schedule;
+    s1f_count prefetch = {.name = "prefetch"};
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_schedule, &schedule, s1f_to_count, &prefetch))
+        return NULL;
+    s1f_program *program = NULL;
+    s1f_status status = s1f_schedule_lower_edges(schedule, prefetch.value, &program);
+    return s1f_new_program(status, program, NULL);
+}
+
 static PyObject *instruction_item(const void *instructions, int64_t i)
 {
     const s1f_instruction *instruction = (const s1f_instruction *)instructions + i;
@@ -359,9 +371,8 @@ static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arg
 static PyObject *edge_item(const void *edges, int64_t i)
 {
     const s1f_edge *edge = (const s1f_edge *)edges + i;
-    return Py_BuildValue("(iiiiNiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
-                         edge->destination_rank, PyBool_FromLong(edge->is_gradient), edge->num_places,
-                         (long long)edge->num_messages);
+    return Py_BuildValue("(iiiiiiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
+                         edge->destination_rank, (int)edge->channel, edge->num_places, (long long)edge->num_messages);
 }
 
 static PyObject *program_edges(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -440,10 +451,12 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
+    {"program_lower_edges", program_lower_edges, METH_VARARGS,
+     "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and program_memory."},
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,
-     "(source_stage, destination_stage, source_rank, destination_rank, is_gradient, num_places, num_messages) per "
+     "(source_stage, destination_stage, source_rank, destination_rank, channel, num_places, num_messages) per "
      "edge."},
     {"program_stage_peak", program_stage_peak, METH_VARARGS,
      "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},

@@ -1,4 +1,4 @@
-/* simulate.c - conversions for simulations: tapes, times, memory.
+/* simulate.c - conversions for simulations: times, memory.
  * Long rows of doubles go out as bytes, for memoryview(...).cast("d"). */
 #include "binding.h"
 
@@ -6,16 +6,6 @@
 #include "../model/memory.h"
 
 #include <stdlib.h>
-
-static PyObject *tape_of_program(PyObject *Py_UNUSED(module), PyObject *handle)
-{
-    const s1f_program *program;
-    if (!s1f_to_program(handle, &program))
-        return NULL;
-    s1f_tape *tape = NULL;
-    s1f_status status = s1f_tape_of_program(program, &tape);
-    return s1f_new_tape(status, tape, NULL);
-}
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
@@ -68,7 +58,7 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
 
 /* What costs point into. */
 typedef struct {
-    s1f_doubles passes[S1F_NUM_PASSES];
+    s1f_doubles passes[S1F_MAX_PASSES];
     s1f_doubles *units; /* [rank]; NULL: by pass */
     s1f_doubles latency, seconds_per_byte, optimizer;
     s1f_int64s message_bytes;
@@ -77,7 +67,7 @@ typedef struct {
 
 static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 {
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int pass = 0; pass < s1f_num_passes; pass++)
         PyMem_Free(arrays->passes[pass].values);
     for (int32_t rank = 0; arrays->units != NULL && rank < num_ranks; rank++)
         PyMem_Free(arrays->units[rank].values);
@@ -90,14 +80,14 @@ static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 }
 
 /* These read into `arrays`; 0 with the exception set. */
-static int read_pass_seconds(const s1f_tape *tape, PyObject *passes, cost_arrays *arrays, s1f_costs *costs)
+static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays, s1f_costs *costs)
 {
-    int64_t count = (int64_t)tape->num_stages * tape->num_segments;
-    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != S1F_NUM_PASSES) {
+    int64_t count = (int64_t)program->shape.num_stages * program->shape.num_segments;
+    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
         PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
         return 0;
     }
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++) {
+    for (int pass = 0; pass < s1f_num_passes; pass++) {
         s1f_doubles *seconds = &arrays->passes[pass];
         seconds->name = "costs";
         if (!s1f_to_doubles(PyTuple_GetItem(passes, pass), seconds) ||
@@ -108,9 +98,9 @@ static int read_pass_seconds(const s1f_tape *tape, PyObject *passes, cost_arrays
     return 1;
 }
 
-static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arrays *arrays, s1f_costs *costs)
+static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays, s1f_costs *costs)
 {
-    int32_t num_ranks = tape->num_ranks;
+    int32_t num_ranks = program->shape.num_ranks;
     PyObject *ranks = PySequence_Tuple(sequence);
     if (ranks == NULL)
         return 0;
@@ -127,7 +117,7 @@ static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arra
         s1f_doubles *seconds = &arrays->units[rank];
         seconds->name = "durations of one rank";
         is_read = s1f_to_doubles(PyTuple_GetItem(ranks, rank), seconds) &&
-                  s1f_require_count(seconds->name, seconds->count, tape->num_units[rank]);
+                  s1f_require_count(seconds->name, seconds->count, program->ranks[rank].num_units);
         arrays->unit_seconds[rank] = seconds->values;
     }
     Py_DECREF(ranks);
@@ -135,12 +125,12 @@ static int read_unit_seconds(const s1f_tape *tape, PyObject *sequence, cost_arra
     return is_read;
 }
 
-static int read_costs(const s1f_tape *tape, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
+static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
                       s1f_costs *costs)
 {
-    int64_t num_pairs = (int64_t)tape->num_stages - 1;
-    if (per_unit != Py_None ? !read_unit_seconds(tape, per_unit, arrays, costs)
-                            : !read_pass_seconds(tape, per_pass, arrays, costs))
+    int64_t num_pairs = (int64_t)program->shape.num_stages - 1;
+    if (per_unit != Py_None ? !read_unit_seconds(program, per_unit, arrays, costs)
+                            : !read_pass_seconds(program, per_pass, arrays, costs))
         return 0;
     costs->latency = arrays->latency.values;
     costs->seconds_per_byte = arrays->seconds_per_byte.values;
@@ -148,8 +138,8 @@ static int read_costs(const s1f_tape *tape, PyObject *per_pass, PyObject *per_un
     costs->optimizer = arrays->optimizer.values;
     return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
            s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
-           s1f_require_count("message_bytes", arrays->message_bytes.count, tape->num_segments) &&
-           s1f_require_count("optimizer", arrays->optimizer.count, tape->num_ranks);
+           s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
+           s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
 }
 
 /* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
@@ -163,23 +153,23 @@ static s1f_status report_progress(void *callable, int64_t num_run)
     return status;
 }
 
-static PyObject *simulate(const s1f_tape *tape, const s1f_costs *costs, s1f_keep keep)
+static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep)
 {
     s1f_simulation *simulation = NULL;
     s1f_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = s1f_tape_simulate(tape, costs, keep, &simulation);
+    status = s1f_program_simulate(program, costs, keep, &simulation);
     if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
-        status = s1f_simulation_find_slack(tape, costs, simulation);
+        status = s1f_simulation_find_slack(program, costs, simulation);
     Py_END_ALLOW_THREADS
     PyObject *result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
     s1f_simulation_free(simulation);
     return result;
 }
 
-static PyObject *tape_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
+static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    const s1f_tape *tape;
+    const s1f_program *program;
     PyObject *per_pass, *per_unit, *progress, *result = NULL;
     s1f_costs costs = {0};
     cost_arrays arrays = {.latency.name = "transfer",
@@ -188,7 +178,7 @@ static PyObject *tape_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
                           .optimizer.name = "optimizer"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddK)(ipO&)iO", s1f_to_tape, &tape, &per_pass, &per_unit,
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddK)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
                           s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, &costs.send,
                           s1f_to_int64s, &arrays.message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
                           &costs.num_steps, &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer, &keep, &progress))
@@ -196,9 +186,9 @@ static PyObject *tape_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
     costs.seed = seed;
     costs.progress = progress != Py_None ? report_progress : NULL;
     costs.progress_context = progress;
-    if (read_costs(tape, per_pass, per_unit, &arrays, &costs))
-        result = simulate(tape, &costs, (s1f_keep)keep);
-    free_arrays(&arrays, tape->num_ranks);
+    if (read_costs(program, per_pass, per_unit, &arrays, &costs))
+        result = simulate(program, &costs, (s1f_keep)keep);
+    free_arrays(&arrays, program->shape.num_ranks);
     return result;
 }
 
@@ -212,20 +202,20 @@ static PyObject *peak_item(const void *context, int64_t rank)
                          (long long)peak->receive, (long long)peak->total);
 }
 
-static PyObject *tape_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
+static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     enum { NUM_KINDS = 6 };
     s1f_int64s sizes[NUM_KINDS] = {{.name = "activations"}, {.name = "kept_activations"}, {.name = "output_gradients"},
                                    {.name = "kv"},          {.name = "kv_gradients"},     {.name = "message_bytes"}};
-    const s1f_tape *tape;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&", s1f_to_tape, &tape, s1f_to_int64s, &sizes[0], s1f_to_int64s,
-                          &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s, &sizes[4],
-                          s1f_to_int64s, &sizes[5]))
+    const s1f_program *program;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
+                          s1f_to_int64s, &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s,
+                          &sizes[4], s1f_to_int64s, &sizes[5]))
         return NULL;
-    int64_t stages = tape->num_stages, segments = tape->num_segments, cells = stages * segments;
+    int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
     const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, segments};
     PyObject *result = NULL;
-    s1f_memory_peak *peaks = malloc((size_t)tape->num_ranks * sizeof *peaks);
+    s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
     if (!is_read)
         PyErr_NoMemory();
@@ -236,9 +226,9 @@ static PyObject *tape_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
                                   sizes[3].values, sizes[4].values, sizes[5].values};
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_tape_memory(tape, &bytes, peaks);
+        status = s1f_program_memory(program, &bytes, peaks);
         Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? s1f_tuple_of(tape->num_ranks, peak_item, peaks) : s1f_raise(status);
+        result = status == S1F_OK ? s1f_tuple_of(program->shape.num_ranks, peak_item, peaks) : s1f_raise(status);
     }
     for (int i = 0; i < NUM_KINDS; i++)
         PyMem_Free(sizes[i].values);
@@ -247,12 +237,11 @@ static PyObject *tape_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_simulate_methods[] = {
-    {"tape_of_program", tape_of_program, METH_O, "A tape handle, which does not need the program any more."},
-    {"tape_simulate", tape_simulate, METH_VARARGS,
-     "tape_simulate(tape, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
+    {"program_simulate", program_simulate, METH_VARARGS,
+     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
      "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
-    {"tape_memory", tape_memory, METH_VARARGS,
-     "tape_memory(tape, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
+    {"program_memory", program_memory, METH_VARARGS,
+     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
      "of units and of the bytes of each kind, and of all together."},
     {NULL, NULL, 0, NULL}};

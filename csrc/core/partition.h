@@ -7,8 +7,8 @@
  * minimises the cost of the costliest segment over all partitions on the grid (optimal, not rounded from a real
  * solution), and among those keeps each boundary as near to equal cost as the optimum allows.
  *
- * Grid. Sizes are multiples of multiple_of, except that where it does not divide the sequence exactly one segment holds
- * the remainder (size = remainder modulo multiple_of). Which one is part of the minimisation.
+ * Grid. Sizes are multiples of multiple_of. If it does not divide the sequence, exactly one segment holds the remainder
+ * (size = remainder modulo multiple_of); which one is part of the minimisation.
  *
  * Mix. The cost is mix * C(t) + (1 - mix) * C(seq_len) * t / seq_len: 1 balances cost, 0 is the even split.
  *
@@ -50,9 +50,9 @@ s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t mul
 s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
                                int64_t multiple_of, int64_t *sizes);
 
-/* As s1f_partition_flops, for rows of packed documents: attention stays within a document, so its pairs of tokens are
- * those within one. documents: lengths of the documents in tokens, row after row; every row holds seq_len tokens, and
- * the cost is the mean over the rows, which are cut alike. One document of seq_len tokens gives s1f_partition_flops.
+/* s1f_partition_flops for rows of packed documents. Attention stays within a document, so only pairs of tokens within
+ * one document count. documents: their lengths in tokens, row after row. Every row holds seq_len tokens; rows are cut
+ * alike, and the cost is their mean. One document of seq_len tokens gives s1f_partition_flops.
  * S1F_ERR_ARG if a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
 s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
                                    const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,

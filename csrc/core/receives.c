@@ -1,6 +1,8 @@
 /* receives.c - one order of all transfers, found by running all ranks against each other; and the proof that it holds. */
 #include "receives.h"
 
+#include "walk.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,34 +10,23 @@
 /* -- placing ------------------------------------------------------------------------------------------------------- */
 
 typedef struct { /* one rank's run */
-    const s1f_instruction *instructions;
-    int64_t count, next;
+    const s1f_rank_program *program;
+    int64_t next; /* instruction that is not yet copied */
     int64_t clock;
+    int is_at_unit; /* it has what its next unit waits for, and lets the transfers of the same time go first */
     s1f_instruction *out;
     int64_t num_out;
 } runner;
 
 typedef struct {
-    int64_t posted, sent;
-    int32_t sender_waits, receiver_waits; /* for POST `posted`; for SEND `sent` or a later one */
-    int64_t awaited;                      /* the message that the receiver waits for */
-    const s1f_instruction **posts;        /* [place]: the last POST of it */
-} edge_state;
-
-typedef struct {
     const s1f_program *program;
-    const s1f_edge *edges;
-    int32_t num_edges, num_ranks;
+    s1f_walk walk;
     runner *ranks;
-    edge_state *states;
-    int32_t *heap; /* ranks that can go on, the earliest first */
+    const s1f_instruction **posts; /* [edge][place]: the last POST of it */
+    int64_t *first_post;           /* [edge]: where its places start */
+    int32_t *heap;                 /* ranks that can go on, the earliest first */
     int32_t heap_size;
 } run;
-
-static int64_t duration(s1f_unit unit)
-{
-    return unit.pass == S1F_PASS_BACKWARD ? 2 : 1;
-}
 
 /* At the same time transfers go before units, so that a receive starts beside the unit and not after it. */
 static int goes_before(const run *r, int32_t a, int32_t b)
@@ -43,9 +34,7 @@ static int goes_before(const run *r, int32_t a, int32_t b)
     const runner *left = &r->ranks[a], *right = &r->ranks[b];
     if (left->clock != right->clock)
         return left->clock < right->clock;
-    int left_runs = left->instructions[left->next].opcode == S1F_OP_RUN;
-    int right_runs = right->instructions[right->next].opcode == S1F_OP_RUN;
-    return left_runs != right_runs ? left_runs < right_runs : a < b;
+    return left->is_at_unit != right->is_at_unit ? right->is_at_unit : a < b;
 }
 
 static void push(run *r, int32_t rank)
@@ -72,120 +61,190 @@ static int32_t pop(run *r)
     return first;
 }
 
-static void wake(run *r, int32_t rank, int64_t clock)
+/* Copies a rank's instructions up to the first of this kind, which is the one that happens now. */
+static const s1f_instruction *copy_until(runner *own, s1f_opcode opcode)
 {
-    if (r->ranks[rank].clock < clock)
-        r->ranks[rank].clock = clock;
-    push(r, rank);
-}
-
-static void start_receive(run *r, const s1f_instruction *send)
-{
-    s1f_instruction receive = *r->states[send->edge].posts[send->place]; /* the unit that will use it */
-    receive.opcode = S1F_OP_RECEIVE;
-    runner *receiver = &r->ranks[r->edges[send->edge].destination_rank];
-    receiver->out[receiver->num_out++] = receive;
-}
-
-/* Runs a rank's next instruction; 0 if it has to wait for a peer, who will wake it. */
-static int advance(run *r, int32_t rank)
-{
-    runner *own = &r->ranks[rank];
-    const s1f_instruction *instruction = &own->instructions[own->next];
-    edge_state *state = instruction->edge >= 0 ? &r->states[instruction->edge] : NULL;
-    switch (instruction->opcode) {
-    case S1F_OP_POST:
-        state->posts[instruction->place] = instruction;
-        state->posted++;
-        if (state->sender_waits) {
-            state->sender_waits = 0;
-            wake(r, r->edges[instruction->edge].source_rank, own->clock);
-        }
-        break;
-    case S1F_OP_WAIT:
-        if (state->sent <= instruction->sequence) {
-            state->receiver_waits = 1;
-            state->awaited = instruction->sequence;
-            return 0;
-        }
-        break;
-    case S1F_OP_SEND:
-        if (state->posted <= instruction->sequence) {
-            state->sender_waits = 1;
-            return 0;
-        }
-        start_receive(r, instruction);
-        state->sent++;
-        if (state->receiver_waits && state->sent > state->awaited) {
-            state->receiver_waits = 0;
-            wake(r, r->edges[instruction->edge].destination_rank, own->clock);
-        }
-        break;
-    case S1F_OP_RUN: own->clock += duration(instruction->unit); break;
-    default: break;
+    for (;;) {
+        const s1f_instruction *instruction = &own->program->instructions[own->next++];
+        own->out[own->num_out++] = *instruction;
+        if (instruction->opcode == (int32_t)opcode)
+            return instruction;
     }
-    own->out[own->num_out++] = *instruction;
-    own->next++;
+}
+
+/* The next instructions are the WAITs of the next unit, unless it has what it waits for. */
+static int has_come(void *context, const s1f_stand *at, int32_t edge)
+{
+    const run *r = context;
+    const runner *own = &r->ranks[at->rank];
+    if (own->is_at_unit)
+        return 1;
+    const s1f_instruction *wait = &own->program->instructions[own->next];
+    while (wait->opcode != S1F_OP_WAIT || wait->edge != edge)
+        wait++;
+    return r->walk.links[edge].num_sent > wait->sequence;
+}
+
+/* Just before a unit the rank lets the transfers of the same time go first, and after it those that come before its end. */
+static int yields(void *context, int32_t rank, int has_run)
+{
+    run *r = context;
+    runner *own = &r->ranks[rank];
+    if (!has_run && own->is_at_unit) { /* its turn has come */
+        own->is_at_unit = 0;
+        return 0;
+    }
+    own->is_at_unit = !has_run;
+    while (!has_run && own->program->instructions[own->next].opcode == S1F_OP_WAIT)
+        copy_until(own, S1F_OP_WAIT);
+    push(r, rank);
     return 1;
 }
 
+/* Those that the rank has woken go on at its clock, and first where they go before it. */
+static int yields_to_woken(void *context, int32_t rank)
+{
+    run *r = context;
+    int yields_now = 0;
+    for (; r->walk.num_ready > 0; r->walk.num_ready--) {
+        int32_t woken = r->walk.ready[r->walk.num_ready - 1];
+        if (r->ranks[woken].clock < r->ranks[rank].clock)
+            r->ranks[woken].clock = r->ranks[rank].clock;
+        push(r, woken);
+        yields_now |= goes_before(r, woken, rank);
+    }
+    if (yields_now)
+        push(r, rank);
+    return yields_now;
+}
+
+static void run_unit(void *context, const s1f_stand *at)
+{
+    run *r = context;
+    runner *own = &r->ranks[at->rank];
+    copy_until(own, S1F_OP_RUN);
+    own->clock += at->unit->pass == S1F_PASS_BACKWARD ? 2 : 1;
+}
+
+/* A transfer starts: its receive goes to where the receiver stands. */
+static void start_transfer(void *context, const s1f_stand *at, int32_t edge)
+{
+    run *r = context;
+    const s1f_instruction *send = copy_until(&r->ranks[at->rank], S1F_OP_SEND);
+    runner *receiver = &r->ranks[r->program->edges->edges[edge].destination_rank];
+    s1f_instruction receive = *r->posts[r->first_post[edge] + send->place]; /* names the unit that will use it */
+    receive.opcode = S1F_OP_RECEIVE;
+    receiver->out[receiver->num_out++] = receive;
+}
+
+static void post_place(void *context, int32_t rank, int32_t edge)
+{
+    run *r = context;
+    const s1f_instruction *post = copy_until(&r->ranks[rank], S1F_OP_POST);
+    r->posts[r->first_post[edge] + post->place] = post;
+}
+
+/* A FREE that no POST follows. */
+static void copy_free(void *context, const s1f_stand *at)
+{
+    runner *own = &((run *)context)->ranks[at->rank];
+    if (own->next < own->program->count && own->program->instructions[own->next].opcode == S1F_OP_FREE)
+        copy_until(own, S1F_OP_FREE);
+}
+
+static const s1f_walk_rules rendezvous_rules = {.has_come = has_come,
+                                                .with_credits = 1,
+                                                .run = run_unit,
+                                                .send = start_transfer,
+                                                .post = post_place,
+                                                .through = copy_free,
+                                                .yields = yields,
+                                                .yields_to_woken = yields_to_woken};
+
 static void free_run(run *r)
 {
-    for (int32_t e = 0; r->states != NULL && e < r->num_edges; e++)
-        free(r->states[e].posts);
-    for (int32_t rank = 0; r->ranks != NULL && rank < r->num_ranks; rank++)
+    for (int32_t rank = 0; r->ranks != NULL && rank < r->program->shape.num_ranks; rank++)
         free(r->ranks[rank].out);
-    free(r->states);
     free(r->ranks);
     free(r->heap);
+    free(r->posts);
+    free(r->first_post);
+    s1f_walk_free(&r->walk);
 }
 
 static s1f_status create_run(const s1f_program *program, run *r)
 {
-    *r = (run){.program = program, .num_ranks = s1f_program_num_ranks(program)};
-    r->edges = s1f_program_edges(program, &r->num_edges);
-    r->ranks = calloc((size_t)r->num_ranks, sizeof *r->ranks);
-    r->heap = calloc((size_t)r->num_ranks, sizeof *r->heap);
-    r->states = calloc((size_t)r->num_edges + 1, sizeof *r->states);
-    int failed = r->ranks == NULL || r->heap == NULL || r->states == NULL;
-    for (int32_t rank = 0; !failed && rank < r->num_ranks; rank++) {
-        runner *own = &r->ranks[rank];
-        own->instructions = s1f_program_instructions(program, rank, &own->count);
-        int64_t num_out = own->count;
-        for (int32_t e = 0; e < r->num_edges; e++)
-            num_out += r->edges[e].destination_rank == rank ? r->edges[e].num_messages : 0;
-        own->out = malloc((size_t)(num_out + 1) * sizeof *own->out);
-        failed = own->out == NULL;
+    int32_t num_ranks = program->shape.num_ranks, num_edges = program->edges->num_edges;
+    int64_t num_places = 0;
+    *r = (run){.program = program};
+    s1f_status status = s1f_walk_create(program->edges, &program->shape, &r->walk);
+    if (status != S1F_OK)
+        return status;
+    r->ranks = calloc((size_t)num_ranks, sizeof *r->ranks);
+    r->heap = calloc((size_t)num_ranks, sizeof *r->heap);
+    r->first_post = calloc((size_t)num_edges + 1, sizeof *r->first_post);
+    for (int32_t e = 0; r->first_post != NULL && e < num_edges; e++) {
+        r->first_post[e] = num_places;
+        num_places += program->edges->edges[e].num_places;
     }
-    for (int32_t e = 0; !failed && e < r->num_edges; e++) {
-        r->states[e].posts = calloc((size_t)r->edges[e].num_places + 1, sizeof *r->states[e].posts);
-        failed = r->states[e].posts == NULL;
+    r->posts = calloc((size_t)num_places + 1, sizeof *r->posts);
+    int failed = r->ranks == NULL || r->heap == NULL || r->first_post == NULL || r->posts == NULL;
+    for (int32_t rank = 0; !failed && rank < num_ranks; rank++) {
+        r->ranks[rank].program = &program->ranks[rank];
+        int64_t num_out = program->ranks[rank].count;
+        for (int32_t e = 0; e < num_edges; e++)
+            num_out += program->edges->edges[e].destination_rank == rank ? program->edges->edges[e].num_messages : 0;
+        r->ranks[rank].out = malloc((size_t)(num_out + 1) * sizeof *r->ranks[rank].out);
+        failed = r->ranks[rank].out == NULL;
     }
-    return failed ? s1f_fail(S1F_ERR_MEMORY, "no memory to order the transfers of %d ranks", (int)r->num_ranks)
-                  : S1F_OK;
+    return failed ? s1f_fail(S1F_ERR_MEMORY, "no memory to order the transfers of %d ranks", (int)num_ranks) : S1F_OK;
 }
 
-s1f_status s1f_receives_place(const s1f_program *program, s1f_instruction **instructions, int64_t *counts)
+/* Runs all ranks against each other in time. */
+static s1f_status place_receives(run *r)
+{
+    int32_t num_ranks = r->program->shape.num_ranks, num_ended = 0;
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
+        runner *own = &r->ranks[rank];
+        s1f_walk_set_units(&r->walk, rank, own->program->units, own->program->num_units);
+        while (own->next < own->program->count && own->program->instructions[own->next].opcode == S1F_OP_POST)
+            s1f_walk_post(&r->walk, rank, own->program->instructions[own->next].edge, rendezvous_rules, r);
+        push(r, rank);
+    }
+    while (r->heap_size > 0)
+        num_ended += s1f_walk_go(&r->walk, pop(r), rendezvous_rules, r);
+    for (int32_t rank = 0; num_ended < num_ranks && rank < num_ranks; rank++)
+        if (!s1f_walk_has_ended(&r->walk, rank))
+            return s1f_fail(S1F_ERR_SCHEDULE, "rank %d is stuck at instruction %lld of %lld: credits have a cycle",
+                            (int)rank, (long long)r->ranks[rank].next, (long long)r->ranks[rank].program->count);
+    return S1F_OK;
+}
+
+/* Gives the program the instructions of the run, and the run those of the program. */
+static void exchange(s1f_program *program, run *r)
+{
+    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
+        s1f_rank_program *own = &program->ranks[rank];
+        runner *other = &r->ranks[rank];
+        s1f_instruction *instructions = own->instructions;
+        int64_t count = own->count;
+        own->instructions = other->out;
+        own->count = other->num_out;
+        other->out = instructions;
+        other->num_out = count;
+    }
+}
+
+s1f_status s1f_program_add_receives(s1f_program *program)
 {
     run r;
     s1f_status status = create_run(program, &r);
-    memset(instructions, 0, (size_t)r.num_ranks * sizeof *instructions);
-    for (int32_t rank = 0; status == S1F_OK && rank < r.num_ranks; rank++)
-        if (r.ranks[rank].count > 0)
-            push(&r, rank);
-    while (status == S1F_OK && r.heap_size > 0) {
-        int32_t rank = pop(&r);
-        if (advance(&r, rank) && r.ranks[rank].next < r.ranks[rank].count)
-            push(&r, rank);
-    }
-    for (int32_t rank = 0; status == S1F_OK && rank < r.num_ranks; rank++)
-        if (r.ranks[rank].next < r.ranks[rank].count)
-            status = s1f_fail(S1F_ERR_SCHEDULE, "rank %d is stuck at instruction %lld of %lld: credits have a cycle",
-                              (int)rank, (long long)r.ranks[rank].next, (long long)r.ranks[rank].count);
-    for (int32_t rank = 0; status == S1F_OK && rank < r.num_ranks; rank++) {
-        instructions[rank] = r.ranks[rank].out;
-        counts[rank] = r.ranks[rank].num_out;
-        r.ranks[rank].out = NULL;
+    if (status == S1F_OK)
+        status = place_receives(&r);
+    if (status == S1F_OK) {
+        exchange(program, &r);
+        if ((status = s1f_receives_check(program)) != S1F_OK)
+            exchange(program, &r);
     }
     free_run(&r);
     return status;
@@ -228,7 +287,7 @@ static s1f_status stuck(const s1f_program *program, const walker *walkers)
 {
     char texts[2][64] = {"", ""};
     int32_t ranks[2] = {-1, -1}, found = 0;
-    for (int32_t rank = 0; rank < s1f_program_num_ranks(program) && found < 2; rank++)
+    for (int32_t rank = 0; rank < program->shape.num_ranks && found < 2; rank++)
         if (current(&walkers[rank]) != NULL) {
             text_of(current(&walkers[rank]), texts[found]);
             ranks[found++] = rank;
@@ -271,7 +330,7 @@ static s1f_status walk(const s1f_edge *edges, walker *walkers, received_edge *st
 
 s1f_status s1f_receives_check(const s1f_program *program)
 {
-    int32_t num_edges, num_ranks = s1f_program_num_ranks(program), num_ready = 0, finished = 0;
+    int32_t num_edges, num_ranks = program->shape.num_ranks, num_ready = 0, finished = 0;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
     walker *walkers = calloc((size_t)num_ranks, sizeof *walkers);
     received_edge *states = calloc((size_t)num_edges + 1, sizeof *states);

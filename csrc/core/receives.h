@@ -11,11 +11,11 @@
 #ifndef S1F_RECEIVES_H
 #define S1F_RECEIVES_H
 
-#include "lower.h"
+#include "program.h"
 
-/* Every rank's instructions with its RECEIVEs, [num_ranks]; the arrays are the caller's, all NULL on an error. The program
- * has none yet. Time is that of a heap of ranks per instruction. */
-s1f_status s1f_receives_place(const s1f_program *program, s1f_instruction **instructions, int64_t *counts);
+/* Adds RECEIVEs to the instructions of every rank, and proves (s1f_receives_check) that none waits for ever. Once per
+ * program; it is unchanged on an error. Time is that of a heap of ranks per unit. */
+s1f_status s1f_program_add_receives(s1f_program *program);
 
 /* The proof for a program with receives, however they were placed: walks all ranks with transfers that need both ends
  * there, nothing else done meanwhile. It ends if and only if program order and transfers have no cycle.

@@ -6,7 +6,6 @@
 
 typedef struct {
     s1f_unit *units;
-    unsigned char *is_pair; /* [i]: i and i + 1 are one; NULL: none are */
     int64_t count, capacity;
 } order;
 
@@ -14,6 +13,7 @@ struct s1f_schedule {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
     int32_t *rank_of_stage; /* [num_stages] */
     order *orders;          /* [num_ranks] */
+    uint32_t passes;        /* bits of those that occur */
 };
 
 static s1f_status require_at_least_one(const char *name, int32_t value)
@@ -88,7 +88,7 @@ void s1f_schedule_free(s1f_schedule *schedule)
         return;
     if (schedule->orders != NULL)
         for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
-            free(schedule->orders[rank].units), free(schedule->orders[rank].is_pair);
+            free(schedule->orders[rank].units);
     free(schedule->orders);
     free(schedule->rank_of_stage);
     free(schedule);
@@ -105,8 +105,8 @@ static s1f_status require_index(s1f_unit unit, const char *name, int32_t index, 
 
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
 {
-    if (unit.pass < 0 || unit.pass >= S1F_NUM_PASSES)
-        return s1f_fail(S1F_ERR_ARG, "pass is %d, must be in 0..%d", unit.pass, S1F_NUM_PASSES - 1);
+    if (unit.pass < 0 || unit.pass >= s1f_num_passes)
+        return s1f_fail(S1F_ERR_ARG, "pass is %d, must be in 0..%d", unit.pass, s1f_num_passes - 1);
     s1f_status status = S1F_OK;
     if ((status = require_index(unit, "stage", unit.stage, schedule->num_stages)) != S1F_OK ||
         (status = require_index(unit, "micro-batch", unit.microbatch, schedule->num_microbatches)) != S1F_OK ||
@@ -120,29 +120,10 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
         if (units == NULL)
             return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
         own->units = units;
-        if (own->is_pair != NULL) {
-            unsigned char *is_pair = realloc(own->is_pair, (size_t)capacity);
-            if (is_pair == NULL)
-                return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)capacity);
-            memset(is_pair + own->capacity, 0, (size_t)(capacity - own->capacity));
-            own->is_pair = is_pair;
-        }
         own->capacity = capacity;
     }
     own->units[own->count++] = unit;
-    return S1F_OK;
-}
-
-s1f_status s1f_schedule_pair_last(s1f_schedule *schedule, int32_t rank)
-{
-    order *own = &schedule->orders[rank];
-    int64_t first = own->count - 2;
-    if (first < 0 || own->units[first].pass != S1F_PASS_FORWARD || own->units[first + 1].pass != S1F_PASS_BACKWARD)
-        return s1f_fail(S1F_ERR_ARG, "a pair is a forward and then a backward; the order of rank %d ends otherwise",
-                        rank);
-    if (own->is_pair == NULL && (own->is_pair = calloc((size_t)own->capacity, 1)) == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)own->capacity);
-    own->is_pair[first] = 1;
+    schedule->passes |= 1u << unit.pass;
     return S1F_OK;
 }
 
@@ -177,19 +158,16 @@ const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, i
     return schedule->orders[rank].units;
 }
 
-int s1f_schedule_is_pair(const s1f_schedule *schedule, int32_t rank, int64_t i)
+s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
 {
-    const order *own = &schedule->orders[rank];
-    return own->is_pair != NULL && i >= 0 && i < own->count && own->is_pair[i];
-}
-
-int s1f_schedule_has_backward(const s1f_schedule *schedule)
-{
-    for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
-        for (int64_t i = 0; i < schedule->orders[rank].count; i++)
-            if (schedule->orders[rank].units[i].pass != S1F_PASS_FORWARD)
-                return 1;
-    return 0;
+    return (s1f_shape){
+        .num_ranks = schedule->num_ranks,
+        .num_stages = schedule->num_stages,
+        .num_microbatches = schedule->num_microbatches,
+        .num_segments = schedule->num_segments,
+        .products = s1f_products_of_passes(schedule->passes),
+        .rank_of_stage = schedule->rank_of_stage,
+    };
 }
 
 int s1f_schedule_shows_stages(const s1f_schedule *schedule)

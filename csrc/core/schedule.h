@@ -4,24 +4,9 @@
 #define S1F_SCHEDULE_H
 
 #include "status.h"
-
-#include <stddef.h>
-#include <stdint.h>
+#include "unit.h"
 
 typedef struct s1f_schedule s1f_schedule; /* opaque; its fields live in schedule.c */
-
-typedef enum {
-    S1F_PASS_FORWARD = 0,         /* F */
-    S1F_PASS_BACKWARD = 1,        /* B: full backward */
-    S1F_PASS_BACKWARD_INPUT = 2,  /* I: gradient of the input only */
-    S1F_PASS_BACKWARD_WEIGHT = 3, /* W: gradient of the weights only */
-    S1F_NUM_PASSES = 4
-} s1f_pass;
-
-typedef struct {
-    int32_t pass; /* s1f_pass */
-    int32_t stage, microbatch, segment;
-} s1f_unit;
 
 /* Forward units of one schedule, num_stages * num_microbatches * num_segments; keeps every product within int64. */
 enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
@@ -33,9 +18,6 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
                                const int32_t *rank_of_stage, s1f_schedule **out);
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
-/* Makes a pair of the last two units of a rank: they start together, once the inputs of both are there, and end together,
- * each hiding waits of the other (torch: OVERLAP_F_B). S1F_ERR_ARG unless they are an F and then a B. */
-s1f_status s1f_schedule_pair_last(s1f_schedule *schedule, int32_t rank);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
 
 typedef enum {
@@ -111,10 +93,8 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
-/* 1 where units i and i + 1 of a rank are a pair. */
-int s1f_schedule_is_pair(const s1f_schedule *schedule, int32_t rank, int64_t i);
-/* 1 unless every unit goes forward. */
-int s1f_schedule_has_backward(const s1f_schedule *schedule);
+/* Counts, placement and products of the order as it stands. Its placement is borrowed. */
+s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 
@@ -134,11 +114,5 @@ s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
 /* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);
 s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out);
-
-/* The letter of a pass: F, B, I or W; and back, -1 for another letter. */
-char s1f_pass_letter(int32_t pass);
-int32_t s1f_pass_from_letter(char letter);
-/* "F1.0", or "[2]F1.0" where with_stage. Writes at most `bytes` bytes, always terminated. */
-void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
 
 #endif

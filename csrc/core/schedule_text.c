@@ -7,29 +7,6 @@
 
 enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
 
-static const char pass_letters[S1F_NUM_PASSES + 1] = "FBIW";
-
-char s1f_pass_letter(int32_t pass)
-{
-    return pass >= 0 && pass < S1F_NUM_PASSES ? pass_letters[pass] : '?';
-}
-
-int32_t s1f_pass_from_letter(char letter)
-{
-    for (int32_t pass = 0; pass < S1F_NUM_PASSES; pass++)
-        if (pass_letters[pass] == letter)
-            return pass;
-    return -1;
-}
-
-void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)
-{
-    if (with_stage)
-        snprintf(text, bytes, "[%d]%c%d.%d", unit.stage, s1f_pass_letter(unit.pass), unit.microbatch, unit.segment);
-    else
-        snprintf(text, bytes, "%c%d.%d", s1f_pass_letter(unit.pass), unit.microbatch, unit.segment);
-}
-
 /* -- writing ----------------------------------------------------------------------------------------------------- */
 
 static void csv_unit_text(const s1f_schedule *schedule, s1f_unit unit, char *text, size_t bytes)

@@ -1,4 +1,4 @@
-/* device_end.c - the order of host, streams and events around a transfer between GPUs; and the watchdog. */
+/* device_end.c - the order of host, streams and events around a transfer between GPUs. */
 #include "device_end.h"
 
 #include "../run/arena.h"
@@ -9,26 +9,7 @@
 #include <string.h>
 #include <time.h>
 
-static const int64_t WATCH_PERIOD_NS = 20 * 1000 * 1000;
 static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for transfers still under way at the end */
-
-struct s1f_watchdog {
-    s1f_group *group;
-    s1f_device *device;
-    pthread_t thread;
-    pthread_mutex_t lock; /* of its ends: what both threads touch, and every call of a mover */
-    pthread_cond_t ending;
-    int32_t is_ending, has_thread;
-    int64_t timeout_ns, progress_ns;
-    s1f_device_end *ends;
-};
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
 {
@@ -71,7 +52,7 @@ void s1f_device_end_unlock(s1f_device_end *end)
     pthread_mutex_unlock(&end->watchdog->lock);
 }
 
-static void abort_transfers(s1f_device_end *end)
+void s1f_device_end_abort(s1f_device_end *end)
 {
     if (!end->is_aborted && end->mover->abort != NULL) {
         end->is_aborted = 1;
@@ -81,7 +62,7 @@ static void abort_transfers(s1f_device_end *end)
 
 /* -- transfers ----------------------------------------------------------------------------------------------------- */
 
-static int is_over(const s1f_device_end *end, int64_t sequence)
+int s1f_device_end_is_over(const s1f_device_end *end, int64_t sequence)
 {
     const s1f_transfer *transfer = &end->transfers[sequence];
     return transfer->is_over || end->device->driver->event_query(transfer->done) == S1F_CU_SUCCESS;
@@ -89,14 +70,8 @@ static int is_over(const s1f_device_end *end, int64_t sequence)
 
 static void count_over(s1f_device_end *end)
 {
-    while (end->over < end->started && is_over(end, end->over))
+    while (end->over < end->started && s1f_device_end_is_over(end, end->over))
         end->over++;
-}
-
-static void unit_text(const s1f_transfer *transfer, char *text, size_t bytes)
-{
-    static const char passes[] = "FBIW";
-    snprintf(text, bytes, "%c%d.%d", passes[transfer->pass & 3], (int)transfer->microbatch, (int)transfer->segment);
 }
 
 /* The next transfer, with its events. Under the lock: the watchdog reads the list. */
@@ -118,9 +93,7 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
         status = checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     if (status == S1F_OK && transfer->done == NULL)
         status = checked(end, driver->event_create(&transfer->done, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
-    transfer->pass = message->pass;
-    transfer->microbatch = message->microbatch;
-    transfer->segment = message->segment;
+    transfer->unit = (s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment};
     transfer->is_over = message->payload_bytes == 0 || !message->on_device;
     *out = transfer;
     return status;
@@ -139,7 +112,7 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
-static s1f_wait_reason reason_of(const s1f_device_end *end, const char *purpose, int64_t sequence)
+s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
 {
     return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
                              .hangup_fd = end->hangup_fd,
@@ -148,12 +121,12 @@ static s1f_wait_reason reason_of(const s1f_device_end *end, const char *purpose,
                              .sequence = sequence};
 }
 
-static void fail_transfer(s1f_device_end *end, int64_t sequence, const char *why)
+void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 {
     s1f_failure failure = {.rank = end->head.peer_rank};
     char unit[sizeof failure.unit] = "a unit";
     if (sequence >= 0)
-        unit_text(&end->transfers[sequence], unit, sizeof unit);
+        s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
     snprintf(failure.unit, sizeof failure.unit, "%s", unit);
     snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
     if (sequence >= 0)
@@ -173,7 +146,7 @@ static s1f_status moved(s1f_device_end *end, s1f_status status)
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
     count_over(end); /* the oldest that is not over is what has failed, or the one that is being started */
-    fail_transfer(end, end->over < end->capacity ? end->over : -1, why);
+    s1f_device_end_fail(end, end->over < end->capacity ? end->over : -1, why);
     return s1f_group_check(end->head.group);
 }
 
@@ -190,7 +163,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
 {
     if (end->mover->settled == NULL)
         return S1F_OK;
-    s1f_wait_reason reason = reason_of(end, purpose, sequence);
+    s1f_wait_reason reason = s1f_device_end_reason(end, purpose, sequence);
     s1f_status status = s1f_device_enter(end->device);
     if (status != S1F_OK)
         return status;
@@ -393,7 +366,7 @@ static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number
     return status == S1F_OK ? end_transfer(end) : status;
 }
 
-/* Where the data needs the peer its header goes first: the peer then starts its receive. */
+/* If the data needs the peer, its header goes first: the peer then starts its receive. */
 static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message *message,
                               const void *const *tensors)
 {
@@ -436,7 +409,7 @@ static int has_all(void *context)
         count_over(end);
     if (end->over != before) { /* hosts may wait for the GPU as long as it works */
         char unit[32], what[S1F_WHAT_BYTES];
-        unit_text(&end->transfers[end->over - 1], unit, sizeof unit);
+        s1f_unit_text(end->transfers[end->over - 1].unit, 0, unit, sizeof unit);
         snprintf(what, sizeof what, "%s on the GPU", unit);
         s1f_group_progress(end->head.group, what);
     }
@@ -452,7 +425,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     if (status != S1F_OK)
         return status;
     if (failed)
-        abort_transfers(end);
+        s1f_device_end_abort(end);
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
         status = checked(
             end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[end->started - 1].done, 0),
@@ -461,7 +434,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     status = leave(end, status);
     if (failed || status != S1F_OK || !head->is_receiver)
         return status;
-    s1f_wait_reason reason = reason_of(end, "waiting on the GPU for", end->started - 1);
+    s1f_wait_reason reason = s1f_device_end_reason(end, "waiting on the GPU for", end->started - 1);
     reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
     if ((status = s1f_device_enter(end->device)) != S1F_OK)
         return status;
@@ -474,7 +447,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
 static int is_idle(s1f_device_end *end)
 {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
-    for (int64_t until = now_ns() + FAREWELL_NS; now_ns() < until; nanosleep(&pause, NULL)) {
+    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL)) {
         count_over(end);
         if (end->over == end->started)
             return 1;
@@ -519,7 +492,7 @@ void s1f_device_end_close(s1f_edge_end *head)
     s1f_device_end_lock(end);
     unlink_end(end);
     if (!idle)
-        abort_transfers(end);
+        s1f_device_end_abort(end);
     s1f_device_end_unlock(end);
     if (idle || is_idle(end)) /* then units that read its places end as well */
         end->device->driver->stream_synchronize(end->device->compute);
@@ -587,116 +560,4 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
     watchdog->ends = end;
     pthread_mutex_unlock(&watchdog->lock);
     return status;
-}
-
-/* -- the watchdog ---------------------------------------------------------------------------------------------------- */
-
-/* Looks at an end's oldest transfer. */
-static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
-{
-    int64_t before = end->seen_over;
-    while (end->seen_over < end->started && is_over(end, end->seen_over))
-        end->seen_over++;
-    if (end->seen_over != before) {
-        watchdog->progress_ns = now;
-        end->seen_started = 0;
-    }
-    if (end->seen_over == end->started)
-        return;
-    if (!end->seen_started) {
-        if (end->device->driver->event_query(end->transfers[end->seen_over].started) != S1F_CU_SUCCESS)
-            return;
-        end->seen_started = 1;
-        end->stuck_since_ns = now;
-    }
-    int64_t since = end->stuck_since_ns > watchdog->progress_ns ? end->stuck_since_ns : watchdog->progress_ns;
-    if (now - since <= watchdog->timeout_ns)
-        return;
-    char why[96];
-    snprintf(why, sizeof why, "its transfer has been under way for %.1f s", (double)(now - since) * 1e-9);
-    fail_transfer(end, end->seen_over, why);
-}
-
-static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
-{
-    s1f_wait_reason reason = reason_of(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
-    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK)
-        return;
-    if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
-        fail_transfer(end, reason.sequence, s1f_last_error());
-        return;
-    }
-    watch_transfer(watchdog, end, now);
-}
-
-static void *watch(void *context)
-{
-    s1f_watchdog *watchdog = context;
-    int relaxed = S1F_CU_CAPTURE_RELAXED; /* so that its queries are allowed while somebody captures a graph */
-    if (s1f_device_enter(watchdog->device) != S1F_OK)
-        return NULL;
-    watchdog->device->driver->capture_mode(&relaxed);
-    pthread_mutex_lock(&watchdog->lock);
-    while (!watchdog->is_ending) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        int64_t now = (int64_t)until.tv_sec * 1000000000 + until.tv_nsec, then = now + WATCH_PERIOD_NS;
-        for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
-            watch_end(watchdog, end, now);
-        if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
-            for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
-                abort_transfers(end);
-        until = (struct timespec){.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
-        while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
-            continue;
-    }
-    pthread_mutex_unlock(&watchdog->lock);
-    s1f_device_leave(watchdog->device);
-    return NULL;
-}
-
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out)
-{
-    s1f_watchdog *watchdog = calloc(1, sizeof *watchdog);
-    if (watchdog == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for a watchdog");
-    watchdog->group = group;
-    watchdog->device = device;
-    watchdog->timeout_ns = timeout_ns;
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_mutex_init(&watchdog->lock, NULL);
-    pthread_cond_init(&watchdog->ending, &attributes);
-    pthread_condattr_destroy(&attributes);
-    int error = pthread_create(&watchdog->thread, NULL, watch, watchdog);
-    watchdog->has_thread = error == 0;
-    if (error != 0) {
-        s1f_watchdog_free(watchdog);
-        return s1f_fail(S1F_ERR_SYSTEM, "no thread for the watchdog: %s", strerror(error));
-    }
-    *out = watchdog;
-    return S1F_OK;
-}
-
-void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns)
-{
-    pthread_mutex_lock(&watchdog->lock);
-    watchdog->timeout_ns = timeout_ns;
-    pthread_mutex_unlock(&watchdog->lock);
-}
-
-void s1f_watchdog_free(s1f_watchdog *watchdog)
-{
-    if (watchdog == NULL)
-        return;
-    pthread_mutex_lock(&watchdog->lock);
-    watchdog->is_ending = 1;
-    pthread_cond_signal(&watchdog->ending);
-    pthread_mutex_unlock(&watchdog->lock);
-    if (watchdog->has_thread)
-        pthread_join(watchdog->thread, NULL);
-    pthread_cond_destroy(&watchdog->ending);
-    pthread_mutex_destroy(&watchdog->lock);
-    free(watchdog);
 }

@@ -1,4 +1,4 @@
-/* device_end.h - edges whose payloads stay in GPU memory: what NCCL's and the copy engine's have in common.
+/* device_end.h - edges whose payloads stay in GPU memory: the part that NCCL's and the copy engine's share.
  *
  * Headers go over a control edge, which is an edge of host memory (arena.h): so credits, checks of messages, waiting,
  * failures and a lost peer are those of every other edge, and a rank knows each message before its data. The host never
@@ -13,25 +13,15 @@
  *     finish     host: waits until what it received is there (so that no optimizer's step reads half a gradient)
  *
  * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
- * allocated. A thread per rank, the watchdog, looks after what the host does not wait for: a failed group, a peer that
- * is gone, an error of a transfer, a transfer that has started and does not end. It ends the step on every rank, and
- * aborts the transfers, so that a host which waits for the GPU elsewhere comes back. */
+ * allocated. The watchdog (watchdog.h) looks after what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
 #define S1F_DEVICE_END_H
 
+#include "../core/schedule.h"
 #include "../run/p2p.h"
-#include "device.h"
+#include "watchdog.h"
 
-#include <pthread.h>
-
-typedef struct s1f_watchdog s1f_watchdog;
 typedef struct s1f_device_end s1f_device_end;
-
-/* One per rank and device; both borrowed. timeout_ns: a transfer that has started and does not end for so long, while no
- * other of the rank ended either, is a failure. */
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out);
-void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
-void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns);
 
 typedef struct {
     s1f_cu_address address;
@@ -44,8 +34,8 @@ typedef struct {
 
 typedef struct { /* one message of this step; events are made once and used again by every step */
     s1f_cu_event started, done;
-    int32_t pass, microbatch, segment; /* of the unit that produced it */
-    int32_t is_over;                   /* nothing to wait for: it had no bytes, or went through host memory */
+    s1f_unit unit;   /* that produced it */
+    int32_t is_over; /* nothing to wait for: it had no bytes, or went through host memory */
 } s1f_transfer;
 
 typedef struct { /* how bytes move. Called with the GPU's context current. */
@@ -100,6 +90,14 @@ void s1f_device_end_close(s1f_edge_end *end);
 /* Around calls of a mover's own, so that the watchdog makes none meanwhile. */
 void s1f_device_end_lock(s1f_device_end *end);
 void s1f_device_end_unlock(s1f_device_end *end);
+
+/* The watchdog calls these, under the lock. is_over: the transfer of a message has ended. fail: ends the step on every
+ * rank; sequence is -1 if no message is to blame. abort: ends what is under way, once. */
+int s1f_device_end_is_over(const s1f_device_end *end, int64_t sequence);
+void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why);
+void s1f_device_end_abort(s1f_device_end *end);
+/* purpose: "waiting for"; sequence: -1: none. */
+s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence);
 
 /* Waits until the mover's last call is enqueued. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);

@@ -3,12 +3,6 @@
 
 #include <stdlib.h>
 
-typedef struct {
-    const s1f_tape *tape;
-    const s1f_memory_bytes *bytes;
-    s1f_memory_peak live, peak; /* of the rank that is walked */
-} counter;
-
 static int64_t at(const int64_t *values, int64_t i)
 {
     return values != NULL ? values[i] : 0;
@@ -19,58 +13,52 @@ static int64_t greater(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Live bytes only grow when a unit begins. */
-static void raise_peak(counter *c)
+/* Bytes that a unit of each stage and segment takes of each kind, and what a rank holds of them now. */
+typedef struct {
+    int64_t *bytes[S1F_NUM_HOLDINGS]; /* [stage][segment] */
+    int64_t live[S1F_NUM_HOLDINGS], units, total;
+} ledger;
+
+static int create_ledger(const s1f_shape *shape, const s1f_memory_bytes *given, ledger *l)
 {
-    s1f_memory_peak *live = &c->live, *peak = &c->peak;
-    live->total = live->activations + live->output_gradients + live->kv + live->kv_gradients + live->receive;
-    peak->units = greater(peak->units, live->units);
-    peak->activations = greater(peak->activations, live->activations);
-    peak->output_gradients = greater(peak->output_gradients, live->output_gradients);
-    peak->kv = greater(peak->kv, live->kv);
-    peak->kv_gradients = greater(peak->kv_gradients, live->kv_gradients);
-    peak->total = greater(peak->total, live->total);
+    int64_t k = shape->num_segments, cells = shape->num_stages * k;
+    int64_t *bytes = malloc((size_t)(cells * S1F_NUM_HOLDINGS) * sizeof *bytes);
+    if (bytes == NULL)
+        return 0;
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
+        l->bytes[h] = bytes + h * cells;
+    for (int64_t i = 0; i < cells; i++) {
+        int64_t activation = at(given->activation, i), kept = given->kept != NULL ? given->kept[i] : activation;
+        l->bytes[S1F_HOLDS_SAVED][i] = activation - kept;
+        l->bytes[S1F_HOLDS_FOR_WEIGHT][i] = kept;
+        l->bytes[S1F_HOLDS_OUTPUT_GRADIENT][i] = at(given->output_gradient, i);
+        l->bytes[S1F_HOLDS_KV][i] = at(given->kv, i / k);
+        l->bytes[S1F_HOLDS_KV_GRADIENT][i] = at(given->kv_gradient, i / k);
+    }
+    return 1;
 }
 
-static void count_unit(counter *c, const s1f_tape_unit *unit)
+/* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
+static inline void change(ledger *l, uint32_t holdings, int64_t sign, int64_t cell)
 {
-    const s1f_memory_bytes *bytes = c->bytes;
-    int32_t stage = unit->kind / S1F_NUM_PASSES, last_segment = c->tape->num_segments - 1;
-    s1f_pass pass = (s1f_pass)(unit->kind % S1F_NUM_PASSES);
-    int64_t cell = (int64_t)stage * c->tape->num_segments + unit->segment;
-    int64_t activation = at(bytes->activation, cell);
-    int64_t kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
-    int goes_back = pass == S1F_PASS_BACKWARD || pass == S1F_PASS_BACKWARD_INPUT;
+    l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
+    for (; holdings != 0; holdings &= holdings - 1) {
+        int h = __builtin_ctz(holdings);
+        int64_t bytes = sign * l->bytes[h][cell];
+        l->live[h] += bytes;
+        l->total += bytes;
+    }
+}
 
-    if (pass == S1F_PASS_FORWARD) {
-        c->live.units++;
-        c->live.activations += activation;
-        if (unit->segment == 0)
-            c->live.kv += at(bytes->kv, stage);
-    } else if (goes_back && unit->segment == last_segment) {
-        c->live.kv_gradients += at(bytes->kv_gradient, stage);
-    }
-    if (pass == S1F_PASS_BACKWARD_INPUT)
-        c->live.output_gradients += at(bytes->output_gradient, cell);
-    raise_peak(c);
-
-    if (goes_back && unit->segment == 0) {
-        c->live.kv -= at(bytes->kv, stage);
-        c->live.kv_gradients -= at(bytes->kv_gradient, stage);
-    } else if (!c->tape->has_backward && unit->segment == last_segment) {
-        c->live.kv -= at(bytes->kv, stage);
-    }
-    if (pass == S1F_PASS_BACKWARD_INPUT)
-        c->live.activations -= activation - kept;
-    if (!c->tape->kinds[unit->kind].last_reads)
-        return;
-    c->live.units--;
-    if (pass == S1F_PASS_BACKWARD_WEIGHT) {
-        c->live.activations -= kept;
-        c->live.output_gradients -= at(bytes->output_gradient, cell);
-    } else {
-        c->live.activations -= activation;
-    }
+/* Live bytes only grow when a unit begins. */
+static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
+{
+    peak->units = greater(peak->units, l->units);
+    peak->activations = greater(peak->activations, l->live[S1F_HOLDS_SAVED] + l->live[S1F_HOLDS_FOR_WEIGHT]);
+    peak->output_gradients = greater(peak->output_gradients, l->live[S1F_HOLDS_OUTPUT_GRADIENT]);
+    peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV]);
+    peak->kv_gradients = greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT]);
+    peak->total = greater(peak->total, l->total);
 }
 
 /* Every sum is at most `most_held` values of five kinds. */
@@ -83,14 +71,14 @@ static s1f_status require_bytes(const char *name, const int64_t *values, int64_t
     return S1F_OK;
 }
 
-static s1f_status check_bytes(const s1f_tape *tape, const s1f_memory_bytes *bytes)
+static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes *bytes)
 {
-    int64_t stages = tape->num_stages, cells = stages * tape->num_segments, most_held = 1;
-    for (int32_t rank = 0; rank < tape->num_ranks; rank++)
-        most_held = greater(most_held, tape->num_units[rank]);
-    int64_t num_places = 0;
-    for (int32_t e = 0; e < tape->num_edges; e++)
-        num_places += tape->edges[e].num_places;
+    const s1f_shape *shape = &program->shape;
+    int64_t stages = shape->num_stages, cells = stages * shape->num_segments, most_held = 1, num_places = 0;
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        most_held = greater(most_held, program->ranks[rank].num_units);
+    for (int32_t e = 0; e < program->edges->num_edges; e++)
+        num_places += program->edges->edges[e].num_places;
     most_held = greater(most_held, num_places);
     s1f_status status;
     if ((status = require_bytes("activation bytes of a unit", bytes->activation, cells, most_held)) != S1F_OK ||
@@ -99,7 +87,7 @@ static s1f_status check_bytes(const s1f_tape *tape, const s1f_memory_bytes *byte
             S1F_OK ||
         (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a message", bytes->message, tape->num_segments, most_held)) != S1F_OK)
+        (status = require_bytes("bytes of a message", bytes->message, shape->num_segments, most_held)) != S1F_OK)
         return status;
     for (int64_t i = 0; bytes->kept != NULL && i < cells; i++)
         if (bytes->kept[i] > at(bytes->activation, i))
@@ -108,25 +96,37 @@ static s1f_status check_bytes(const s1f_tape *tape, const s1f_memory_bytes *byte
     return S1F_OK;
 }
 
-s1f_status s1f_tape_memory(const s1f_tape *tape, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
+s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
 {
-    s1f_status status = check_bytes(tape, bytes);
+    const s1f_shape *shape = &program->shape;
+    s1f_status status = check_bytes(program, bytes);
     if (status != S1F_OK)
         return status;
+    s1f_lifetime_table table = s1f_lifetimes_of(shape);
     int64_t largest_message = 0;
-    for (int32_t segment = 0; segment < tape->num_segments; segment++)
+    for (int32_t segment = 0; segment < shape->num_segments; segment++)
         largest_message = greater(largest_message, at(bytes->message, segment));
-    for (int32_t rank = 0; rank < tape->num_ranks; rank++)
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
-    for (int32_t e = 0; e < tape->num_edges; e++)
-        peaks[tape->edges[e].destination_rank].receive += tape->edges[e].num_places * largest_message;
-    for (int32_t rank = 0; rank < tape->num_ranks; rank++) {
-        counter c = {.tape = tape, .bytes = bytes, .live = peaks[rank], .peak = peaks[rank]};
-        s1f_tape_reader reader;
-        s1f_tape_rewind(tape, rank, &reader);
-        while (reader.next < reader.end || s1f_tape_refill(tape, rank, &reader))
-            count_unit(&c, reader.next++);
-        peaks[rank] = c.peak;
+    for (int32_t e = 0; e < program->edges->num_edges; e++) {
+        const s1f_edge *edge = &program->edges->edges[e];
+        peaks[edge->destination_rank].receive += edge->num_places * largest_message;
     }
+    ledger l = {.total = 0};
+    if (!create_ledger(shape, bytes, &l))
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to count the bytes of %d stages", shape->num_stages);
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
+        l.total = peaks[rank].total = peaks[rank].receive; /* all else was given back by the rank before */
+        for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
+            s1f_unit unit = program->ranks[rank].units[i];
+            s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
+            int64_t cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
+            change(&l, lifetimes.takes, 1, cell);
+            if (lifetimes.takes != 0)
+                raise_peak(&l, &peaks[rank]);
+            change(&l, lifetimes.frees, -1, cell);
+        }
+    }
+    free(l.bytes[0]);
     return S1F_OK;
 }

@@ -1,18 +1,13 @@
 /* memory.h - the bytes that each rank holds while it walks its order.
  *
- * What lives from when to when, by passes of the same stage (I stands for B where the backward is split):
- *   activations        what F saved, from F to the end of B; where split, all of it to the end of I and the part that
- *                      W reads to the end of W
- *   output gradients   what I leaves for W, from I to the end of W
- *   KV slot            of a micro-batch, from F of segment 0 to the end of B of segment 0
- *   dK/dV slab         of a micro-batch, from B of the last segment to the end of B of segment 0
- *   receive places     the whole step, each as large as the largest message
- * Where nothing goes back an activation lives while F runs and a KV slot ends with F of the last segment.
+ * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
+ * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots, dK/dV slabs. In addition receive places, for the whole step, each as
+ * large as the largest message.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
 #define S1F_MEMORY_H
 
-#include "tape.h"
+#include "../core/program.h"
 
 typedef struct {                     /* NULL: nothing, but for `kept` */
     const int64_t *activation;       /* [stage][segment] bytes of a unit */
@@ -29,6 +24,6 @@ typedef struct { /* of one rank: units, then bytes; each kind at its own peak */
 
 /* peaks[num_ranks]. S1F_ERR_ARG if a number is negative, if `kept` is more than the whole, or if the sums could
  * overflow. Linear in the number of units. Pure. */
-s1f_status s1f_tape_memory(const s1f_tape *tape, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
+s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
 
 #endif

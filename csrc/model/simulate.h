@@ -2,30 +2,28 @@
  *
  * The same rules as the executor: a rank walks its program in order; WAIT ends when the message has come, SEND begins
  * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other at
- * its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. A pair starts once the inputs
- * of both are there, and both results leave at its end; the executor runs F and then B. */
+ * its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. */
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
-#include "tape.h"
+#include "../core/program.h"
 
 typedef struct {
-    /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass that occurs; or by its number in
-     * the order of its rank, [rank][i], to replay what was measured. */
-    const double *pass_seconds[S1F_NUM_PASSES];
+    /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass (NULL: 0); or by its number in the
+     * order of its rank, [rank][i], to replay what was measured. */
+    const double *pass_seconds[S1F_MAX_PASSES];
     const double *const *unit_seconds;
-    /* Of the edges between stages s and s + 1, both ways alike, [s] up to the last stage but one; NULL: 0. */
+    /* [s] up to the last stage but one, for the edges whose lower stage is s, both ways alike; NULL: 0. */
     const double *latency;          /* seconds from the end of a transfer to the arrival */
     const double *seconds_per_byte; /* of a link: 1 / bandwidth; 0: infinite */
     const int64_t *message_bytes;   /* [segment]: activation and gradient alike; NULL: 0 */
     double send;                    /* seconds that a sender itself spends on each SEND */
-    double overlap;                 /* share, 0 to 1, of the shorter unit of a pair that the other one hides */
     /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit i
      * of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
     double jitter;
     /* The same of a message's time on the link and of its latency. Message n of an edge, counted over all steps, takes
      * draw n of splitmix64 started at seed + (num_ranks + 2 s + b) * 0xd1342543de82ef95, s the lower of its two stages,
-     * b 1 for a gradient. Each message arrives by itself: a late one may come after the next. */
+     * b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the gradients). Each message arrives by itself: a late one may come after the next. */
     double transfer_jitter;
     uint64_t seed;
     /* Steps in a row; 0 counts as 1. After a step a rank runs its optimizer for optimizer[rank] seconds (NULL: 0), at
@@ -73,15 +71,14 @@ typedef struct { /* of the first step, but for `period` */
     int64_t path_length;
 } s1f_simulation;
 
-/* Time is linear in the number of units; so is memory where a timeline is kept, else it is linear in ranks and places.
+/* Time and memory are linear in the number of units.
  * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range.
  * *out is owned by the caller and untouched on error. Pure. */
-s1f_status s1f_tape_simulate(const s1f_tape *tape, const s1f_costs *costs, s1f_keep keep, s1f_simulation **out);
-/* The same of a program, with its timeline. */
-s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_simulation **out);
+s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep,
+                                s1f_simulation **out);
 void s1f_simulation_free(s1f_simulation *simulation); /* NULL is fine */
 /* What jitter multiplies the seconds of a message by, counted over all steps; 1 without. */
-double s1f_message_scale(const s1f_tape *tape, const s1f_costs *costs, int32_t edge, int64_t message);
+double s1f_message_scale(const s1f_program *program, const s1f_costs *costs, int32_t edge, int64_t message);
 /* The lower of the two stages that an edge joins. */
 int32_t s1f_edge_boundary(const s1f_edge *edge);
 

@@ -3,6 +3,7 @@
 
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 
 static _Thread_local const s1f_current_unit *unit_of_thread;
 static _Atomic(const s1f_current_unit *) unit_of_process;
@@ -37,4 +38,11 @@ s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit)
                     "%s cannot start while %s runs: two engines are inside a step in one process (ranks that are "
                     "threads of one process need a LoopbackGroup)",
                     wanted, running);
+}
+
+void s1f_current_unit_set_state(void *state)
+{
+    s1f_current_unit *unit = (s1f_current_unit *)(uintptr_t)s1f_current_unit_get();
+    if (unit != NULL)
+        unit->state = state;
 }

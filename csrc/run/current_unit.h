@@ -1,6 +1,7 @@
 /* current_unit.h - which unit runs now: the one ambient thing.
  *
- * The executor sets it around every RUN; ops read it when they run. So a compiled graph never depends on the offset,
+ * The executor sets it around every RUN; ops read it when they run, and whoever computes the unit hangs on it what its
+ * modules may ask for. So a compiled graph never depends on the offset,
  * and nothing about the unit is an argument of an op. On CUDA, backward and recomputation run on autograd's device
  * threads, so a thread-local alone is wrong there: the thread's unit comes first (ranks that are threads of one process,
  * the loopback), else the process's (the one engine that is inside a step). */
@@ -19,6 +20,7 @@ typedef struct {
     int64_t offset, length;     /* tokens: first position of the segment, tokens in it */
     int64_t sequence_length;    /* tokens of the whole sequence */
     struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step */
+    void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
 
 /* The unit that runs on this thread, NULL outside a step. Borrowed. */
@@ -28,5 +30,8 @@ const s1f_current_unit *s1f_current_unit_get(void);
  * Setting the process's while another one is set is S1F_ERR_STATE: two engines inside a step in one process. */
 void s1f_current_unit_set_thread(const s1f_current_unit *unit);
 s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit);
+
+/* Sets the state of the unit that runs on this thread; nothing happens outside a step. */
+void s1f_current_unit_set_state(void *state);
 
 #endif

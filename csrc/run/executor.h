@@ -11,24 +11,26 @@
 #include "kv_cache.h"
 #include "p2p.h"
 
-typedef struct { /* what a unit hands to a neighbouring stage */
+typedef struct { /* what a unit hands to other stages */
     int32_t num_tensors;
     s1f_tensor_header tensors[S1F_MAX_TENSORS]; /* dtype, flags, ndim, sizes, bytes */
     const void *data[S1F_MAX_TENSORS];          /* contiguous; NULL where flagged S1F_TENSOR_NONE */
-    void *keep;                                 /* the callback's; released once it is sent */
+    void *keep;                                 /* the callback's; released once per SEND */
 } s1f_result;
 
-typedef struct {                /* how a unit's input came */
-    const s1f_message *message; /* NULL: the first stage's own, a loss, or handed over within the rank */
+typedef struct { /* a message for a unit */
+    const s1f_message *message;
     const void *payload;
     int32_t edge, place;
 } s1f_input;
 
 typedef struct {
     void *context;
-    /* Computes the unit. `result` is zeroed before and read only where a SEND follows (is_sent). */
-    s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *input, int32_t is_sent,
-                      s1f_result *result);
+    /* Computes the unit. inputs: the messages that the program has it wait for, in the order of its WAITs; what comes
+     * from this rank itself is not among them. `result` is zeroed before and read only if num_sends > 0; each of so many
+     * SENDs, of the same data on different edges, releases `keep` once. */
+    s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
+                      int32_t num_sends, s1f_result *result);
     void (*release)(void *context, void *keep);
     /* Segment sizes for a sequence length that another rank chose: fills sizes[num_segments]. */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
@@ -59,7 +61,7 @@ void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes);
 
-/* The unit that ran, or was about to, when the last step ended. */
+/* The unit of the last instruction that began in the last step: where a step that failed stood. */
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end. Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);

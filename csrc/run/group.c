@@ -30,8 +30,8 @@ typedef struct { /* what a rank does; one cache line, written by that rank (or i
 
 _Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
 
-/* What one rank gives to a gather. Two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so all have
- * read round g. */
+/* One rank's contribution to a gather. It has two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so
+ * all have read round g. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
     int32_t bytes[2];
@@ -58,7 +58,7 @@ struct s1f_group {
     void *context;
 };
 
-static int64_t now_ns(void)
+int64_t s1f_now_ns(void)
 {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -156,12 +156,12 @@ static void write_row(progress_row *row, const char *what, int64_t time_ns)
 
 void s1f_group_progress(s1f_group *group, const char *what)
 {
-    write_row(&group->rows[group->rank], what, now_ns());
+    write_row(&group->rows[group->rank], what, s1f_now_ns());
 }
 
 void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for)
 {
-    write_row(&group->rows[rank], what, now_ns() - age_ns);
+    write_row(&group->rows[rank], what, s1f_now_ns() - age_ns);
     atomic_store_explicit(&group->rows[rank].waiting_for, waiting_for + 1, memory_order_relaxed);
 }
 
@@ -183,7 +183,7 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
     }
     memcpy(what, words, S1F_WHAT_BYTES);
     what[S1F_WHAT_BYTES - 1] = '\0';
-    *age_ns = time_ns == 0 ? -1 : now_ns() - time_ns;
+    *age_ns = time_ns == 0 ? -1 : s1f_now_ns() - time_ns;
     *waiting_for = atomic_load_explicit(&row->waiting_for, memory_order_relaxed) - 1;
 }
 
@@ -311,7 +311,7 @@ static void describe_seconds(int64_t ns, char *text, size_t bytes)
     snprintf(text, bytes, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
 }
 
-/* What every rank then reads is the failure that came first, so that text, rank, unit and edge are of one. */
+/* Every rank then reads the failure that came first, so that text, rank, unit and edge belong together. */
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {
@@ -413,12 +413,12 @@ static int sleep_a_while(const awaited *what)
 
 static s1f_status sleep_until(s1f_group *group, const awaited *what, const s1f_wait_reason *reason)
 {
-    int64_t start = now_ns(), asked = start, looked = start;
+    int64_t start = s1f_now_ns(), asked = start, looked = start;
     for (;;) {
         int handler_ran = sleep_a_while(what);
         if (is_over(what))
             return S1F_OK;
-        int64_t now = now_ns();
+        int64_t now = s1f_now_ns();
         if (what->signal == NULL && now - looked < SLICE_NS && !handler_ran)
             continue;
         looked = now;
@@ -438,14 +438,14 @@ static s1f_status wait_until(s1f_group *group, const awaited *what, const s1f_wa
     if (is_over(what))
         return S1F_OK;
     if (group->spin_ns > 0) {
-        int64_t end = now_ns() + group->spin_ns;
+        int64_t end = s1f_now_ns() + group->spin_ns;
         do {
             for (int i = 0; i < SPINS_PER_CLOCK; i++) {
                 if (is_over(what))
                     return S1F_OK;
                 cpu_relax();
             }
-        } while (now_ns() < end);
+        } while (s1f_now_ns() < end);
     }
     progress_row *row = &group->rows[group->rank];
     atomic_store_explicit(&row->waiting_for, reason->peer_rank + 1, memory_order_relaxed);

@@ -44,9 +44,9 @@ int64_t s1f_group_step(const s1f_group *group);
 
 /* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
 void s1f_group_progress(s1f_group *group, const char *what);
-/* The same for another rank, as learnt by a watcher. age_ns: how long ago it was; waiting_for: a rank or -1. */
+/* Sets another rank's progress, as learnt by a watcher. age_ns: how long ago it was; waiting_for: a rank or -1. */
 void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for);
-/* What a rank does, since how long, and whom it waits for (-1: nobody). Age -1: it never reported. */
+/* Reads what a rank does, for how long, and whom it waits for (-1: nobody). An age of -1: it never reported. */
 void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
                             int32_t *waiting_for);
 
@@ -57,7 +57,7 @@ typedef struct {
     int32_t rank;                                                                  /* that failed first, -1: nobody */
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
 } s1f_failure;
-/* The same with all that is known, as learnt by a watcher. Returns 0 if another failure came first. */
+/* Ends the step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came first. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once somebody failed. */
 s1f_status s1f_group_check(const s1f_group *group);
@@ -73,7 +73,7 @@ void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have l
 s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
 
-/* What a rank can wait for: a 64-bit position that another thread or process raises. Futex on its low half. */
+/* A rank waits for signals: 64-bit positions that another thread or process raises. A futex lies on the low half. */
 typedef struct {
     _Atomic uint64_t position;
     _Atomic uint32_t sleepers;
@@ -93,10 +93,12 @@ struct s1f_wait_reason { /* who is waited for and why: for errors */
  * hang-up (S1F_ERR_PEER), interruption, and the time-out (S1F_ERR_TIMEOUT), which counts from the last progress of
  * the peer, or of whoever the peer in turn waits for. Hang-up and time-out are published as failures of the group. */
 s1f_status s1f_group_wait(s1f_group *group, s1f_signal *signal, uint64_t target, const s1f_wait_reason *reason);
-/* The same for what raises no signal, as work on a GPU: asks is_done, at first without pause, then every 50 us.
+/* Waits for something that raises no signal, as work on a GPU: asks is_done, at first without pause, then every 50 us.
  * is_done may report progress of this rank. */
 s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void *context,
                           const s1f_wait_reason *reason);
+/* Nanoseconds of the clock that all of this goes by, CLOCK_MONOTONIC. */
+int64_t s1f_now_ns(void);
 /* Raises the position and wakes who sleeps on it. */
 void s1f_signal_raise(s1f_signal *signal, uint64_t position);
 

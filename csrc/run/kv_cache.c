@@ -1,26 +1,16 @@
 /* kv_cache.c - slabs found by (stage, layer), rows addressed by unit, order checked by serial numbers. */
 #include "kv_cache.h"
 
-#include <pthread.h>
+#include "layer_keys.h"
+
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 enum {
-    SLAB_ALIGNMENT = 64, /* bytes: one AVX-512 vector, one cache line */
     /* Tokens of a sequence whose slabs give rows back. Attention costs a row as many keys as there are tokens, touching
      * its memory again some page faults: 2 to 5 % of that here, and up to half of it at 2048 tokens. */
     RELEASE_TOKENS = 8192
 };
-
-typedef struct {
-    void *data;
-    int64_t bytes; /* allocated */
-    const s1f_slab_memory *memory;
-    int64_t device;
-    void *owner; /* memory's, NULL where it is malloc's */
-} slab;
 
 typedef struct {
     int64_t serial; /* of the latest F, 0: none; see "States" in the header */
@@ -47,13 +37,13 @@ typedef struct {
 } stage_state;
 
 typedef struct {
-    slab k, v, docs;
+    s1f_slab k, v, docs;
     int64_t *written; /* [num_segments] serial of the F that wrote the segment's rows */
     int32_t num_segments;
 } layer_slot;
 
 typedef struct {
-    slab dk, dv;
+    s1f_slab dk, dv;
     int64_t tag;          /* of the slot whose gradients it holds */
     int32_t last_segment; /* that contributed */
 } layer_grads;
@@ -75,122 +65,11 @@ struct s1f_kv_cache {
     int32_t num_stages, num_entries, entry_capacity;
     stage_state *stages;
     layer_entry *entries;
-    slab scratch;
+    s1f_slab scratch;
     int64_t kv_bytes, grad_bytes, scratch_bytes;
 };
 
-/* -- layer keys ------------------------------------------------------------------------------------------------ */
-
-static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
-static int64_t *registry; /* ascending */
-static int64_t registry_size, registry_capacity;
-
-static int64_t registry_position(int64_t layer) /* of the first key >= layer */
-{
-    int64_t low = 0, high = registry_size;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (registry[middle] < layer)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-static s1f_status registry_insert(int64_t layer)
-{
-    int64_t position = registry_position(layer);
-    if (position < registry_size && registry[position] == layer)
-        return S1F_OK;
-    if (registry_size == registry_capacity) {
-        int64_t capacity = registry_capacity > 0 ? 2 * registry_capacity : 64;
-        int64_t *grown = realloc(registry, (size_t)capacity * sizeof *grown);
-        if (grown == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld layer keys", (long long)capacity);
-        registry = grown;
-        registry_capacity = capacity;
-    }
-    memmove(registry + position + 1, registry + position, (size_t)(registry_size - position) * sizeof *registry);
-    registry[position] = layer;
-    registry_size++;
-    return S1F_OK;
-}
-
-s1f_status s1f_layer_register(int64_t layer)
-{
-    if (layer < 0)
-        return s1f_fail(S1F_ERR_ARG, "layer key is %lld, must be at least 0", (long long)layer);
-    pthread_mutex_lock(&registry_lock);
-    s1f_status status = registry_insert(layer);
-    pthread_mutex_unlock(&registry_lock);
-    return status;
-}
-
-int s1f_layer_is_registered(int64_t layer)
-{
-    pthread_mutex_lock(&registry_lock);
-    int64_t position = registry_position(layer);
-    int found = position < registry_size && registry[position] == layer;
-    pthread_mutex_unlock(&registry_lock);
-    return found;
-}
-
-/* When the extension is unloaded or the process ends. */
-__attribute__((destructor)) static void registry_free(void)
-{
-    pthread_mutex_lock(&registry_lock);
-    free(registry);
-    registry = NULL;
-    registry_size = registry_capacity = 0;
-    pthread_mutex_unlock(&registry_lock);
-}
-
 /* -- memory ---------------------------------------------------------------------------------------------------- */
-
-static void slab_free(slab *s)
-{
-    if (s->memory == NULL)
-        free(s->data);
-    else
-        s->memory->free(s->owner);
-    *s = (slab){0};
-}
-
-/* Makes the slab hold at least `bytes`, in the memory that `where` names. What it held is gone where it must grow or move:
- * the old memory goes first, so that the two are never held together. */
-static s1f_status slab_reserve(slab *s, int64_t bytes, const s1f_layer_shape *where, int64_t *total)
-{
-    if (bytes <= s->bytes && s->memory == where->memory && s->device == where->device)
-        return S1F_OK;
-    *total -= s->bytes;
-    slab_free(s);
-    slab made = {.bytes = bytes, .memory = where->memory, .device = where->device};
-    int failed = made.memory == NULL ? posix_memalign(&made.data, SLAB_ALIGNMENT, (size_t)bytes) != 0
-                                     : made.memory->allocate(made.device, bytes, &made.data, &made.owner) != S1F_OK;
-    if (failed)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for a KV cache slab of %lld bytes (%lld are held)", (long long)bytes,
-                        (long long)*total);
-    *s = made;
-    *total += bytes;
-    return S1F_OK;
-}
-
-/* Gives back the memory of rows [begin, end) of every strip (one per batch entry and kv head), whole pages only. What lies
- * behind `end` in a strip is dead too. The next touch finds zeros. */
-static void slab_release_rows(const slab *s, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end)
-{
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), data = (uintptr_t)s->data;
-    for (int64_t i = 0; i < strips; i++) {
-        uintptr_t strip = data + (uintptr_t)(i * strip_bytes);
-        uintptr_t first = (strip + (uintptr_t)begin + page - 1) / page * page;
-        uintptr_t last = (strip + (uintptr_t)end + page - 1) / page * page;
-        if (last > strip + (uintptr_t)strip_bytes)
-            last = (strip + (uintptr_t)strip_bytes) / page * page;
-        if (first < last)
-            (void)madvise((void *)first, last - first, MADV_DONTNEED);
-    }
-}
 
 /* *array of `size` elements grows to `wanted`, new ones zero. */
 static s1f_status grow_zeroed(void **array, int32_t *size, int32_t wanted, size_t element_bytes)
@@ -235,28 +114,27 @@ void s1f_kv_cache_free(s1f_kv_cache *cache)
     for (int32_t i = 0; i < cache->num_entries; i++) {
         layer_entry *entry = &cache->entries[i];
         for (int32_t j = 0; j < entry->num_slots; j++) {
-            slab_free(&entry->slots[j].k);
-            slab_free(&entry->slots[j].v);
-            slab_free(&entry->slots[j].docs);
+            s1f_slab_free(&entry->slots[j].k);
+            s1f_slab_free(&entry->slots[j].v);
+            s1f_slab_free(&entry->slots[j].docs);
             free(entry->slots[j].written);
         }
         for (int32_t j = 0; j < entry->num_grads; j++) {
-            slab_free(&entry->grads[j].dk);
-            slab_free(&entry->grads[j].dv);
+            s1f_slab_free(&entry->grads[j].dk);
+            s1f_slab_free(&entry->grads[j].dv);
         }
         free(entry->slots);
         free(entry->grads);
     }
     free(cache->entries);
-    slab_free(&cache->scratch);
+    s1f_slab_free(&cache->scratch);
     free_stages(cache);
     free(cache);
 }
 
 s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out)
 {
-    const s1f_layer_shape here = {.memory = NULL};
-    s1f_status status = slab_reserve(&cache->scratch, bytes, &here, &cache->scratch_bytes);
+    s1f_status status = s1f_slab_reserve(&cache->scratch, bytes, NULL, 0, &cache->scratch_bytes);
     if (status == S1F_OK)
         *out = cache->scratch.data;
     return status;
@@ -389,6 +267,11 @@ static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     return S1F_OK;
 }
 
+static int holds(const slot_state *slot, const s1f_current_unit *unit)
+{
+    return slot->live && slot->microbatch == unit->unit.microbatch;
+}
+
 static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot)
 {
     int32_t s = unit->unit.segment;
@@ -401,7 +284,7 @@ static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *uni
         *slot = (slot_state){
             .microbatch = unit->unit.microbatch, .live = 1, .tag = cache->serial + 1, .segments = segments};
     }
-    if (slot->microbatch != unit->unit.microbatch || !slot->live)
+    if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
     if (slot->forwards != s)
@@ -419,7 +302,7 @@ static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *un
                                  grad_slot_state *grads)
 {
     int32_t s = unit->unit.segment, next = cache->num_segments - 1 - slot->backwards;
-    if (slot->microbatch != unit->unit.microbatch || !slot->live)
+    if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
     if (slot->forwards != cache->num_segments)
@@ -469,8 +352,8 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
             continue;
         int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
         int64_t row = shape->head_dim * s1f_dtype_bytes(shape->dtype);
-        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(shape->dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
-        const slab *slabs[] = {NULL, NULL, NULL, NULL};
+        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
+        const s1f_slab *slabs[] = {NULL, NULL, NULL, NULL};
         if (unit->kv_slot < entry->num_slots) {
             slabs[0] = &entry->slots[unit->kv_slot].k;
             slabs[1] = &entry->slots[unit->kv_slot].v;
@@ -482,7 +365,8 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
         for (int32_t j = 0; j < 4; j++) {
             int64_t bytes = j < 2 ? row : grad_row;
             if (slabs[j] != NULL)
-                slab_release_rows(slabs[j], strips, cache->sequence_length * bytes, unit->offset * bytes, end * bytes);
+                s1f_slab_release_rows(slabs[j], strips, cache->sequence_length * bytes, unit->offset * bytes,
+                                      end * bytes);
         }
     }
 }
@@ -496,7 +380,7 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
     s1f_status status = find_slots(cache, unit, &slot, &grads);
     if (status != S1F_OK)
         return status;
-    if (slot->microbatch != unit->unit.microbatch || !slot->live)
+    if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: finished without having begun", name_of(unit).text);
     if (is_forward(unit)) {
         slot->forwards = unit->unit.segment + 1;
@@ -582,6 +466,12 @@ static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, l
                     s1f_dtype_name(fixed->dtype), fixed->with_docs ? "with" : "without");
 }
 
+/* In the memory that the layer's shape names. */
+static s1f_status reserve(const layer_entry *entry, s1f_slab *slab, int64_t bytes, int64_t *total)
+{
+    return s1f_slab_reserve(slab, bytes, entry->shape.memory, entry->shape.device, total);
+}
+
 static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_slot **out)
 {
     void *slots = entry->slots;
@@ -595,12 +485,12 @@ static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t 
     slot->written = written;
     int64_t bytes = element_count(cache, &entry->shape) * s1f_dtype_bytes(entry->shape.dtype);
     if (status == S1F_OK)
-        status = slab_reserve(&slot->k, bytes, &entry->shape, &cache->kv_bytes);
+        status = reserve(entry, &slot->k, bytes, &cache->kv_bytes);
     if (status == S1F_OK)
-        status = slab_reserve(&slot->v, bytes, &entry->shape, &cache->kv_bytes);
+        status = reserve(entry, &slot->v, bytes, &cache->kv_bytes);
     if (status == S1F_OK && entry->shape.with_docs)
-        status = slab_reserve(&slot->docs, entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t),
-                              &entry->shape, &cache->kv_bytes);
+        status = reserve(entry, &slot->docs, entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t),
+                         &cache->kv_bytes);
     *out = slot;
     return status;
 }
@@ -613,10 +503,9 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
         return status;
     entry->grads = grads;
     *out = &entry->grads[index];
-    int64_t bytes = element_count(cache, &entry->shape) *
-                    s1f_dtype_bytes(entry->shape.dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32);
-    status = slab_reserve(&(*out)->dk, bytes, &entry->shape, &cache->grad_bytes);
-    return status == S1F_OK ? slab_reserve(&(*out)->dv, bytes, &entry->shape, &cache->grad_bytes) : status;
+    int64_t bytes = element_count(cache, &entry->shape) * s1f_dtype_bytes(s1f_dtype_of_sums(entry->shape.dtype));
+    status = reserve(entry, &(*out)->dk, bytes, &cache->grad_bytes);
+    return status == S1F_OK ? reserve(entry, &(*out)->dv, bytes, &cache->grad_bytes) : status;
 }
 
 /* Every segment before `end` must have been written by the micro-batch that holds the slot. */
@@ -650,7 +539,7 @@ static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit
     int begun = is_forward(unit)
                     ? state->segments[s].serial != 0 && state->forwards == s
                     : state->forwards == cache->num_segments && state->backwards == cache->num_segments - 1 - s;
-    if (state->microbatch != unit->unit.microbatch || !state->live || !begun)
+    if (!holds(state, unit) || !begun)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has not begun", name_of(unit).text);
     return S1F_OK;
 }

@@ -16,13 +16,14 @@
  * segment it comes from (a layer may be skipped in the last).
  * Any use out of order is S1F_ERR_STATE and names stage, layer, micro-batch and segment.
  *
- * Layer keys: registered by s1f_layer_register (process-wide); any other value is rejected, never used as an index.
+ * Layer keys: registered (layer_keys.h); any other value is rejected, never used as an index.
  * Threads: one cache belongs to one rank, whose units run one at a time; no lock. */
 #ifndef S1F_KV_CACHE_H
 #define S1F_KV_CACHE_H
 
 #include "../core/dtype.h"
 #include "current_unit.h"
+#include "slab.h"
 
 typedef struct s1f_kv_cache s1f_kv_cache;
 
@@ -30,12 +31,6 @@ typedef struct {
     int32_t stage;
     int32_t kv_slots, grad_slots; /* from s1f_program_stage_peak */
 } s1f_stage_slots;
-
-typedef struct { /* memory for slabs that is not malloc's, as of a device */
-    /* *owner is what free takes back. */
-    s1f_status (*allocate)(int64_t device, int64_t bytes, void **data, void **owner);
-    void (*free)(void *owner);
-} s1f_slab_memory;
 
 typedef struct { /* what a layer's slab holds, and where; fixed by its first use in a step */
     int64_t batch, kv_heads, head_dim;
@@ -90,8 +85,5 @@ void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *g
 /* Layers used since begin_step, index ascending from 0: 0 past the last, else 1 and what its slabs hold. */
 int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage, int64_t *layer,
                        s1f_layer_shape *shape);
-
-s1f_status s1f_layer_register(int64_t layer); /* S1F_ERR_ARG below 0; again is fine; any thread */
-int s1f_layer_is_registered(int64_t layer);
 
 #endif

@@ -1,6 +1,8 @@
 /* p2p.c - what all transports share: building, checking and naming messages. */
 #include "p2p.h"
 
+#include "../core/schedule.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -67,11 +69,12 @@ int64_t s1f_message_payload_bytes(const void *place)
 /* "F1.0 of step 7 (train), stage 0 to 1, message 5" */
 static void message_text(const s1f_message *message, char *text, size_t bytes)
 {
-    static const char passes[] = "FBIW";
-    char pass = message->pass >= 0 && message->pass < 4 ? passes[message->pass] : '?';
-    snprintf(text, bytes, "%c%d.%d of step %lld (%s), stage %d to %d, message %lld", pass, (int)message->microbatch,
-             (int)message->segment, (long long)message->step, message->training ? "train" : "eval",
-             (int)message->source_stage, (int)message->destination_stage, (long long)message->sequence);
+    char unit[32];
+    s1f_unit_text((s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment}, 0, unit,
+                  sizeof unit);
+    snprintf(text, bytes, "%s of step %lld (%s), stage %d to %d, message %lld", unit, (long long)message->step,
+             message->training ? "train" : "eval", (int)message->source_stage, (int)message->destination_stage,
+             (long long)message->sequence);
 }
 
 /* A message that a reader may follow: every tensor lies within the payload. */
@@ -164,7 +167,7 @@ void s1f_edge_end_free(s1f_edge_end *end)
 /* A stage may give its input's gradient by B and its neighbour by I. */
 static int goes_forward(const s1f_message *message)
 {
-    return message->pass == 0;
+    return message->pass == S1F_PASS_FORWARD;
 }
 
 s1f_status s1f_message_check(const s1f_message *message, const s1f_message *expected)

@@ -93,7 +93,7 @@ s1f_status s1f_p2p_count_sent(s1f_edge_end *end, int64_t *count);
 s1f_status s1f_p2p_finish(s1f_edge_end *end, int32_t failed);
 void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
 
-/* For transports that move bytes: bytes behind the header of the message in a place, -1 where there is no message. */
+/* Bytes behind the header of the message in a place, -1 if there is no message: for transports that move bytes. */
 int64_t s1f_message_payload_bytes(const void *place);
 
 /* S1F_ERR_STATE unless a place holds message `sequence` of its edge and every tensor lies within its payload. */

@@ -8,6 +8,7 @@
  * end in their order]. Ours; any counts. Where the backward shall be whole, its time is that of I, and W takes none and
  * follows at once. */
 #include "families.h"
+#include "in_time.h"
 #include "search.h"
 
 #include <math.h>
@@ -45,12 +46,12 @@ typedef struct {
     const double *tails; /* [F, I, W][stage][segment] */
     s1f_search *search;
     rule rule;
-    int32_t *stages;       /* [rank][v] ascending */
-    int64_t *stage_bytes;  /* [stage] of one micro-batch */
-    int64_t *batch_bytes;  /* [rank] of one micro-batch */
-    int64_t *limits;       /* [rank] bytes under this rule */
-    double *forward_end;   /* [stage][micro-batch][segment] seconds */
-    double *input_end;     /* the same for I */
+    int32_t *stages;      /* [rank][v] ascending */
+    int64_t *stage_bytes; /* [stage] of one micro-batch */
+    int64_t *batch_bytes; /* [rank] of one micro-batch */
+    int64_t *limits;      /* [rank] bytes under this rule */
+    s1f_board board;
+    s1f_edges *edges;
     int64_t *num_forwards; /* [stage] that have started, in plain order */
     int64_t *num_inputs;   /* [stage] */
     int64_t *num_weights;  /* [stage] */
@@ -72,12 +73,6 @@ static s1f_unit unit_at(const s1f_problem *p, s1f_pass pass, int32_t stage, int6
     return (s1f_unit){(int32_t)pass, stage, (int32_t)(i / k), pass == S1F_PASS_FORWARD ? s : k - 1 - s};
 }
 
-static double *end_of(const lister *l, double *ends, s1f_unit unit)
-{
-    const s1f_problem *p = l->problem;
-    return &ends[((int64_t)unit.stage * p->num_microbatches + unit.microbatch) * p->num_segments + unit.segment];
-}
-
 static int64_t cell_of(const lister *l, s1f_unit unit)
 {
     return (int64_t)unit.stage * l->problem->num_segments + unit.segment;
@@ -91,14 +86,6 @@ static int table_of(s1f_unit unit)
 static double seconds_of(const lister *l, s1f_unit unit)
 {
     return l->problem->seconds[table_of(unit)][cell_of(l, unit)];
-}
-
-static double arrival(const lister *l, double *ends, s1f_unit unit, int32_t stage)
-{
-    const s1f_problem *p = l->problem;
-    double lag = p->rank_of_stage[stage] == p->rank_of_stage[unit.stage] ? 0 : p->transfer;
-    unit.stage = stage;
-    return *end_of(l, ends, unit) + lag;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -139,27 +126,15 @@ static int fits(const lister *l, int32_t rank, s1f_unit forward)
 
 /* -- the next unit of a rank --------------------------------------------------------------------------------------- */
 
-/* The next F of a stage and when its input is there; 0 where that is not known, or none is left. */
-static int next_forward(const lister *l, int32_t stage, choice *next)
+/* The next F (I) of a stage and when its inputs are there; 0 where that is not known, or none is left. */
+static int next_on_path(const lister *l, s1f_pass pass, int32_t stage, choice *next)
 {
-    int64_t i = l->num_forwards[stage];
-    if (i == units_per_stage(l->problem) || (stage > 0 && l->num_forwards[stage - 1] <= i))
+    int64_t i = pass == S1F_PASS_FORWARD ? l->num_forwards[stage] : l->num_inputs[stage];
+    if (i == units_per_stage(l->problem))
         return 0;
-    next->unit = unit_at(l->problem, S1F_PASS_FORWARD, stage, i);
-    next->begin = stage == 0 ? 0 : arrival(l, l->forward_end, next->unit, stage - 1);
-    return 1;
-}
-
-static int next_input(const lister *l, int32_t stage, choice *next)
-{
-    int64_t i = l->num_inputs[stage], k = l->problem->num_segments;
-    int is_last = stage == l->problem->num_stages - 1;
-    if (i == units_per_stage(l->problem) || l->num_forwards[stage] < (i / k + 1) * k ||
-        (!is_last && l->num_inputs[stage + 1] <= i))
-        return 0;
-    next->unit = unit_at(l->problem, S1F_PASS_BACKWARD_INPUT, stage, i);
-    next->begin = is_last ? 0 : arrival(l, l->input_end, next->unit, stage + 1);
-    return 1;
+    next->unit = unit_at(l->problem, pass, stage, i);
+    next->begin = s1f_board_ready(&l->board, next->unit);
+    return !isinf(next->begin);
 }
 
 /* The rank's oldest W; 0: none. */
@@ -172,7 +147,7 @@ static int next_weight(const lister *l, int32_t rank, s1f_unit *weight)
         if (l->num_weights[stage] == l->num_inputs[stage])
             continue;
         s1f_unit unit = unit_at(l->problem, S1F_PASS_BACKWARD_WEIGHT, stage, l->num_weights[stage]);
-        double end = *end_of(l, l->input_end, unit);
+        double end = s1f_board_end(&l->board, unit, S1F_PRODUCT_INPUT_GRADIENT);
         if (end < oldest) {
             oldest = end;
             *weight = unit;
@@ -206,7 +181,7 @@ static choice choose_on_path(const lister *l, int32_t rank, int *is_full)
     for (int round = 0; round < 2; round++) /* first: when could any start? */
         for (int32_t i = 0; i < 2 * v; i++) {
             int32_t stage = l->stages[rank * v + i / 2];
-            if (!(i % 2 == 0 ? next_forward(l, stage, &found) : next_input(l, stage, &found)))
+            if (!next_on_path(l, i % 2 == 0 ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT, stage, &found))
                 continue;
             found.begin = fmax(found.begin, now);
             int is_refused = found.unit.pass == S1F_PASS_FORWARD && !fits(l, rank, found.unit);
@@ -255,12 +230,11 @@ static void start_unit(lister *l, int32_t rank, choice chosen)
     int64_t bytes = l->problem->unit_bytes[cell_of(l, unit)];
     double end = chosen.begin + seconds_of(l, unit);
     l->rank_free[rank] = end;
+    s1f_board_start(&l->board, unit, end);
     if (unit.pass == S1F_PASS_FORWARD) {
-        *end_of(l, l->forward_end, unit) = end;
         l->num_forwards[unit.stage]++;
         l->held[rank] += bytes;
     } else if (unit.pass == S1F_PASS_BACKWARD_INPUT) {
-        *end_of(l, l->input_end, unit) = end;
         l->num_inputs[unit.stage]++;
     } else {
         l->num_weights[unit.stage]++;
@@ -286,6 +260,7 @@ static int64_t limit_of(const lister *l, int32_t rank)
 static void walk(lister *l)
 {
     const s1f_problem *p = l->problem;
+    s1f_board_clear(&l->board);
     for (int32_t stage = 0; stage < p->num_stages; stage++)
         l->num_forwards[stage] = l->num_inputs[stage] = l->num_weights[stage] = 0;
     for (int32_t rank = 0; rank < p->num_ranks; rank++) {
@@ -307,9 +282,11 @@ static void walk(lister *l)
         s1f_unit unit = l->choices[rank].unit;
         start_unit(l, rank, l->choices[rank]);
         l->choices[rank] = choose(l, rank);
-        for (int32_t stage = unit.stage - 1; stage <= unit.stage + 1; stage += 2)
-            if (stage >= 0 && stage < p->num_stages && p->rank_of_stage[stage] != rank)
-                l->choices[p->rank_of_stage[stage]] = choose(l, p->rank_of_stage[stage]);
+        s1f_edge_list out = l->edges->kinds[s1f_kind(unit)].out;
+        for (int32_t i = 0; i < out.count; i++) {
+            int32_t other = l->edges->edges[out.edges[i]].destination_rank;
+            l->choices[other] = choose(l, other);
+        }
     }
     s1f_search_offer(l->search);
 }
@@ -323,8 +300,8 @@ static void free_lister(lister *l)
     free(l->num_weights);
     free(l->num_inputs);
     free(l->num_forwards);
-    free(l->input_end);
-    free(l->forward_end);
+    s1f_edges_free(l->edges);
+    s1f_board_free(&l->board);
     free(l->limits);
     free(l->batch_bytes);
     free(l->stage_bytes);
@@ -334,13 +311,11 @@ static void free_lister(lister *l)
 static s1f_status create_lister(lister *l)
 {
     const s1f_problem *p = l->problem;
-    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, cells = S * (size_t)units_per_stage(p);
+    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages;
     if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
         (l->stage_bytes = calloc(S, sizeof *l->stage_bytes)) == NULL ||
         (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
         (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
-        (l->forward_end = malloc(cells * sizeof *l->forward_end)) == NULL ||
-        (l->input_end = malloc(cells * sizeof *l->input_end)) == NULL ||
         (l->num_forwards = malloc(S * sizeof *l->num_forwards)) == NULL ||
         (l->num_inputs = malloc(S * sizeof *l->num_inputs)) == NULL ||
         (l->num_weights = malloc(S * sizeof *l->num_weights)) == NULL ||
@@ -358,7 +333,9 @@ static s1f_status create_lister(lister *l)
             l->stage_bytes[stage] += p->unit_bytes[(int64_t)stage * p->num_segments + s];
         l->batch_bytes[p->rank_of_stage[stage]] += l->stage_bytes[stage];
     }
-    return S1F_OK;
+    s1f_shape shape = s1f_problem_shape(p);
+    s1f_status status = s1f_board_create(&shape, p->transfer, &l->board);
+    return status != S1F_OK ? status : s1f_edges_create(&shape, &l->edges);
 }
 
 static s1f_status offer_lists(const s1f_problem *problem, s1f_search *search)

@@ -4,114 +4,73 @@
  * else the F of its deepest stage that is ready. F = 1, B = 2 per rank and micro-batch: makespan 3 P + 2 (P - 1) for
  * w = 1, at most 3 P + 2 (P - 1) / w + 1 / w for w = 2 and 3 (seen for P up to 8); peak v P. */
 #include "families.h"
+#include "in_time.h"
 
 #include <stdlib.h>
 
-enum { FORWARD = 1, BACKWARD = 2 }; /* seconds of F and B */
-
 typedef struct {
     const s1f_request *request;
-    int64_t now;                           /* seconds */
-    int64_t *forward_end, *backward_end;   /* [stage * M + micro-batch], INT64_MAX: not started */
+    s1f_board board;
     int32_t *next_forward, *next_backward; /* [stage] micro-batch */
-    int64_t *free;                         /* [rank] when its unit ends */
     s1f_schedule *out;
-} walk;
+} builder;
 
-static int64_t *end_of(const walk *w, int64_t *ends, int32_t stage, int32_t microbatch)
+static int is_ready(const builder *b, s1f_unit unit, double now)
 {
-    return &ends[(int64_t)stage * w->request->num_microbatches + microbatch];
-}
-
-static int32_t num_stages(const walk *w)
-{
-    return w->request->num_ranks * w->request->stages_per_rank;
-}
-
-static int is_ready(const walk *w, s1f_unit unit)
-{
-    int32_t stage = unit.stage, m = unit.microbatch;
-    if (m == w->request->num_microbatches)
-        return 0;
-    if (unit.pass == S1F_PASS_FORWARD)
-        return stage == 0 || *end_of(w, w->forward_end, stage - 1, m) <= w->now;
-    return *end_of(w, w->forward_end, stage, m) <= w->now &&
-           (stage == num_stages(w) - 1 || *end_of(w, w->backward_end, stage + 1, m) <= w->now);
+    return unit.microbatch < b->request->num_microbatches && s1f_board_ready(&b->board, unit) <= now;
 }
 
 /* What a free rank does: the oldest micro-batch's B, else an F; 0: it waits. */
-static int choose(const walk *w, int32_t rank, s1f_unit *unit)
+static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds)
 {
-    int32_t P = w->request->num_ranks, v = w->request->stages_per_rank;
+    const builder *b = context;
+    int32_t P = b->request->num_ranks, v = b->request->stages_per_rank;
     s1f_unit backward = {S1F_PASS_BACKWARD, 0, -1, 0}, forward = {S1F_PASS_FORWARD, 0, -1, 0};
     for (int32_t turn = v - 1; turn >= 0; turn--) { /* deeper stages first */
         int32_t stage = turn * P + (turn % 2 == 0 ? rank : P - 1 - rank);
-        s1f_unit b = {S1F_PASS_BACKWARD, stage, w->next_backward[stage], 0};
-        s1f_unit f = {S1F_PASS_FORWARD, stage, w->next_forward[stage], 0};
-        if (is_ready(w, b) && (backward.microbatch < 0 || b.microbatch < backward.microbatch))
-            backward = b;
-        if (is_ready(w, f) && forward.microbatch < 0)
-            forward = f;
+        s1f_unit back = {S1F_PASS_BACKWARD, stage, b->next_backward[stage], 0};
+        s1f_unit ahead = {S1F_PASS_FORWARD, stage, b->next_forward[stage], 0};
+        if (is_ready(b, back, now) && (backward.microbatch < 0 || back.microbatch < backward.microbatch))
+            backward = back;
+        if (is_ready(b, ahead, now) && forward.microbatch < 0)
+            forward = ahead;
     }
     *unit = backward.microbatch >= 0 ? backward : forward;
+    *seconds = unit->pass == S1F_PASS_FORWARD ? 1 : 2;
     return unit->microbatch >= 0;
 }
 
-static s1f_status start(walk *w, int32_t rank, s1f_unit unit)
+static s1f_status start(void *context, int32_t rank, s1f_unit unit)
 {
-    int is_forward = unit.pass == S1F_PASS_FORWARD;
-    w->free[rank] = w->now + (is_forward ? FORWARD : BACKWARD);
-    *end_of(w, is_forward ? w->forward_end : w->backward_end, unit.stage, unit.microbatch) = w->free[rank];
-    ++*(is_forward ? &w->next_forward[unit.stage] : &w->next_backward[unit.stage]);
-    return s1f_schedule_append(w->out, unit);
-}
-
-/* Whoever is free goes on, so the walk never stops short. */
-static s1f_status run(walk *w)
-{
-    int64_t left = 2 * (int64_t)num_stages(w) * w->request->num_microbatches;
-    s1f_status status = S1F_OK;
-    for (w->now = 0; left > 0 && status == S1F_OK; w->now++)
-        for (int32_t rank = 0; rank < w->request->num_ranks && status == S1F_OK; rank++) {
-            s1f_unit unit;
-            if (w->free[rank] > w->now || !choose(w, rank, &unit))
-                continue;
-            status = start(w, rank, unit);
-            left--;
-        }
-    return status;
+    builder *b = context;
+    (void)rank;
+    ++*(unit.pass == S1F_PASS_FORWARD ? &b->next_forward[unit.stage] : &b->next_backward[unit.stage]);
+    return s1f_schedule_append(b->out, unit);
 }
 
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    walk w = {.request = request};
-    size_t stages = (size_t)num_stages(&w), cells = stages * (size_t)request->num_microbatches;
-    s1f_status status = s1f_schedule_place(request, s1f_placement_wave, &w.out);
+    static const s1f_clock_rules rules = {choose, start};
+    builder b = {.request = request};
+    s1f_status status = s1f_schedule_place(request, s1f_placement_wave, &b.out);
     if (status != S1F_OK)
         return status;
-    w.forward_end = malloc(cells * sizeof *w.forward_end);
-    w.backward_end = malloc(cells * sizeof *w.backward_end);
-    w.next_forward = calloc(stages, sizeof *w.next_forward);
-    w.next_backward = calloc(stages, sizeof *w.next_backward);
-    w.free = calloc((size_t)request->num_ranks, sizeof *w.free);
-    if (!w.forward_end || !w.backward_end || !w.next_forward || !w.next_backward || !w.free) {
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to order %zu stages", stages);
-        goto done;
+    s1f_shape shape = s1f_schedule_shape(b.out);
+    shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
+    b.next_forward = calloc((size_t)shape.num_stages, sizeof *b.next_forward);
+    b.next_backward = calloc((size_t)shape.num_stages, sizeof *b.next_backward);
+    if (b.next_forward == NULL || b.next_backward == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to order %d stages", shape.num_stages);
+    if (status == S1F_OK && (status = s1f_board_create(&shape, 0, &b.board)) == S1F_OK)
+        status = s1f_run_in_time(&b.board, 2 * (int64_t)shape.num_stages * shape.num_microbatches, 0, &rules, &b);
+    if (status == S1F_OK) {
+        *out = b.out;
+        b.out = NULL;
     }
-    for (size_t i = 0; i < cells; i++)
-        w.forward_end[i] = w.backward_end[i] = INT64_MAX;
-    if ((status = run(&w)) == S1F_OK) {
-        *out = w.out;
-        w.out = NULL;
-    }
-
-done:
-    free(w.free);
-    free(w.next_backward);
-    free(w.next_forward);
-    free(w.backward_end);
-    free(w.forward_end);
-    s1f_schedule_free(w.out);
+    s1f_board_free(&b.board);
+    free(b.next_backward);
+    free(b.next_forward);
+    s1f_schedule_free(b.out);
     return status;
 }
 

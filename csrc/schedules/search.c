@@ -25,6 +25,7 @@ typedef struct {
 
 struct s1f_search {
     const s1f_problem *problem;
+    s1f_shape shape;
     int32_t num_units;
     double bound;   /* no order takes less */
     double *work;   /* [rank] seconds of its units */
@@ -61,44 +62,75 @@ static double lag_between(const s1f_problem *p, int32_t stage, int32_t other)
     return p->rank_of_stage[stage] == p->rank_of_stage[other] ? 0 : p->transfer;
 }
 
+s1f_shape s1f_problem_shape(const s1f_problem *p)
+{
+    return (s1f_shape){
+        .num_ranks = p->num_ranks,
+        .num_stages = p->num_stages,
+        .num_microbatches = p->num_microbatches,
+        .num_segments = p->num_segments,
+        .products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD),
+        .rank_of_stage = p->rank_of_stage,
+    };
+}
+
+/* Row of a product in tables by pass: it is made by one of F, I and W. */
+static int32_t split_pass(int32_t pass)
+{
+    int32_t product = S1F_PRODUCT_OUTPUT;
+    while (!s1f_pass_makes(pass, (s1f_product)product))
+        product++;
+    return product;
+}
+
+static s1f_unit maker_of(s1f_product product, s1f_unit cell)
+{
+    static const int32_t passes[S1F_SPLIT_PASSES] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD_INPUT,
+                                                     S1F_PASS_BACKWARD_WEIGHT};
+    cell.pass = passes[product];
+    return cell;
+}
+
+/* Lengthens the tails of all that a unit waits for by way of it. */
+static void lengthen_inputs(const s1f_problem *p, const s1f_shape *shape, s1f_unit unit, double *tails)
+{
+    int64_t cells = (int64_t)p->num_stages * p->num_segments, cell = (int64_t)unit.stage * p->num_segments;
+    int32_t pass = split_pass(unit.pass);
+    double tail = p->seconds[pass][cell + unit.segment] + tails[pass * cells + cell + unit.segment];
+    s1f_unit_input input;
+    for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);) {
+        int64_t earlier = (int64_t)input.maker.stage * p->num_segments + input.maker.segment;
+        double *longest = &tails[(int64_t)input.product * cells + earlier];
+        *longest = fmax(*longest, lag_between(p, unit.stage, input.maker.stage) + tail);
+    }
+}
+
+/* From the last units of a micro-batch to its first: each comes before all that it waits for. */
 void s1f_problem_tails(const s1f_problem *p, double *tails)
 {
     int32_t S = p->num_stages, k = p->num_segments;
-    int64_t cells = (int64_t)S * k;
-    double *forward = tails, *input = tails + cells, *weight = tails + 2 * cells;
-    for (int32_t stage = 0; stage < S; stage++)
-        for (int32_t s = 0; s < k; s++) {
-            int64_t cell = (int64_t)stage * k + s;
-            weight[cell] = 0;
-            input[cell] = p->seconds[2][cell];
-            if (s > 0)
-                input[cell] = fmax(input[cell], p->seconds[1][cell - 1] + input[cell - 1]);
-            if (stage > 0)
-                input[cell] =
-                    fmax(input[cell], lag_between(p, stage, stage - 1) + p->seconds[1][cell - k] + input[cell - k]);
-        }
-    for (int32_t stage = S - 1; stage >= 0; stage--)
-        for (int32_t s = k - 1; s >= 0; s--) {
-            int64_t cell = (int64_t)stage * k + s;
-            forward[cell] =
-                s == k - 1 ? p->seconds[1][cell] + input[cell] : p->seconds[0][cell + 1] + forward[cell + 1];
-            if (stage + 1 < S)
-                forward[cell] =
-                    fmax(forward[cell], lag_between(p, stage, stage + 1) + p->seconds[0][cell + k] + forward[cell + k]);
-        }
+    s1f_shape shape = s1f_problem_shape(p);
+    for (int64_t i = 0; i < (int64_t)S1F_SPLIT_PASSES * S * k; i++)
+        tails[i] = 0;
+    for (int32_t product = S1F_SPLIT_PASSES - 1; product >= 0; product--)
+        for (int32_t i = 0; i < S; i++)
+            for (int32_t j = 0; j < k; j++) {
+                int goes_on = product == S1F_PRODUCT_OUTPUT; /* to later stages and segments */
+                s1f_unit cell = {0, goes_on ? S - 1 - i : i, 0, goes_on ? k - 1 - j : j};
+                lengthen_inputs(p, &shape, maker_of((s1f_product)product, cell), tails);
+            }
 }
 
-static int32_t split_pass(int32_t pass)
+static int32_t id_of_product(const s1f_search *x, s1f_product product, s1f_unit cell)
 {
-    return pass == S1F_PASS_FORWARD ? 0 : pass == S1F_PASS_BACKWARD_INPUT ? 1 : 2;
+    const s1f_problem *p = x->problem;
+    return (((int32_t)product * p->num_stages + cell.stage) * p->num_microbatches + cell.microbatch) * p->num_segments +
+           cell.segment;
 }
 
 static int32_t id_of(const s1f_search *x, s1f_unit unit)
 {
-    const s1f_problem *p = x->problem;
-    return ((split_pass(unit.pass) * p->num_stages + unit.stage) * p->num_microbatches + unit.microbatch) *
-               p->num_segments +
-           unit.segment;
+    return id_of_product(x, (s1f_product)split_pass(unit.pass), unit);
 }
 
 static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
@@ -107,19 +139,19 @@ static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
     int32_t id = id_of(x, unit), pass = split_pass(unit.pass);
     int64_t cell = (int64_t)unit.stage * p->num_segments + unit.segment;
     int64_t cells = (int64_t)p->num_stages * p->num_segments;
-    int32_t before = unit.pass == S1F_PASS_FORWARD ? unit.stage - 1 : unit.stage + 1;
-    s1f_unit source = {unit.pass, before, unit.microbatch, unit.segment};
+    s1f_unit_input input;
     x->units[id] = unit;
     x->rank[id] = p->rank_of_stage[unit.stage];
     x->seconds[id] = p->seconds[pass][cell];
     x->tail[id] = tails[pass * cells + cell];
     x->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
     x->work[x->rank[id]] += x->seconds[id];
-    if (unit.pass == S1F_PASS_BACKWARD_WEIGHT || before < 0 || before == p->num_stages)
-        return;
-    x->source[id] = id_of(x, source);
-    x->target[x->source[id]] = id;
-    x->lag[id] = lag_between(p, unit.stage, before);
+    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);)
+        if (input.way == S1F_COMES_FROM_STAGE) {
+            x->source[id] = id_of_product(x, input.product, input.maker);
+            x->target[x->source[id]] = id;
+            x->lag[id] = lag_between(p, unit.stage, input.maker.stage);
+        }
 }
 
 /* No rank starts before the first unit reaches it, then all its work follows; and one micro-batch goes all the way. */
@@ -141,15 +173,14 @@ static double lower_bound(const s1f_search *x, const double *tails)
 
 static void fill(s1f_search *x, const double *tails)
 {
-    static const int32_t passes[] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD_INPUT, S1F_PASS_BACKWARD_WEIGHT};
     const s1f_problem *p = x->problem;
     for (int32_t id = 0; id < x->num_units; id++)
         x->source[id] = x->target[id] = -1;
-    for (int32_t pass = 0; pass < S1F_SPLIT_PASSES; pass++)
+    for (int product = 0; product < S1F_SPLIT_PASSES; product++)
         for (int32_t stage = 0; stage < p->num_stages; stage++)
             for (int32_t m = 0; m < p->num_microbatches; m++)
                 for (int32_t s = 0; s < p->num_segments; s++)
-                    fill_unit(x, (s1f_unit){passes[pass], stage, m, s}, tails);
+                    fill_unit(x, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
     for (int32_t id = 0; id < x->num_units; id++)
         x->first[x->rank[id] + 1]++;
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
@@ -166,6 +197,7 @@ s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
     int is_short = x == NULL || tails == NULL;
     if (!is_short) {
         x->problem = p;
+        x->shape = s1f_problem_shape(p);
         x->num_units = (int32_t)N;
         is_short =
             (x->work = calloc(P, sizeof *x->work)) == NULL || (x->first = calloc(P + 1, sizeof *x->first)) == NULL ||
@@ -292,7 +324,8 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
     return 1;
 }
 
-/* 1 where the rules, or that equal micro-batches take turns, put a before b whatever their ranks do. */
+/* 1 where the inputs of unit.c, followed along any path, or that equal micro-batches take turns, put a before b whatever
+ * their ranks do. In closed form, since every move asks. */
 static int precedes(s1f_unit a, s1f_unit b)
 {
     if (a.microbatch > b.microbatch)
@@ -328,19 +361,14 @@ void s1f_search_append(s1f_search *x, s1f_unit unit)
     x->place[x->order[i]] = i;
 }
 
-/* Whether a unit comes after the one of its stage and micro-batch that must be next before it. */
+/* Whether a unit comes after all that it waits for at its own stage. */
 static int keeps_rules(const s1f_search *x, int32_t id)
 {
-    s1f_unit before = x->units[id];
-    if (before.pass == S1F_PASS_BACKWARD_WEIGHT)
-        before.pass = S1F_PASS_BACKWARD_INPUT;
-    else if (before.pass == S1F_PASS_BACKWARD_INPUT && before.segment + 1 < x->problem->num_segments)
-        before.segment++;
-    else if (before.pass == S1F_PASS_BACKWARD_INPUT)
-        before.pass = S1F_PASS_FORWARD;
-    else if (before.segment-- == 0)
-        return 1;
-    return x->place[id_of(x, before)] < x->place[id];
+    s1f_unit_input input;
+    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, x->units[id]); s1f_next_input(&inputs, &input);)
+        if (input.way != S1F_COMES_FROM_STAGE && x->place[id_of_product(x, input.product, input.maker)] >= x->place[id])
+            return 0;
+    return 1;
 }
 
 /* Each unit once, in an order within each rank that keeps the rules of one stage, and within the cap. */

@@ -11,7 +11,9 @@
 
 #include "../core/schedule.h"
 
-enum { S1F_SPLIT_PASSES = 3 }; /* F, I, W; tables by pass have them in this order */
+enum {
+    S1F_SPLIT_PASSES = 3
+}; /* F, I, W; tables by pass have them in this order, that of what they make (s1f_product) */
 
 /* All borrowed. */
 typedef struct {
@@ -23,6 +25,8 @@ typedef struct {
     const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
 } s1f_problem;
 
+/* Counts and placement of the problem's orders, which split the backward. */
+s1f_shape s1f_problem_shape(const s1f_problem *problem);
 /* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][segment]. */
 void s1f_problem_tails(const s1f_problem *problem, double *tails);
 

@@ -10,9 +10,9 @@
  *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's; within
  *     their documents, where doc_ids is not empty
  *
- * cache_write and cache_read are for every device: attention on other devices than the CPU is Python's, by torch's own ops
- * (seq1f1b/device/cuda.py), over these views of slabs that torch's allocator gave. The views are borrowed until the unit ends. The
- * other ops have CPU kernels here.
+ * cache_write and cache_read are for every device: on other devices than the CPU attention is Python's, by torch's own ops
+ * (seq1f1b/device/cuda_attention.py), over these views of slabs that torch's allocator gave. The views are borrowed until
+ * the unit ends. The other ops have CPU kernels here.
  * The first pair is functional. The second runs within a unit of a step: it keeps k and v in the KV cache of the current
  * unit, adds dK and dV of the prefix to the cache's slab and returns the complete ones of its own rows. An empty tensor
  * stands for "none". Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads, head_dim), so that

@@ -17,21 +17,21 @@ __all__ = ["PipelineState"]
 class PipelineState:
     """Weights and optimizer state of this rank's stages, by the parameter names of the unsplit model.
 
-    A ``Stateful`` of DCP: ``dcp.save({"train": state}, checkpoint_id=folder)`` on every rank, and ``dcp.load`` the same
-    way, on any number of ranks, stages per rank and replicas, under DDP, FSDP2 or neither: DCP writes once what
-    replicas share, and cuts shards anew. The optimizer's entries are named as torch's
-    ``get_optimizer_state_dict`` does with ``flatten_optimizer_state_dict=True``, so a script without this package reads
-    the checkpoint as well.
+    It is a ``Stateful`` of DCP. Every rank calls ``dcp.save({"train": state}, checkpoint_id=folder)``, and ``dcp.load``
+    the same way. The number of ranks, stages per rank and replicas may differ between the two, and so may DDP and
+    FSDP2: DCP writes once what replicas share, and cuts shards anew. The optimizer's entries have the names that
+    torch's ``get_optimizer_state_dict`` gives with ``flatten_optimizer_state_dict=True``, so a script without this
+    package can read the checkpoint as well.
 
-    Parameters of ``tied_parameters`` are one entry, under the name that their copies have in common.
+    Parameters listed in ``tied_parameters`` are one entry, under the name that their copies have in common.
 
     Args:
-        engine: its stages' parameters and persistent buffers, and those of a loss that holds the head. Collective over
-            the pipeline.
-        optimizers: one, or several, over parameters of this rank; none: weights alone.
+        engine: the parameters and persistent buffers of its stages are saved, and those of a loss that contains the
+            head. All ranks of the pipeline make the object together.
+        optimizers: one or several over parameters of this rank; without any, only weights are saved.
     Raises:
-        ValueError: two parameters have one name and are not tied, so that one would be lost; or an optimizer holds a
-            parameter that is none of the engine's.
+        ValueError: two parameters have one name and are not tied, so one would be lost; or an optimizer holds a
+            parameter that does not belong to the engine.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PipelineState:
         self._model = json.dumps(shapes, sort_keys=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors, which DCP reads or fills: ``model``, ``optimizer``; ``shapes``: of the whole model."""
+        """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model."""
         model = {name: tensors[0].detach() for name, tensors in self._tensors.items()}
         optimizer: dict[str, Any] = {}
         for each in self._optimizers:
@@ -89,11 +89,11 @@ class PipelineState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what DCP has read.
+        """Takes over what DCP has read.
 
         Raises:
-            ValueError: the checkpoint is of another model, that has this one's parameters and more. (DCP itself raises
-                where one is missing or of another shape, before it reads anything.)
+            ValueError: the checkpoint belongs to another model, which has this one's parameters and more. (DCP itself
+                raises before it reads anything if one is missing or has another shape.)
         """
         theirs, ours = json.loads(state["shapes"]), json.loads(self._model)
         if theirs != ours:

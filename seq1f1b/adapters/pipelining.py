@@ -15,9 +15,22 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.splitting import Rule
+from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule, build_schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
+
+
+# Arguments of an engine that come from the stage and from the other arguments of a schedule.
+_TAKEN = ("schedule", "num_microbatches", "loss_fn", "scale_grads", "group", "plan")
+
+
+def _count_segments(n_segments: int | None, num_segments: int | None) -> int:
+    """k, under either of its names."""
+    if n_segments is not None and num_segments is not None:
+        raise TypeError(f"n_segments is {n_segments} and num_segments is {num_segments}: give one, they mean the same")
+    given = num_segments if n_segments is None else n_segments
+    return 1 if given is None else given
 
 
 class _Segmented:
@@ -33,6 +46,9 @@ class _Segmented:
 
     def _plan(self, name: str, stages: Sequence[Any], n_microbatches: int, n_segments: int, **options: Any) -> None:
         """Before torch's constructor, which asks for the order."""
+        for taken in _TAKEN:
+            if taken in options:
+                raise TypeError(f"{taken}= is an argument of PipelineEngine that {type(self).__name__} sets itself")
         ranks, rest = divmod(stages[0].num_stages, len(stages))
         if rest:
             raise ValueError(f"{stages[0].num_stages} stages do not fill ranks of {len(stages)} stages each")
@@ -148,12 +164,14 @@ class _Segmented:
         grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
         with grad_mode:
             found, rows = engine.run(
-                self._has_backward,
-                inputs,
-                target_mbs if engine.has_last else None,
-                kwarg_mbs,
-                loss_kwargs=loss_kwargs,
-                return_outputs=return_outputs,
+                StepArguments(
+                    self._has_backward,
+                    inputs,
+                    target_mbs if engine.has_last else None,
+                    kwarg_mbs,
+                    loss_kwargs=loss_kwargs,
+                    return_outputs=return_outputs,
+                )
             )
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found
@@ -189,8 +207,9 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
         stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
             called per segment.
-        n_segments: k, parts of every sequence. Its attention must be :func:`seq1f1b.causal_attention`, and other state
-            along the sequence must be handed on by ``carry_in`` and ``carry_out``.
+        n_segments, or num_segments: k, parts of every sequence; 1 where neither is given. Attention must be
+            :func:`seq1f1b.causal_attention`, and other state along the sequence must be handed on by ``carry_in`` and
+            ``carry_out``.
         segment_sizes, model_shape, seq_dim, arg_rules, loss_reduction, loss_weight, transport, timeout, grad_dtype: as
             of :class:`seq1f1b.PipelineEngine`. ``arg_rules`` is needed for tensor keyword arguments where
             n_segments > 1. ``grad_dtype`` is by default the parameters' own where n_segments = 1, else fp32.
@@ -210,7 +229,8 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        n_segments: int = 1,
+        n_segments: int | None = None,
+        num_segments: int | None = None,
         segment_sizes: str | Sequence[int] | None = None,
         model_shape: ModelShape | None = None,
         seq_dim: int = 1,
@@ -219,7 +239,8 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     ) -> None:
         engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
         engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
-        self._plan("seq1f1b", [stage], n_microbatches, n_segments, **engine_options)
+        k = _count_segments(n_segments, num_segments)
+        self._plan("seq1f1b", [stage], n_microbatches, k, **engine_options)
         super().__init__(
             stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
         )
@@ -242,7 +263,8 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        n_segments: int = 1,
+        n_segments: int | None = None,
+        num_segments: int | None = None,
         segment_sizes: str | Sequence[int] | None = None,
         model_shape: ModelShape | None = None,
         seq_dim: int = 1,
@@ -251,7 +273,8 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
     ) -> None:
         engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
         engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
-        self._plan("seq1f1b-interleaved", stages, n_microbatches, n_segments, **engine_options)
+        k = _count_segments(n_segments, num_segments)
+        self._plan("seq1f1b-interleaved", stages, n_microbatches, k, **engine_options)
         super().__init__(
             stages,
             n_microbatches,

@@ -1,6 +1,6 @@
-"""Seq1F1B in torchtitan: its attention by ours, and the pipelining function of a ``ModelSpec``.
+"""Seq1F1B in torchtitan: this package's attention, and a pipelining function for a ``ModelSpec``.
 
-A function of a train config's registry changes the spec of the one that it starts from::
+A function in a registry of train configs takes another config and changes its spec::
 
     from seq1f1b.torchtitan import segmented
 
@@ -11,8 +11,9 @@ A function of a train config's registry changes the spec of the one that it star
         return config
 
 Tested with torchtitan 0.3 (extra ``torchtitan``) on the CPU: its real ``Trainer`` over gloo, with its device set to the
-CPU. It has not run on a GPU, so not with NCCL, Float8, MXFP8 or asynchronous tensor parallelism; nor under tensor
-parallelism, whose ``fully_shard`` torch 2.13 does not have. ``docs/how-to/torchtitan.md`` says more.
+CPU. It has not run on a GPU, and so not with NCCL, Float8, MXFP8 or asynchronous tensor parallelism. It has not run
+under tensor parallelism either, which needs a ``fully_shard`` that torch 2.13 does not have.
+``docs/how-to/torchtitan.md`` says more.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ __all__ = ["convert", "pipelining_fn", "segmented", "shape_of"]
 def segmented(
     spec: ModelSpec, *, n_segments: int, segment_sizes: str | Sequence[int] | None = None, **engine_options: Any
 ) -> ModelSpec:
-    """The same model, whose pipeline runs every micro-batch in segments along the sequence.
+    """Returns a spec of the same model whose pipeline runs every micro-batch in segments along the sequence.
 
     Args:
-        spec: of a decoder with grouped-query attention: Llama 3, Qwen3. It stays as it is.
-        n_segments, segment_sizes, engine_options: as of :func:`pipelining_fn`.
+        spec: the spec of a decoder with grouped-query attention, such as Llama 3 or Qwen3. It stays as it is.
+        n_segments, segment_sizes, engine_options: as in :func:`pipelining_fn`.
     Returns:
         A spec with the names, parameters and checkpoints of ``spec``. It also trains without a pipeline.
     Raises:
-        ValueError: the model's attention, or something else in it, cannot run by segments, by name.
+        ValueError: the model's attention, or something else in it, cannot run by segments; the message names it.
     """
     if spec.pipelining_fn is None:
         raise ValueError(f"{spec.name} has no pipelining_fn: torchtitan cannot cut it into stages")
@@ -78,18 +79,17 @@ def pipelining_fn(
 ) -> Callable[..., Any]:
     """A ``pipelining_fn`` for a ``ModelSpec`` whose model :func:`convert` made.
 
-    ``base`` cuts the model and parallelizes its parts; :class:`seq1f1b.ScheduleSeq1F1B` runs them, and
-    :class:`seq1f1b.ScheduleSeqInterleaved1F1B` where a rank has several. ``pipeline_parallel_schedule`` says which,
-    ``"1F1B"`` or ``"Interleaved1F1B"``, and ``local_batch_size / pipeline_parallel_microbatch_size`` the number of
-    micro-batches.
+    ``base`` cuts the model and parallelizes its parts. :class:`seq1f1b.ScheduleSeq1F1B` runs them, or
+    :class:`seq1f1b.ScheduleSeqInterleaved1F1B` if a rank has several: ``pipeline_parallel_schedule`` is ``"1F1B"`` or
+    ``"Interleaved1F1B"``. The number of micro-batches is ``local_batch_size / pipeline_parallel_microbatch_size``.
 
     Args:
-        n_segments: k, parts of every sequence; a ``ChunkedLossWrapper`` chunks each of them in turn, and needs it.
+        n_segments: k, the number of segments of every sequence. A ``ChunkedLossWrapper`` chunks each segment.
         segment_sizes: None (even), ``"balanced"`` by the model's FLOPs, or a list of k lengths.
         base: the spec's own ``pipelining_fn``.
         engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
     Raises:
-        ValueError: when torchtitan calls it, for a parallelism that segments cannot do, by name.
+        ValueError: when torchtitan calls it, if a parallelism does not work with segments; the message names it.
     """
 
     def pipeline(
@@ -144,7 +144,7 @@ def convert(model_config: Decoder.Config) -> Decoder.Config:
     """A copy of a model's config whose attention is :func:`seq1f1b.causal_attention`, document by document.
 
     Raises:
-        ValueError: a layer is something else than grouped-query attention over all earlier tokens, by name.
+        ValueError: a layer is something else than causal grouped-query attention; the message names it.
     """
     if not isinstance(model_config, Decoder.Config):
         raise ValueError(f"{type(model_config).__qualname__} is not the config of a decoder")
@@ -254,10 +254,10 @@ def _is_interleaved(parallelism: Any) -> bool:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """What a balanced split, and ``plan``, need to know of a dense model.
+    """The shape of a dense model, which a balanced split and ``plan`` need.
 
     Raises:
-        ValueError: it has experts.
+        ValueError: the model has experts.
     """
     layer = config.layers[0]
     if layer.feed_forward is None:

@@ -1,7 +1,7 @@
-"""Hugging Face transformers: its attention by ours, and its decoder-only models cut into pipeline stages.
+"""Hugging Face transformers: this package's attention in its models, and its decoder-only models as pipeline stages.
 
-Importing this module registers the attention function ``"seq1f1b"`` with transformers, and with it the masks that it
-needs: none. Needs the extra ``transformers``.
+Importing this module registers the attention function ``"seq1f1b"`` with transformers, which needs no masks. The module
+needs the extra ``transformers``.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """:func:`seq1f1b.causal_attention` as transformers calls an attention function, ``attn_implementation="seq1f1b"``.
+    """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
 
     Args:
         module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
         query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim).
-        attention_mask: None; or doc_ids of packed documents as (batch, 1, 1, tokens), int32: four dimensions, for
-            models hand on such a mask to every layer as it is.
-        scaling, sliding_window, softcap: scale, window and softcap of ``causal_attention``.
+        attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
+            because models hand on such a mask to every layer unchanged.
+        scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
     Returns:
         (batch, tokens, heads, head_dim), and None for the attention weights.
     Raises:
-        ValueError: dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
+        ValueError: the model needs dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
     """
     if dropout:
         _refuse(f"attention dropout (here {dropout})", "set attention_dropout to 0 in the config, or call eval()")
@@ -135,19 +135,20 @@ AttentionMaskInterface.register(_NAME, _no_mask)
 def pipeline_stage(
     model: nn.Module, rank: int, num_ranks: int, *, balance: Sequence[int] | None = None
 ) -> CausalLMStage:
-    """Stage ``rank`` of ``num_ranks`` of a decoder-only language model.
+    """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
-    The stage runs the model's own forward with the other stages' layers left out, so whatever the model does to its
-    embeddings and logits it does here. The model is switched to the attention ``"seq1f1b"``; the stage shares its
-    modules, so keep no other reference to it: layers of other stages are freed then. A model on the meta device, made
-    from its config without memory, is cut all the same; :meth:`CausalLMStage.materialize` gives the stage memory.
+    The stage runs the model's own forward with the other stages' layers left out, so it treats embeddings and logits as
+    the model does. The model is switched to the attention ``"seq1f1b"``. The stage shares its modules, so keep no other
+    reference to the model: then layers of other stages are freed. A model on the meta device, made from its config
+    without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory.
 
     Args:
         model: ``...ForCausalLM`` of transformers.
-        rank, num_ranks: index and number of stages, where a rank holds several; else of ranks.
-        balance: layers of each stage; default: even, the first stages take the rest.
+        rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
+        balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
     Raises:
-        ValueError: the model does not follow the library's conventions, or has what segments cannot do, by name.
+        ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
+            the message names it.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -196,14 +197,13 @@ def pipeline_stage(
 class CausalLMStage(nn.Module):
     """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
 
-    Takes token ids (batch, tokens) on the first stage, hidden states (batch, tokens, hidden) on later ones; returns
-    hidden states, or logits (batch, tokens, vocabulary) on the last. Positions are those of the current segment, within
-    packed documents those of the document: ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`, on every
-    stage.
+    The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
+    returns logits (batch, tokens, vocabulary), the others return hidden states. Positions count along the sequence, or
+    within packed documents if every stage is given ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`.
 
     Attributes:
-        causal_lm: the model of transformers of which this stage has its part.
-        tied_parameters: of this stage, those that other stages hold a copy of, by their first name in the model.
+        causal_lm: this stage's part of the transformers model.
+        tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     causal_lm: Any
@@ -495,14 +495,14 @@ def _number_layers(layers: nn.Module, start: int, stop: int) -> None:
 
 
 def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
-    """Writes one checkpoint of transformers that ``from_pretrained`` loads. Collective over the pipeline.
+    """Writes one checkpoint of transformers that ``from_pretrained`` loads. All ranks of the pipeline call it.
 
-    Every rank writes its own stages' weights (safetensors) to the folder, which all must see; rank 0 adds index, config
-    and generation config. What the folder held before stays until all new files are written.
+    Every rank writes its own stages' weights (safetensors) to the folder, which all ranks must see. Rank 0 adds index,
+    config and generation config. The folder's old contents stay until all new files are written.
 
     Raises:
         TypeError: a stage was not made by :func:`pipeline_stage`.
-        OSError: on every rank, where any could not write.
+        OSError: a rank could not write; raised on every rank.
     """
     stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
     if len(stages) != len(engine.modules()):

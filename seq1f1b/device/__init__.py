@@ -1,1 +1,1 @@
-"""GPUs: CUDA kernels of attention, devices of a stage, edges between GPUs."""
+"""GPUs: attention of CUDA tensors, our kernels for it, placement of stages, edges between GPUs."""

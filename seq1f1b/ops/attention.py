@@ -2,8 +2,8 @@
 
 The same module runs in two ways. Outside a pipeline step ``causal_attention`` is plain causal attention of the whole
 sequence. Inside one, the engine has set the current unit: keys and values go to that unit's rows of the KV cache, and
-the segment attends to the rows of all segments so far. Which of the two is decided per call, never by an argument, so
-that any model can be checked against itself run whole.
+the segment attends to the rows of all segments so far. Each call decides which of the two it is, never an argument, so
+any model can be checked against itself run whole.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
-from seq1f1b.device import cuda
+from seq1f1b.device import cuda_attention
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
 _C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
-cuda.register(_cuda_kernels)
+cuda_attention.register(_cuda_kernels)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -54,16 +54,16 @@ def causal_attention(
     """Causal attention of the current segment over itself and everything before it.
 
     Writes ``k`` and ``v`` to their rows of the layer's cache, so row ``i`` of ``q`` sees the prefix and rows ``0..i``.
-    Outside a pipeline step: plain causal attention. On CUDA by torch's own ops, see
-    ``seq1f1b/device/cuda.py``, which nobody has run on a GPU yet.
+    Outside a pipeline step this is plain causal attention. On CUDA it uses torch's own ops, which nobody has run on a
+    GPU yet.
 
     Args:
-        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. On the CPU or a
-            CUDA device, as everything else but ``layer``.
+        q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
+            ``layer`` are on one device, the CPU or a CUDA device.
         k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads.
         layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
-        scale: of the products of queries and keys; default 1 / sqrt(head_dim).
-        window: keys that a query sees, itself included; default all.
+        scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
+        window: number of keys that a query sees, its own included; default all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens; a query sees the keys of its own document only.
@@ -71,7 +71,7 @@ def causal_attention(
         (batch, heads, tokens, head_dim) of q's dtype, in memory (batch, tokens, heads, head_dim).
     Raises:
         ValueError, TypeError: shapes or dtypes disagree, or an option is out of range.
-        RuntimeError: inside a step, where the KV cache is used out of order, e.g. one layer twice in a forward.
+        RuntimeError: inside a step, if the KV cache is used out of order, e.g. one layer twice in a forward.
     Source: Seq1F1B, arXiv:2406.03488.
     """
     q, k, v = _autocast(q, k, v)
@@ -96,8 +96,8 @@ def causal_attention(
 def layer_handle(index: int) -> Tensor:
     """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
 
-    A handle is a tensor and not an int, so that ``torch.compile`` compiles a block once for all layers; it is not a
-    buffer, for it has to stay on the CPU. Distinct calls of a stage take distinct indices; stages do not share them.
+    A handle is a tensor and not an int, so that ``torch.compile`` compiles a block once for all layers. It is not a
+    buffer, because it has to stay on the CPU. Every attention call of a stage takes an index of its own.
 
     Raises:
         ValueError: index is negative.
@@ -109,10 +109,11 @@ def layer_handle(index: int) -> Tensor:
 
 
 def token_offset(*, shard: tuple[int, int] | None = None) -> int:
-    """Position of the current segment's first token; 0 outside a step. For eager code, see ``positions``.
+    """Position of the current segment's first token; 0 outside a step. Compiled code uses ``positions`` instead.
 
     Args:
-        shard: (rank, size) where each of several ranks holds a part of the segment: position of the rank's first token.
+        shard: (rank, size) if each of several ranks holds a part of the segment; then the position of this rank's first
+            token is returned.
     """
     if shard is None:
         return _C.token_offset()
@@ -131,15 +132,16 @@ def positions(
 ) -> Tensor:
     """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
 
-    An op that reads the offset when it runs, so that compiled code need not be traced again for another segment.
+    This is an op that reads the offset when it runs, so compiled code need not be traced again for another segment.
 
     Args:
-        doc_ids: (batch, tokens) of packed documents, as :func:`seq1f1b.document_starts` makes them for whole rows: the
-            result is (batch, tokens), and 0 where a document begins, be it in an earlier segment.
-        shard: (rank, size) where x holds the rank's part of the segment, as under sequence parallelism; the parts are
+        doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
+            Positions are then counted within documents, also in those that began in an earlier segment, and the result
+            is (batch, tokens).
+        shard: (rank, size) if x holds this rank's part of the segment, as under sequence parallelism; all parts are
             equally long.
     Raises:
-        ValueError: x is not as long as the segment, or its shard; doc_ids that are no positions of first tokens.
+        ValueError: x is not as long as the segment or its shard, or doc_ids are not positions of first tokens.
     """
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")

@@ -13,53 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
+from torch._compile import _disable_dynamo
+
+from seq1f1b import _C
 from seq1f1b.ops import attention
 
 __all__ = ["add_loss", "carry_in", "carry_out"]
 
 
 class LiveUnit:
-    """What F(m.s) leaves behind for B(m.s)."""
+    """A unit of the running step, from its F on: what F(m.s) leaves behind for B(m.s) and for the units beside it."""
 
-    __slots__ = (
-        "auxiliary", "carried_in", "carried_out", "forward", "leaves", "microbatch", "outputs", "previous",
-        "roots", "saved_bytes", "seeds", "segment", "stage", "training",
-    )  # fmt: skip
+    forward = True  # False while B runs: recomputation reads and never writes
+    leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
+    roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
+    seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
+    handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
+    outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
+    carried_in: dict[int, Tensor] | None = None
+    carried_out: dict[int, Tensor] | None = None
+    carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
+    auxiliary: list[Tensor] | None = None
+    saved_bytes = 0  # held by its graph, in the steps that measure
+    loss: Tensor | None = None
+    output: Any = None  # of the last stage, where the caller asked for it
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
         self.stage = stage
         self.microbatch = microbatch
         self.segment = segment
         self.training = training
-        self.forward = True  # False while B runs: recomputation reads and never writes
         self.previous = previous  # segment s - 1, for what it carried out
-        self.leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
-        self.roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
-        self.seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
-        self.outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
-        self.saved_bytes = 0  # by its graph, in the steps that measure
-        self.carried_in: dict[int, Tensor] | None = None
-        self.carried_out: dict[int, Tensor] | None = None
-        self.auxiliary: list[Tensor] | None = None
 
+    def take_handed(self) -> tuple[Any, ...]:
+        handed, self.handed = self.handed, None
+        assert handed is not None
+        return handed
 
-class _Ambient(threading.local):
-    """The unit of this thread: ranks that are threads of one process."""
-
-    unit: LiveUnit | None = None
-
-
-_thread = _Ambient()
-_process: LiveUnit | None = None  # the engine inside a step; autograd's device threads find it here
-
-
-def set_thread_current(unit: LiveUnit | None) -> None:
-    _thread.unit = unit
-
-
-def set_process_current(unit: LiveUnit | None) -> None:
-    global _process
-    _process = unit
+    def forget(self) -> None:
+        """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
+        self.leaves = self.roots = self.seeds = self.outputs = ()
+        self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
+        self.saved_bytes = 0
 
 
 _steps_lock = threading.Lock()
@@ -81,26 +77,31 @@ def inside_step() -> Iterator[None]:
             attention.set_stepping(_steps_inside > 0)
 
 
+def enter(unit: LiveUnit) -> None:
+    """Makes it what the modules of the running unit see; the executor says when the unit ends."""
+    _C.unit_set_state(unit)
+
+
 def current() -> LiveUnit | None:
-    return _thread.unit if _thread.unit is not None else _process
+    return _C.unit_state()  # type: ignore[no-any-return]
 
 
 def _key(layer: Tensor | int) -> int:
     return layer if isinstance(layer, int) else int(layer.item())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """State that the previous segment left by :func:`carry_out`.
 
-    Of packed documents, a layer forgets its state where a document begins, wherever in the segment that is, the first
-    token included: there ``positions(x, doc_ids=doc_ids)`` is 0.
+    With packed documents, a layer must forget its state at the first token of every document, wherever in the segment
+    that lies: ``positions(x, doc_ids=doc_ids)`` is 0 there.
 
     Args:
         layer: handle or int that names the state; attention has its own names.
-        default: the state before the first token: returned for the first segment, and outside a step.
+        default: the state before the first token. It is returned in the first segment, and outside a step.
     Returns:
-        A tensor of any shape, the one that ``carry_out`` got in the previous segment. Its gradient flows back to it.
+        The tensor that ``carry_out`` got in the previous segment. Its gradient flows back to that segment.
     Raises:
         RuntimeError: the previous segment left nothing under this name.
     """
@@ -127,13 +128,13 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     return leaf
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def carry_out(layer: Tensor | int, state: Tensor) -> None:
     """Leaves ``state`` for the next segment's :func:`carry_in`; its gradient comes back the same way.
 
     Raises:
-        RuntimeError: gradients are off in a training forward (reentrant checkpointing): use ``use_reentrant=False``.
-        ValueError: the same name twice in one segment.
+        RuntimeError: gradients are off in a training forward (reentrant checkpointing); use ``use_reentrant=False``.
+        ValueError: the same name was used twice in one segment.
     """
     unit = current()
     if unit is None or not unit.forward:
@@ -151,18 +152,18 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
     unit.carried_out[key] = state
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def add_loss(tensor: Tensor) -> None:
-    """Adds an auxiliary loss of any stage (expert balance, for one): one more root of the segment's backward.
+    """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
-    A loss that is a mean over the segment's tokens gets the segment's share of the sequence as its weight, and 1 / M
-    like the main one, so that over a micro-batch it is the mean over all its tokens. With ``loss_reduction="sum"``
-    it is added as it is. It is no part of the losses that ``step`` returns.
+    It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
+    the segment's share of the sequence, and by 1 / M like the main one, so over a micro-batch it is the mean over all
+    tokens. With ``loss_reduction="sum"`` it is added as it is. It is not part of the losses that ``step`` returns.
 
     Args:
-        tensor: one element.
+        tensor: a tensor of one element.
     Raises:
-        ValueError: more than one element.
+        ValueError: the tensor has more than one element.
     """
     if tensor.numel() != 1:
         raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")

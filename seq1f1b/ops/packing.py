@@ -21,7 +21,7 @@ class Packing:
     """Documents in rows of one length, padded at the end. :func:`seq1f1b.pack_documents` makes it.
 
     Attributes:
-        lengths: of the documents, in tokens.
+        lengths: tokens of each document.
         row_len: tokens of a row.
         rows: indices of the documents of each row, in their order.
     """
@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def doc_ids(self) -> Tensor:
-        """Of each token the position in the row of its document's first one, (rows, row_len). Padding is a document."""
+        """For each token the position of its document's first token, (rows, row_len); padding is a document."""
         ids = torch.empty(len(self.rows), self.row_len, dtype=torch.int32)
         for row, documents in zip(ids, self.rows, strict=True):
             lengths = [self.lengths[index] for index in documents]
@@ -46,15 +46,15 @@ class Packing:
         return ids
 
     def join(self, documents: Sequence[Tensor], *, fill: int) -> Tensor:
-        """Something of each token, by document, in rows.
+        """Puts something that each token has, such as its id or label, into rows.
 
         Args:
             documents: one-dimensional tensors of the lengths that were packed: tokens, or labels.
-            fill: what padding gets; -100 for labels.
+            fill: the value of padding; -100 for labels.
         Returns:
             (rows, row_len) of the documents' dtype.
         Raises:
-            ValueError: another number of documents, or another length.
+            ValueError: the documents are not as many or not as long as those that were packed.
         """
         found = tuple(len(document) for document in documents)
         if found != self.lengths:
@@ -75,9 +75,9 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
     Args:
         lengths: tokens of each document.
         row_len: tokens of a row.
-        multiple_of: the number of rows is a multiple of it, a batch for one; what is left over are rows of padding.
+        multiple_of: the number of rows is made a multiple of it (for instance of the batch size) by rows of padding.
     Raises:
-        ValueError: no document, or one that is empty or longer than a row; it names the document.
+        ValueError: there is no document, or one is empty or longer than a row; the message names it.
     Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830.
     """
     if not lengths:
@@ -112,14 +112,15 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:
-    """Ids by which ``causal_attention`` and ``positions`` know documents, from any ids of whole rows.
+    """Converts any document ids of whole rows to those that ``causal_attention`` and ``positions`` take.
 
     Args:
         doc_ids: (batch, row), integers; tokens of one document follow one another.
     Returns:
-        (batch, row), int32: the position in the row of the document's first token. Its own ids it returns unchanged.
+        (batch, row), int32: the position in the row of the document's first token. Ids that are so already stay as they
+        are.
     Raises:
-        ValueError: an id that comes back after another one, by row and position.
+        ValueError: an id comes back after another one; the message names row and position.
     """
     begins = _begins(doc_ids)
     positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
@@ -139,7 +140,7 @@ def document_starts(doc_ids: Tensor) -> Tensor:
 
 
 def document_lengths(doc_ids: Tensor) -> list[int]:
-    """Tokens of the documents, row after row: the ``documents`` of ``partition_sequence``.
+    """Counts the tokens of the documents, row after row, for ``partition_sequence(documents=)``.
 
     Args:
         doc_ids: (batch, row), integers.

@@ -30,23 +30,24 @@ def ulysses_attention(
     alibi_slopes: Tensor | None = None,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """:func:`seq1f1b.causal_attention` where the N ranks of a group each hold 1/N of the segment's tokens.
+    """Causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
-    Rank r holds part r of the segment, as ``PipelineEngine(shard=(r, N))`` gives it; parts are equally long. The KV
-    cache of each rank then holds 1/N of the heads, for all tokens. Where N does not divide kv_heads, they are repeated
-    until it does: of 2 heads each of 8 ranks holds one.
+    It computes what :func:`seq1f1b.causal_attention` computes. Rank r holds part r of the segment, as
+    ``PipelineEngine(shard=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then holds 1/N of
+    the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2 heads and 8
+    ranks, each rank holds one head.
 
     Args:
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
         k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads.
-        group: of ranks that hold the same stage; None: all tokens are here, as in a model run whole.
-        layer, scale, window, softcap, alibi_slopes: as of ``causal_attention``, of all heads.
-        doc_ids: (batch, tokens), or (batch, N * tokens), those of the whole segment, which saves a gather per call.
+        group: the ranks that hold the same stage. None: this rank holds all tokens, as in a model run whole.
+        layer, scale, window, softcap, alibi_slopes: as in ``causal_attention``; slopes of all heads.
+        doc_ids: (batch, tokens), or those of the whole segment, (batch, N * tokens), which saves a gather per call.
     Returns:
         (batch, heads, tokens, head_dim), this rank's tokens of all heads.
     Raises:
-        ValueError: heads that N does not divide, tokens that are not 1/N of the segment's, and what
-            ``causal_attention`` refuses.
+        ValueError: N does not divide heads, the tokens are not 1/N of the segment's, or ``causal_attention`` refuses
+            the arguments.
         RuntimeError: a rank of the group was lost, or did not come within the group's time-out.
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """

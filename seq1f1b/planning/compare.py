@@ -10,9 +10,13 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape, check_segment_sizes
-from seq1f1b.planning.cost import CostModel, Hardware, Layout
-from seq1f1b.planning.search import STEPS, order_for_costs
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import order_for_costs
+from seq1f1b.planning.pricing import STEPS
 from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule, families, nearest_name
+from seq1f1b.view.table import rounded, table_text
 
 __all__ = ["Comparison", "Row", "compare"]
 
@@ -52,51 +56,48 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Families that fit, fastest first, and of the others the rule that they break."""
+    """Families side by side.
+
+    Attributes:
+        rows: families that fit, fastest first.
+        refused: the rule that each of the others breaks.
+        is_model: times follow from a model's rates, which are good for three digits.
+    """
 
     rows: tuple[Row, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    is_model: bool = False
 
     def to_json(self) -> str:
-        """All of it, rows in order."""
+        """Rows in order, and what is refused."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "refused": self.refused}, indent=1)
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        table = table_text(
-            [[head for head, _ in _COLUMNS], *([form(row) for _, form in _COLUMNS] for row in self.rows)]
-        )
-        lines = []
+        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "micro-batches", "tokens", "MiB", "sends")
+        table = table_text([(*head, "sent MiB"), *map(self._line, self.rows)])
+        lines = ["", "v: stages per rank; k: segments; units to MiB: the most that a rank holds at once"]
         if self.refused:
             widest = max(map(len, self.refused))
-            lines = ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
+            lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
         return table + "".join(line + "\n" for line in lines)
 
-
-def table_text(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under the first, which holds the heads; a column that is empty below its head is left out."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    texts = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
-    return "".join(text.rstrip() + "\n" for text in texts)
-
-
-_COLUMNS = (
-    ("family", lambda row: row.family),
-    ("v", lambda row: str(row.stages_per_rank)),
-    ("k", lambda row: str(row.num_segments)),
-    ("makespan", lambda row: f"{row.makespan:.6g}"),
-    ("span", lambda row: f"{row.span:.6g}"),
-    ("period", lambda row: f"{row.period:.6g}"),
-    ("bubble", lambda row: f"{row.bubble_ratio:.1%}"),
-    ("peak units", lambda row: str(row.peak_units)),
-    ("= micro-batches", lambda row: f"{row.peak_microbatches:.2f}"),
-    ("tokens", lambda row: "" if row.peak_tokens is None else str(row.peak_tokens)),
-    ("MiB", lambda row: "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"),
-    ("messages", lambda row: str(row.messages)),
-    ("sent MiB", lambda row: "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}"),
-)
+    def _line(self, row: Row) -> tuple[str, ...]:
+        seconds = rounded if self.is_model else "{:.6g}".format
+        return (
+            row.family,
+            str(row.stages_per_rank),
+            str(row.num_segments),
+            seconds(row.makespan),
+            seconds(row.period),
+            f"{row.bubble_ratio:.1%}",
+            str(row.peak_units),
+            f"{row.peak_microbatches:.2f}",
+            "" if row.peak_tokens is None else str(row.peak_tokens),
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}",
+            str(row.messages),
+            "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}",
+        )
 
 
 def compare(
@@ -146,18 +147,8 @@ def compare(
         ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
             arguments or beside token bytes; or no family is left, which names the least cap that one fits.
     """
-    known = {family.name: family for family in families()}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    for name, cap in (("cap_microbatches", cap_microbatches), ("cap_bytes", cap_bytes)):
-        if cap is not None and not cap > 0:
-            raise ValueError(f"{name} is {cap}, must be above 0")
-    if segment_sizes is not None:
-        if len(segment_sizes) != num_segments:
-            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {num_segments}")
-        check_segment_sizes(segment_sizes, sum(segment_sizes))
     work = _Work(num_ranks, num_microbatches, num_segments, segment_sizes, cap_microbatches, cap_bytes)
+    work.check()
     costs: _GivenCosts | _ModelCosts
     if model is None:
         costs = _GivenCosts(work, forward, backward, weight, transfer, bandwidth, token_bytes, message_bytes)
@@ -168,24 +159,28 @@ def compare(
             raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
         costs = _ModelCosts(work, model, hardware, layout or Layout(), seq_len)
     costs.check()
-
     rows, refused = [], {}
-    for family in [known[name] for name in dict.fromkeys(names)] or known.values():
+    for family in _named(names):
         found = _build(family, work, stages_per_rank, costs)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
         else:
             rows.append(_row(family.name, found, work, costs))
-    fitting = []
-    for row in rows:
-        excess = _excess(row, cap_microbatches, cap_bytes)
-        if excess is None:
-            fitting.append(row)
-        else:
-            refused[row.family] = excess
+    fitting = [row for row in rows if work.excess(row) is None]
+    refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
     if not fitting:
         raise ValueError(_nothing_fits(rows, refused, cap_bytes))
-    return Comparison(tuple(sorted(fitting, key=lambda row: (row.makespan, row.peak_microbatches))), refused)
+    fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
+    return Comparison(tuple(fitting), refused, model is not None)
+
+
+def _named(names: Sequence[str]) -> list[Family]:
+    """The families of these names, each once; all where none is named."""
+    known = {family.name: family for family in families()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    return [known[name] for name in dict.fromkeys(names)] or list(known.values())
 
 
 @dataclass(frozen=True)
@@ -198,6 +193,23 @@ class _Work:
     segment_sizes: Sequence[int] | None
     cap_microbatches: float | None
     cap_bytes: int | None
+
+    def check(self) -> None:
+        for name, cap in (("cap_microbatches", self.cap_microbatches), ("cap_bytes", self.cap_bytes)):
+            if cap is not None and not cap > 0:
+                raise ValueError(f"{name} is {cap}, must be above 0")
+        if (sizes := self.segment_sizes) is not None:
+            if len(sizes) != self.num_segments:
+                raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
+            check_segment_sizes(sizes, sum(sizes))
+
+    def excess(self, row: Row) -> str | None:
+        """Why a row does not keep the caps; None where it does."""
+        if self.cap_microbatches is not None and row.peak_microbatches > self.cap_microbatches:
+            return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {self.cap_microbatches:g}"
+        if self.cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > self.cap_bytes:
+            return f"holds {row.peak_bytes} bytes, the cap is {self.cap_bytes}"
+        return None
 
     def sizes(self, k: int) -> Sequence[int] | None:
         """Of k segments, or of the whole sequence where a family cuts none."""
@@ -349,7 +361,8 @@ def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _Mod
     """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
     rule = None
     for stages, segments in product(
-        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)), (work.num_segments, 1)
+        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)),
+        (work.num_segments, 1) if family.has_segments else (1,),
     ):
         counts: dict[str, Any] = {
             "num_ranks": work.num_ranks,
@@ -387,14 +400,6 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
         messages=crossings * k,
         sent_bytes=None if messages is None else crossings * sum(messages),
     )
-
-
-def _excess(row: Row, cap_microbatches: float | None, cap_bytes: int | None) -> str | None:
-    if cap_microbatches is not None and row.peak_microbatches > cap_microbatches:
-        return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {cap_microbatches:g}"
-    if cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > cap_bytes:
-        return f"holds {row.peak_bytes} bytes, the cap is {cap_bytes}"
-    return None
 
 
 def _nothing_fits(rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None) -> str:

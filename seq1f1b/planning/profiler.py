@@ -1,24 +1,22 @@
-"""Measures what the units of a stage cost here, in the engine itself, and fits it: fills a Profile."""
+"""Measures what the units of a stage cost here, in the engine itself, and fits a Profile to it.
+
+:mod:`seq1f1b.planning.decoder` has the stages of ``seq1f1b profile``.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-import seq1f1b.ops.attention as ops
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import Fit, Part, Profile, Sample, visible_pairs
 from seq1f1b.runtime.engine import PipelineEngine
@@ -31,13 +29,12 @@ __all__ = [
     "fit_seconds",
     "make_profile",
     "measure_stage",
-    "profile_decoder",
-    "profile_model",
 ]
 
-_SEGMENTS = (1, 2, 4, 8, 16)
+SEGMENTS = (1, 2, 4, 8, 16)
+WARM_UP = 2  # steps whose times do not count: the first ones allocate
+WARM_UP_ALONE = 1  # repetitions of a unit by itself that do not count: the first one makes .grad
 _LEAST_TOKENS = 16
-_WARM_UP = 2  # steps whose times do not count: the first ones allocate
 
 
 class Measured(NamedTuple):
@@ -88,10 +85,11 @@ def measure_stage(
     layers: int = 1,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     make_target: Callable[[int], Tensor] | None = None,
-    segments: Sequence[int] = _SEGMENTS,
+    segments: Sequence[int] = SEGMENTS,
     repeats: int = 5,
     wait: Callable[[], object] = lambda: None,
     weights: bool = True,
+    progress: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Runs a stage in the engine, over lengths and offsets, and times its units.
 
@@ -108,30 +106,43 @@ def measure_stage(
         repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
             this thread did not run. wait: called before each, to keep several processes together.
         weights: also tell W from the rest of B.
+        progress: called when a number of segments is through, and, with ``weights``, once more for each.
     Raises:
         ValueError: a count below 1, no cut that leaves enough tokens, or a loss without a target.
     """
     for name, value in (("seq_len", seq_len), ("layers", layers), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
+    cuts = cuts_of(seq_len, segments)
+    if (loss_fn is None) != (make_target is None):
+        raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
+    result = Measured(layers, {}, {}, [], 0.0, 0.0, 0.0, [], [])
+    for k in cuts:
+        result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, repeats, wait, result)
+        progress()
+    for k in cuts if weights else []:
+        tokens = seq_len // k
+        target = None if make_target is None else make_target(tokens)
+        result.alone[tokens] = _measure_alone(stage, make_inputs(tokens), loss_fn, target, repeats, wait)
+        progress()
+    for parameter in stage.parameters():
+        parameter.grad = None
+    return result
+
+
+def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
+    """The numbers of segments that leave each segment enough tokens.
+
+    Raises:
+        ValueError: there are fewer than two of them.
+    """
     cuts = [k for k in sorted(set(segments)) if k >= 1 and seq_len // k >= _LEAST_TOKENS]
     if len(cuts) < 2:
         raise ValueError(
             f"segments are {list(segments)} of {seq_len} tokens: two numbers of segments must leave each segment at "
             f"least {_LEAST_TOKENS} tokens, or floor and rates cannot be told apart"
         )
-    if (loss_fn is None) != (make_target is None):
-        raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
-    result = Measured(layers, {}, {}, [], 0.0, 0.0, 0.0, [], [])
-    for k in cuts:
-        result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, repeats, wait, result)
-    for k in cuts if weights else []:
-        tokens = seq_len // k
-        target = None if make_target is None else make_target(tokens)
-        result.alone[tokens] = _measure_alone(stage, make_inputs(tokens), loss_fn, target, repeats, wait)
-    for parameter in stage.parameters():
-        parameter.grad = None
-    return result
+    return cuts
 
 
 def _as_tuple(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -173,7 +184,7 @@ def _measure_cut(
     starts = [sum(sizes[:s]) for s in range(k)]
     steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
     try:
-        for repetition in range(_WARM_UP + repeats):
+        for repetition in range(WARM_UP + repeats):
             wait()
             sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
@@ -182,7 +193,7 @@ def _measure_cut(
                 saved = report.stages[feeds].activation_bytes
                 if saved is not None:
                     result.saved.append((seq_len, k, saved))
-            if repetition < _WARM_UP:
+            if repetition < WARM_UP:
                 continue
             steps.append((whole - (time.thread_time() - ran), whole, report))
         steps.sort(key=lambda step: step[0])
@@ -215,7 +226,7 @@ def _measure_alone(
     wanted = [x for x in leaves if x.requires_grad]
     parameters = [p for p in stage.parameters() if p.requires_grad]
     seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for repetition in range(1 + repeats):
+    for repetition in range(WARM_UP_ALONE + repeats):
         output = stage(*leaves)
         if loss_fn is not None:
             output = loss_fn(output, target)
@@ -233,7 +244,7 @@ def _measure_alone(
                 wait()
                 begin = time.perf_counter()
                 run()
-                if repetition > 0:  # the first one makes .grad
+                if repetition >= WARM_UP_ALONE:
                     times.append(time.perf_counter() - begin)
         for leaf in wanted:
             leaf.grad = None
@@ -363,145 +374,3 @@ def _processor() -> str:
             return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.machine()
-
-
-# -- a decoder of a given shape ----------------------------------------------------------------------------------------
-
-
-class _Block(nn.Module):
-    """One layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
-
-    def __init__(self, model: ModelShape, index: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = model.heads, model.kv_heads
-        self.head_dim = model.head_dim or model.hidden // model.heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(model.hidden), nn.RMSNorm(model.hidden)
-        self.qkv = nn.Linear(model.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(self.heads * self.head_dim, model.hidden, bias=False)
-        self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=False) if model.ffn else None
-        self.down = nn.Linear(model.ffn, model.hidden, bias=False) if model.ffn else None
-        self.layer = ops.layer_handle(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        half = self.head_dim // 2
-        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-        angles = torch.outer(ops.positions(x).float(), rates).to(q.dtype)
-        q, k = _rotate(q, angles), _rotate(k, angles)
-        attended = ops.causal_attention(q, k, v, layer=self.layer)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        if self.gate_up is not None and self.down is not None:
-            gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
-            x = x + self.down(F.silu(gate) * up)
-        return x
-
-
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    cos, sin = angles.cos(), angles.sin()
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
-
-
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-
-
-def profile_model(
-    model: ModelShape,
-    *,
-    seq_len: int,
-    layers: int = 2,
-    repeats: int = 5,
-    wait: Callable[[], object] = lambda: None,
-) -> dict[str, Measured]:
-    """Measures a decoder of this shape: a stage of ``layers`` layers, the embedding, and norm, head and loss.
-
-    Returns:
-        What :func:`make_profile` takes, by name; no ends where the shape has no vocabulary.
-    Raises:
-        ValueError: the shape is unsound, its head size is odd, or it has experts; or as :func:`measure_stage`.
-    """
-    model.flops(0, seq_len)  # raises unless the shape is sound
-    if model.experts > 1:
-        raise ValueError(
-            f"the model has {model.experts} experts: there is no built-in layer for them; give your own stage to "
-            "seq1f1b.planning.profiler.measure_stage"
-        )
-    if (model.head_dim or model.hidden // model.heads) % 2:
-        raise ValueError(f"rotary positions need an even head size, this is {model.head_dim or model.hidden}")
-    blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
-    settings: dict[str, Any] = {"seq_len": seq_len, "repeats": repeats, "wait": wait}
-
-    def hidden(tokens: int) -> Tensor:
-        return torch.randn(1, tokens, model.hidden)
-
-    def words(tokens: int) -> Tensor:
-        return torch.randint(model.vocab, (1, tokens))
-
-    found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
-    if model.vocab:
-        found["embedding"] = measure_stage(nn.Embedding(model.vocab, model.hidden), words, **settings)
-        head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
-        found["head"] = measure_stage(head, hidden, loss_fn=_cross_entropy, make_target=words, **settings)
-    return found
-
-
-_barrier: Any = None  # of the worker processes of profile_decoder, set as each of them starts
-
-
-def _start_worker(barrier: Any, threads: int) -> None:
-    global _barrier
-    _barrier = barrier
-    torch.set_num_threads(threads)
-
-
-def _work(model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool) -> dict[str, Measured]:
-    torch.manual_seed(0)
-    try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return profile_model(model, seq_len=seq_len, layers=layers, repeats=repeats, wait=_barrier.wait)
-    except BaseException:
-        _barrier.abort()  # the others wait for this one
-        raise
-
-
-def profile_decoder(
-    model: ModelShape,
-    *,
-    seq_len: int,
-    layers: int = 2,
-    repeats: int = 5,
-    processes: int = 1,
-    threads: int = 1,
-    bf16: bool = False,
-) -> Profile:
-    """:func:`profile_model` in processes of their own, all at the same time: as many as the ranks that will share this
-    machine, since they share its caches, its memory and its clock.
-
-    Args:
-        threads: of each process. bf16: under autocast.
-    Raises:
-        ValueError: a count below 1; or as :func:`profile_model`.
-    """
-    for name, value in (("processes", processes), ("threads", threads), ("layers", layers), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
-    begin = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(processes)
-    with ProcessPoolExecutor(processes, context, _start_worker, (barrier, threads)) as pool:
-        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16) for _ in range(processes)]
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
-        found = [task.result() for task in tasks]
-    parts = {name: [each[name] for each in found] for name in found[0]}
-    return make_profile(
-        model,
-        **parts,
-        seq_len=seq_len,
-        threads=threads,
-        dtype="bfloat16 autocast" if bf16 else "float32",
-        seconds=time.perf_counter() - begin,
-    )

@@ -11,31 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.device.device_edges import TRANSPORTS as DEVICE_TRANSPORTS
-from seq1f1b.device.device_edges import DeviceEdges
-from seq1f1b.device.devices import common_device, move, step_on, through_host
-from seq1f1b.ops.attention import check_shard
+from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.placement import common_device, step_on
 from seq1f1b.ops.context import inside_step
-from seq1f1b.ops.packing import document_lengths
-from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.search import Plan
+from seq1f1b.partition import ModelShape
+from seq1f1b.plan import Plan
+from seq1f1b.runtime.arguments import (
+    Disagreement,
+    Options,
+    agreement,
+    check_agreement,
+    check_launch,
+    modules_of,
+    order_of,
+)
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
-from seq1f1b.runtime.splitting import (
-    Leaves,
-    Rule,
-    check_count,
-    check_rules,
-    microbatches,
-    sequence_length,
-    shard_sizes,
-    split_inputs,
-    split_kwargs,
-    split_sequence,
-)
-from seq1f1b.runtime.stage import StageRuntime
+from seq1f1b.runtime.splitting import Rule
+from seq1f1b.runtime.stage import Stage
+from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
-from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
 from seq1f1b.schedule import Schedule, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, resolve_group
 
@@ -84,7 +79,7 @@ class PipelineEngine:
             parallelism, :func:`seq1f1b.ulysses_attention`). Each is given whole sequences and runs its part of each
             segment. Losses and gradients are such that their mean over these ranks is that of the whole, as in data
             parallelism: put the stage under DDP or FSDP2 over them.
-        plan: a :class:`seq1f1b.planning.search.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
+        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
             num_segments and segment_sizes, and for a prefetch below its own. Refused by name where it needs what the
             engine does not do.
     Source: Seq1F1B, arXiv:2406.03488.
@@ -117,49 +112,48 @@ class PipelineEngine:
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
-        if plan is not None:
-            schedule, num_microbatches, num_segments, segment_sizes, least = _of_plan(
-                plan, (schedule, num_microbatches, num_segments, segment_sizes)
-            )
-            prefetch = max(prefetch, least)
-        if num_microbatches is None:
-            raise TypeError("PipelineEngine needs num_microbatches=, or plan=")
-        modules: list[nn.Module] = list(stage) if isinstance(stage, Sequence) else [stage]
-        for module in modules:
-            if not callable(module):
-                raise TypeError(f"stage must be a module or a list of modules, got {type(module).__name__}")
-        _check_counts(num_microbatches=num_microbatches, num_segments=num_segments, prefetch=prefetch, seq_dim=seq_dim)
-        _check_numbers(timeout=timeout, first_step_timeout=first_step_timeout, spin_us=spin_us)
-        _check_choices(schedule, loss_fn, loss_weight, grad_dtype, transport)
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction is {loss_reduction!r}, must be 'mean' or 'sum'")
-        check_rules({}, arg_rules or {})
+        schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
+            schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
+        )
+        modules = modules_of(stage)
+        self._options = Options(
+            num_microbatches=num_microbatches,
+            num_segments=num_segments,
+            segment_sizes=segment_sizes,
+            model_shape=model_shape,
+            seq_dim=seq_dim,
+            arg_rules=arg_rules or {},
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            loss_weight=loss_weight,
+            scale_grads=scale_grads,
+            transport=transport,
+            timeout=timeout,
+            first_step_timeout=first_step_timeout,
+            grad_dtype=grad_dtype,
+            prefetch=prefetch,
+            spin_us=spin_us,
+            shard=shard,
+        )
         self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
-        self.shard = check_shard(shard)
-        self._check_sizes_argument(segment_sizes, model_shape)
-        self._segment_sizes, self._model_shape = segment_sizes, model_shape
-        self._arg_rules = dict(arg_rules or {})
-        self._loss_fn, self._loss_reduction, self._loss_weight = loss_fn, loss_reduction, loss_weight
-        self._scale_grads = scale_grads
-        self._timeout, self._first_timeout, self._spin_us = timeout, max(timeout, first_step_timeout), spin_us
-        self._grad_dtype, self._prefetch = grad_dtype, prefetch
+        self.shard = shard
         self.device = common_device(modules)
-
-        self._device_transport = transport if transport in DEVICE_TRANSPORTS else None
         self._device_edges: DeviceEdges | None = None
+        check_launch(group)
         self._group: RankGroup = resolve_group(group, transport)
         try:
             self._join(modules, schedule)
         except BaseException as error:
             # Peers for which all was right wait for this rank, while edges open or in their first step.
-            self._group.fail(f"{type(error).__name__}: {error}")
+            if not isinstance(error, Disagreement):
+                self._group.fail(f"{type(error).__name__}: {error}")
             if self._group is not group:
                 self._group.close()
             raise
         self._eval_program: Any = None
         self._eval_executor: Any = None
         self._step = 0
-        self._known_shapes: set[Any] = set()
+        self._known_shapes: set[tuple[bool, int]] = set()
         self._activations: dict[int, tuple[float, int]] = {}  # bytes per token and at the peak, by stage
         self._closed = self._running = False
         self.last_step: StepRecord | None = None
@@ -194,10 +188,10 @@ class PipelineEngine:
             PipelineError: another rank failed, was lost or made no progress.
         """
         if grad_scaler is None or not grad_scaler.is_enabled():
-            return self.run(True, inputs, target, kwargs, loss_weight=loss_weight)[0]
+            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight))[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self.run(True, inputs, target, kwargs, loss_weight=loss_weight, gradient_scale=scale)
+        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale))
         self._share_overflow()
         return losses
 
@@ -216,10 +210,10 @@ class PipelineEngine:
             them and the output of the whole batch, segments and micro-batches merged (None elsewhere).
         """
         with torch.no_grad():
-            losses, outputs = self.run(False, inputs, target, kwargs, return_outputs=return_outputs)
+            losses, outputs = self.run(StepArguments(False, inputs, target, kwargs, return_outputs=return_outputs))
             if not return_outputs:
                 return losses
-            return losses, None if outputs is None else _merge(outputs, 0)
+            return losses, None if outputs is None else merge(outputs, 0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank, each once."""
@@ -240,10 +234,10 @@ class PipelineEngine:
         return [without_wrapper(module) for module in self._wrapped_modules()]
 
     def _wrapped_modules(self) -> list[nn.Module]:
-        """As they were given: under DDP or not."""
-        modules = [r.module for r in self._runtimes.values() if isinstance(r.module, nn.Module)]
-        if self.has_last and isinstance(self._loss_fn, nn.Module):
-            modules.append(self._loss_fn)
+        """The same as they were given: under DDP or not."""
+        modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
+        if self.has_last and isinstance(self._options.loss_fn, nn.Module):
+            modules.append(self._options.loss_fn)
         return modules
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -309,6 +303,9 @@ class PipelineEngine:
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         self.rank, self.num_ranks = self._group.rank, self._group.size
         self.schedule = self._make_schedule(schedule, len(modules))
+        self._agreement: dict[str, tuple[str, str]] | None = agreement(self._options, self.schedule, schedule)
+        if not self._group.is_thread:  # engines of threads may be made one after the other: they meet in a step
+            self._agree()
         self.num_stages = self.schedule.num_stages
         self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
         if len(self.stages) != len(modules):
@@ -317,23 +314,18 @@ class PipelineEngine:
             )
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
-        self._thread_scope = self._group.is_thread
-        self._runtimes = {
-            index: StageRuntime(
+        self._stages = {
+            index: Stage(
                 module,
                 index,
                 num_stages=self.num_stages,
                 num_segments=self.num_segments,
-                loss_fn=self._loss_fn,
+                loss_fn=self._options.loss_fn,
                 device=self.device,
-                thread_scope=self._thread_scope,
                 order=self.schedule.ranks[self.rank],
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
-        for index, runtime in self._runtimes.items():
-            runtime.previous = self._runtimes.get(index - 1)
-            runtime.following = self._runtimes.get(index + 1)
         self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _C.kv_cache_create()
         self._ends: dict[tuple[int, int], Any] = {}
@@ -341,32 +333,11 @@ class PipelineEngine:
         self._connect()
         self._executor = self._make_executor(self._program)
 
-    def _check_sizes_argument(
-        self, sizes: str | Sequence[int] | Mapping[int, Sequence[int]] | None, shape: ModelShape | None
-    ) -> None:
-        if isinstance(sizes, str):
-            if sizes != "balanced":
-                raise ValueError(f"segment_sizes is {sizes!r}; it must be None, 'balanced' or a list of token counts")
-            if shape is None:
-                raise ValueError("segment_sizes='balanced' needs model_shape=seq1f1b.ModelShape(...)")
-            partition_sequence(self.num_segments, self.num_segments, model=shape)  # raises unless the shape is sound
-        elif isinstance(sizes, Mapping):
-            for length, of_length in sizes.items():
-                if isinstance(of_length, str) or not isinstance(of_length, Sequence):
-                    raise TypeError(f"segment_sizes[{length}] must be a list, got {type(of_length).__name__}")
-                self._check_sizes_argument(of_length, shape)
-                if sum(of_length) != length:
-                    raise ValueError(f"segment_sizes[{length}] sum to {sum(of_length)}, must sum to {length}")
-        elif sizes is not None:
-            if not isinstance(sizes, Sequence):
-                raise TypeError(f"segment_sizes must be None, 'balanced' or a list, got {type(sizes).__name__}")
-            if len(sizes) != self.num_segments:
-                raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {self.num_segments}")
-            for s, size in enumerate(sizes):
-                if not isinstance(size, int) or isinstance(size, bool):
-                    raise TypeError(f"segment_sizes[{s}] is {size!r}, must be an int")
-                if size < 1:
-                    raise ValueError(f"segment_sizes[{s}] is {size}, must be at least 1")
+    def _agree(self) -> None:
+        """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
+        if self._agreement is not None:
+            check_agreement(self._group.all_gather_object(self._agreement))
+            self._agreement = None
 
     def _make_schedule(self, schedule: str | Schedule, stages_per_rank: int) -> Schedule:
         if isinstance(schedule, str):
@@ -403,20 +374,20 @@ class PipelineEngine:
                 peer = source_rank if receiver else destination_rank
                 is_receiver[source, destination] = receiver
                 self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
-                transport = self._device_transport or self._group.transport_to(peer)
+                transport = self._options.device_transport or self._group.transport_to(peer)
                 edges.append(EdgeReport(source, destination, peer, transport))
         self.edges = tuple(edges)
-        if self._device_transport is not None:
-            self._device_edges = self._device_edges_class(self._device_transport, self._group, self.device)
+        if self._options.device_transport is not None:
+            self._device_edges = self._device_edges_class(self._options.device_transport, self._group, self.device)
             self._ends = self._device_edges.open(self._ends, is_receiver)
 
     def _lower(self, schedule: Any) -> Any:
-        return _C.program_lower(schedule, self._prefetch, self._device_transport is not None)
+        return _C.program_lower(schedule, self._options.prefetch, self._options.device_transport is not None)
 
     def _make_executor(self, program: Any) -> Any:
         ends = [self._ends.get((edge[0], edge[1])) for edge in _C.program_edges(program)]
         executor = _C.executor_create(
-            program, self.rank, self._group.group, self._cache, ends, self._thread_scope, _DTYPE_CODES
+            program, self.rank, self._group.group, self._cache, ends, self._group.is_thread, _DTYPE_CODES
         )
         if self._device_edges is not None:
             self._device_edges.set_on(executor)
@@ -432,47 +403,9 @@ class PipelineEngine:
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
         """Segment sizes for a sequence of this many tokens. documents: of packed rows, for ``"balanced"``."""
-        if length < self.num_segments:
-            raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {self.num_segments}")
-        sizes = self._choose_sizes(length, documents)
-        num_shards = self.shard[1]
-        for s, size in enumerate(sizes):
-            if size % num_shards:
-                raise ValueError(
-                    f"segment {s} has {size} tokens, which {num_shards} shards do not divide: pad the sequence of "
-                    f"{length} tokens to a multiple of {num_shards}, and give segment_sizes of "
-                    f"partition_sequence(multiple_of={num_shards})"
-                )
-        return sizes
+        return self._options.sizes_of(length, documents)
 
-    def _choose_sizes(self, length: int, documents: Sequence[int] | None) -> list[int]:
-        k, num_shards = self.num_segments, self.shard[1]
-        if self._segment_sizes is None:
-            return partition_sequence(length, k, strategy="even", multiple_of=num_shards)
-        if isinstance(self._segment_sizes, str):
-            return partition_sequence(length, k, model=self._model_shape, documents=documents, multiple_of=num_shards)
-        if isinstance(self._segment_sizes, Mapping):
-            if length not in self._segment_sizes:
-                known = ", ".join(map(str, sorted(self._segment_sizes)))
-                raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
-            return list(self._segment_sizes[length])
-        sizes = list(self._segment_sizes)
-        if sum(sizes) != length:
-            raise ValueError(f"segment_sizes sum to {sum(sizes)} tokens, the sequence has {length}")
-        return sizes
-
-    def run(
-        self,
-        training: bool,
-        inputs: Any,
-        target: Any,
-        kwargs: Any,
-        *,
-        loss_weight: float | None = None,
-        gradient_scale: float = 1.0,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        return_outputs: bool = False,
-    ) -> tuple[list[Tensor], list[Any] | None]:
+    def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
         """What :meth:`step` and :meth:`eval` share: losses, and where asked for the outputs of the M micro-batches."""
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -480,26 +413,22 @@ class PipelineEngine:
             raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
         self._running = True
         entered = None  # the executor, once the step has begun
-        batch = _Batch(
-            self, training, inputs, target, kwargs, loss_weight, gradient_scale, loss_kwargs or {}, return_outputs
-        )
         try:
-            program, executor = (self._program, self._executor) if training else self._eval_parts()
-            batch.prepare()
+            step = Step(arguments, self._options, self._stages, self.num_stages, self.device, self._enter_shape)
+            program, executor = (self._program, self._executor) if step.training else self._eval_parts()
+            self._set_limits(shape_known=False)  # until the length is learnt
+            step.prepare()
             self._step = self._group.begin_step()
+            self._agree()
             self._tied.meet()
-            accumulators = self._enter_grad_dtype() if training else []
-            if training:
+            accumulators = self._enter_grad_dtype() if step.training else []
+            if step.training:
                 self._tied.begin_step()
-            forward, backward = self._forward, self._backward
-            if torch.is_autocast_enabled(self.device.type):
-                backward = self._backward_without_autocast
             place_views = self._group.place_views
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
-            elif self.device.type != "cpu":
-                forward, backward = (through_host(run, self.device) for run in (forward, backward))
+            run_unit = self._choose_run(step)
             entered = executor
             start = time.perf_counter()
             try:
@@ -507,22 +436,20 @@ class PipelineEngine:
                     _C.executor_step(
                         executor,
                         self._step,
-                        training,
-                        batch.length,
-                        batch.sizes,
-                        forward,
-                        backward,
-                        batch.learn,
+                        step.training,
+                        step.length,
+                        step.sizes,
+                        run_unit,
+                        step.learn,
                         place_views,
                     )
                 elapsed = time.perf_counter() - start
-                batch.leaves.propagate()
-                if training:
+                step.propagate()
+                if step.training:
                     self._tied.end_step()
             finally:
                 self._leave_grad_dtype(accumulators)
-                for runtime in self._runtimes.values():
-                    runtime.end_step()
+                step.end()
             self._group.end_step(failed=False)
         except BaseException as error:
             explained = self._end_failed_step(error, entered)
@@ -531,24 +458,16 @@ class PipelineEngine:
             raise explained from error
         finally:
             self._running = False
-        self._known_shapes.add(batch.shape_key)
-        for index, runtime in self._runtimes.items():
-            if runtime.saved_tokens:
-                self._activations[index] = runtime.saved_bytes / runtime.saved_tokens, runtime.peak_saved_bytes
+        self._known_shapes.add((step.training, step.length))
+        self._activations |= step.activations()
         self.last_step = StepRecord(
-            training, self._step, batch.sizes, elapsed, program, executor, self.stages, dict(self._activations)
+            step.training, self._step, step.sizes, elapsed, program, executor, self.stages, dict(self._activations)
         )
-        return batch.losses(), batch.outputs() if return_outputs else None
+        return step.losses(), step.outputs() if arguments.return_outputs else None
 
-    def _forward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        return self._runtimes[stage].forward(m, s, length, received)
-
-    def _backward(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        return self._runtimes[stage].backward(m, s, received)
-
-    def _backward_without_autocast(self, stage: int, m: int, s: int, offset: int, length: int, received: Any) -> Any:
-        with torch.autocast(self.device.type, enabled=False):
-            return self._runtimes[stage].backward(m, s, received)
+    def _choose_run(self, step: Step) -> Callable[..., Any]:
+        """What the executor calls for every unit of a step."""
+        return step.choose_run(host_messages=self._device_edges is None)
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
@@ -559,17 +478,25 @@ class PipelineEngine:
 
     def _set_limits(self, shape_known: bool) -> None:
         """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        self._group.set_limits(self._timeout if shape_known else self._first_timeout, self._spin_us)
+        options = self._options
+        limit = options.timeout if shape_known else max(options.timeout, options.first_step_timeout)
+        self._group.set_limits(limit, options.spin_us)
+
+    def _enter_shape(self, shape: tuple[bool, int]) -> bool:
+        """For a step whose (training, tokens) are known now: whether such a step has run before."""
+        is_known = shape in self._known_shapes
+        self._set_limits(is_known)
+        return is_known
 
     def _enter_grad_dtype(self) -> list[nn.Parameter]:
         """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
-        if self._grad_dtype is None:
+        if self._options.grad_dtype is None:
             return []
         own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
         parameters = {id(p): p for module in own for p in module.parameters()}.values()
         changed = [p for p in parameters if p.requires_grad and p.dtype in _REDUCED]
         for parameter in changed:
-            _set_grad_dtype(parameter, self._grad_dtype)
+            _set_grad_dtype(parameter, self._options.grad_dtype)
         return changed
 
     def _leave_grad_dtype(self, changed: list[nn.Parameter]) -> None:
@@ -581,14 +508,15 @@ class PipelineEngine:
 
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """
+        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+            self._group.end_step(failed=False)
+            return error
         unit = _last_unit(executor)
         explained = error
         if not isinstance(error, _C.PipelineError):
             explained = _explain(error, unit)
             place = f"{unit}: " if unit else ""
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
-        for runtime in self._runtimes.values():
-            runtime.begin_step(training=False)
         self._group.end_step(failed=True)
         return explained
 
@@ -614,161 +542,8 @@ def _explain(error: BaseException, unit: str) -> BaseException:
     return error
 
 
-class _Batch:
-    """One step's arguments, split for this rank's units once the sequence length is known."""
-
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        training: bool,
-        inputs: Any,
-        target: Any,
-        kwargs: Any,
-        loss_weight: float | None,
-        gradient_scale: float,
-        loss_kwargs: Mapping[str, Any],
-        keep_outputs: bool,
-    ) -> None:
-        self._engine, self._training = engine, training
-        if engine.device.type != "cpu":
-            inputs, target, kwargs = (move(value, engine.device) for value in (inputs, target, kwargs))
-        self._inputs, self._target, self._kwargs = inputs, target, kwargs
-        self._global_count, self._gradient_scale, self._keep_outputs = loss_weight, gradient_scale, keep_outputs
-        self._loss_kwargs = loss_kwargs
-        self.leaves = Leaves()
-        self.length, self.sizes = 0, [0] * engine.num_segments
-        self._weights: list[list[float]] = []
-
-    @property
-    def shape_key(self) -> tuple[bool, int]:
-        return self._training, self.length
-
-    def prepare(self) -> None:
-        """On the first stage's rank everything is known; elsewhere :meth:`learn` follows with the first message."""
-        engine = self._engine
-        engine._set_limits(shape_known=False)  # until the length is learnt
-        if self._training and not torch.is_grad_enabled():
-            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
-        if engine.has_last and self._training and (engine._loss_fn is None or self._target is None):
-            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
-        if self._target is not None and engine.has_last and engine._loss_fn is None:
-            raise ValueError("target was given, but the engine has no loss_fn")
-        if self._global_count is not None:
-            _check_numbers(loss_weight=self._global_count)
-        check_rules(self._kwargs, engine._arg_rules, is_split=engine.num_segments == 1)
-        if engine.has_last and self._target is not None:
-            self._target = microbatches(self._target, engine.num_microbatches, "target")
-        if engine.has_first:
-            if self._inputs is None:
-                raise ValueError("inputs are needed on the rank of the first stage")
-            check_count(self._inputs, engine.num_microbatches, "inputs")
-            self._inputs = self.leaves.replace(self._inputs)
-            self.learn(sequence_length(self._inputs, engine.seq_dim))
-
-    def learn(self, length: int) -> list[int]:
-        """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
-        engine = self._engine
-        M, dim, shard = engine.num_microbatches, engine.seq_dim, engine.shard
-        self.length, self.sizes = length, engine.sizes_of(length, self._documents())
-        engine._set_limits(self.shape_key in engine._known_shapes)
-        inputs = split_inputs(self._inputs, M, self.sizes, dim, shard) if engine.has_first else None
-        kwargs = None
-        if self._kwargs or engine._arg_rules:
-            kwargs = split_kwargs(self.leaves.replace(self._kwargs), engine._arg_rules, M, self.sizes, dim, shard)
-        targets = seeds = segment_shares = None
-        if engine.has_last and self._target is not None:
-            targets = self._split_targets(self._target, dim)
-            segment_shares, seeds = self._weigh(self._target, dim)
-        scale = self._gradient_scale / (M if engine._scale_grads and self._global_count is None else 1.0)
-        mean = engine._loss_reduction == "mean"
-        for runtime in engine._runtimes.values():
-            last = runtime.is_last
-            runtime.begin_step(
-                training=self._training,
-                inputs=inputs if runtime.is_first else None,
-                kwargs=kwargs,
-                targets=targets if last else None,
-                seeds=seeds if last else None,
-                shares=segment_shares if last else None,
-                loss_kwargs=self._loss_kwargs,
-                auxiliary_seed=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
-                keep_outputs=self._keep_outputs and last,
-                measure_activations=self._training and self.shape_key not in engine._known_shapes,
-            )
-        return self.sizes
-
-    def _documents(self) -> list[int] | None:
-        """Lengths of the packed documents of all rows, where segments are balanced by them."""
-        engine = self._engine
-        if engine._segment_sizes != "balanced" or engine._arg_rules.get("doc_ids") != "slice":
-            return None
-        kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
-        rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
-        return [length for doc_ids in rows for length in document_lengths(doc_ids)] or None
-
-    def _split_targets(self, whole: list[Any], dim: int) -> list[list[Any]]:
-        engine = self._engine
-        if engine.num_segments * engine.shard[1] == 1:
-            return [[target] for target in whole]
-        return [
-            split_sequence(t, self.sizes, dim, f"target of micro-batch {m}", engine.shard) for m, t in enumerate(whole)
-        ]
-
-    def _weigh(self, whole: list[Any], dim: int) -> tuple[list[list[float]], list[list[Tensor]]]:
-        """Shares of this rank's segments in their micro-batch's loss, and the seeds of their backwards.
-
-        Of a segment in shards each rank's share counts as many times as there are shards: their mean is to be the loss.
-        """
-        engine = self._engine
-        M, k, (rank, num_shards) = engine.num_microbatches, engine.num_segments, engine.shard
-        if engine._loss_reduction == "sum":
-            counts = segment_shares = [[1.0] * k for _ in range(M)]
-        else:
-            pieces = shard_sizes(self.sizes, engine.shard)
-            all_counts = count_targets(whole, pieces, dim, engine._loss_weight)
-            counts, segment_shares = (
-                [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
-            )
-        self._weights = [[num_shards * share for share in row] for row in segment_shares]
-        if self._global_count is not None:
-            divisor = engine._runtimes[engine.num_stages - 1].gradient_divisor
-            scale = self._gradient_scale * (num_shards if divisor is None else divisor)
-            seeds = [[scale * count / self._global_count for count in row] for row in counts]
-        else:
-            scale = self._gradient_scale / (M if engine._scale_grads else 1.0)
-            seeds = [[weight * scale for weight in row] for row in self._weights]
-        return self._weights, make_seeds(seeds, engine.device)
-
-    def losses(self) -> list[Tensor]:
-        runtime = self._last_runtime()
-        if runtime is None or self._target is None:
-            return []
-        return combine(runtime.losses, self._weights, self._engine.device)
-
-    def outputs(self) -> list[Any] | None:
-        runtime = self._last_runtime()
-        if runtime is None:
-            return None
-        k = self._engine.num_segments
-        return [
-            _merge([runtime.outputs[m * k + s] for s in range(k)], self._engine.seq_dim)
-            for m in range(self._engine.num_microbatches)
-        ]
-
-    def _last_runtime(self) -> StageRuntime | None:
-        return self._engine._runtimes.get(self._engine.num_stages - 1)
-
-
-def _merge(parts: list[Any], dim: int) -> Any:
-    if isinstance(parts[0], (tuple, list)):
-        return tuple(_merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
-    if isinstance(parts[0], dict):
-        return {key: _merge([part[key] for part in parts], dim) for key in parts[0]}
-    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]
-
-
 def _norm(gradient: Tensor, norm_type: float) -> float:
-    """Of the whole gradient, also where this rank holds a shard of it (DTensor)."""
+    """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
     norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -779,44 +554,3 @@ def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        least = 0 if name == "prefetch" else 1  # seq_dim: dimension 0 is the batch
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name} is {value}, must be at least {least}")
-
-
-def _check_numbers(**seconds: float | None) -> None:
-    for name, value in seconds.items():
-        if name == "spin_us" and value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-        if not (value >= 0 if name == "spin_us" else value > 0):
-            raise ValueError(f"{name} is {value}, must be {'at least' if name == 'spin_us' else 'above'} 0")
-
-
-def _check_choices(schedule: Any, loss_fn: Any, loss_weight: Any, grad_dtype: Any, transport: str) -> None:
-    if not isinstance(schedule, (str, Schedule)):
-        raise TypeError(f"schedule must be a name or a seq1f1b.Schedule, got {type(schedule).__name__}")
-    for name, value in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} must be callable, got {type(value).__name__}")
-    if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
-        raise TypeError(f"grad_dtype is {grad_dtype!r}, must be a floating dtype or None")
-    known = ("auto", "shm", "c10d", *DEVICE_TRANSPORTS)
-    if transport not in known:
-        raise ValueError(f"transport is {transport!r}, must be one of {', '.join(map(repr, known))}")
-
-
-def _of_plan(plan: Plan | str | os.PathLike[str], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Schedule, num_microbatches, num_segments, segment_sizes and prefetch of a plan."""
-    if given != ("seq1f1b", None, 1, None):
-        raise ValueError("plan= stands for schedule, num_microbatches, num_segments, segment_sizes: give none of them")
-    arguments = (plan if isinstance(plan, Plan) else Plan.load(plan)).engine_arguments()
-    names = ("schedule", "num_microbatches", "num_segments", "segment_sizes", "prefetch")
-    return tuple(arguments[name] for name in names)

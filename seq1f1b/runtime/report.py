@@ -1,4 +1,4 @@
-"""What a step measured, beside what the plan says."""
+"""What a step measured: times and peaks of one rank or of all, beside the peaks that its order allows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class StageReport:
     """One stage. Units and tokens are live from the start of their F to the end of their B.
 
     Attributes:
-        peak_live_units, peak_live_tokens: measured. The planned ones come from the lowered program and the sizes.
+        peak_live_units, peak_live_tokens: measured.
+        planned_live_units, planned_live_tokens: by the lowered program and the segment sizes, before anything runs.
         planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
         activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
             shape; None where it was not (compiled modules).
@@ -76,7 +77,7 @@ class Report:
         busy: in the units.
         wait: for messages.
         send: for credits and copies.
-        bubble: share of ``seconds`` that is not ``busy``.
+        bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
         receive_places: of all incoming edges.
@@ -113,14 +114,14 @@ class PipelineReport:
         ranks: one :class:`Report` each.
         makespan: first start to last end over all ranks (ranks of several hosts: the longest rank).
         bubble: share of the ranks' time in ``makespan`` that is not busy.
-        planned: the simulation of the same order with every unit's measured duration and free transfers: what the
-            schedule allows.
+        simulated: the same order with this step's measured units and free messages: the least time in which the order
+            can run them. It is no prediction, for it takes its units from the step.
     """
 
     ranks: tuple[Report, ...]
     makespan: float
     bubble: float
-    planned: Simulation
+    simulated: Simulation
 
     @property
     def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
@@ -165,8 +166,8 @@ def make_report(
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
     durations = [[end - start for _, start, end in r.timeline] for r in ranks]
-    planned = schedule.simulate(durations=durations, segment_sizes=record.sizes)
-    return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), planned)
+    simulated = schedule.simulate(durations=durations, segment_sizes=record.sizes)
+    return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
 
 
 def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...]) -> Report:

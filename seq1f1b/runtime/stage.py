@@ -1,29 +1,31 @@
-"""One stage's part of a step: what happens at F and at B. The executor says when."""
+"""One stage: what it is in every step, and its part of one step, a method for each pass. The executor says when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.ops.context import LiveUnit, set_process_current, set_thread_current
+from seq1f1b.ops.context import LiveUnit, enter
+from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.measure import SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
 
+Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
+"""What came for a unit from other ranks: of each message, in the order in which the program waits for them, its tensors
+(None for a gradient that is none) and which of them require grad. None where no message comes."""
 
-class StageRuntime:
-    """Runs a stage's module on one unit at a time.
 
-    Every segment has a graph of its own: its inputs are leaves, keys and values pass between segments through the
-    cache, other state through ``carry``. B is ``torch.autograd.backward`` on that graph, so hooks on parameters fire.
-    """
+class Stage:
+    """A stage of this rank, the same in every step: its module, its place in the pipeline, and what wraps it."""
 
     def __init__(
         self,
@@ -34,140 +36,167 @@ class StageRuntime:
         num_segments: int,
         loss_fn: Callable[[Any, Any], Tensor] | None,
         device: torch.device,
-        thread_scope: bool,
         order: Sequence[Unit],
     ) -> None:
         self.module = module
         self.index = index
+        self.num_segments = num_segments
+        self.device = device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.loss_fn = loss_fn if self.is_last else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
-        self.previous: StageRuntime | None = None  # neighbours on the same rank: handed over without a transfer
-        self.following: StageRuntime | None = None
-        self._num_segments = num_segments
-        self._device = device
-        self._set_current = set_thread_current if thread_scope else set_process_current
         own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
-        self._forwards = [key for kind, key in own if kind == "F"]
-        self._last_backward = next((key for kind, key in reversed(own) if kind == "B"), -1)
+        self.forwards = [key for kind, key in own if kind == "F"]
+        self.last_backward = next((key for kind, key in reversed(own) if kind == "B"), -1)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
-        self.begin_step(training=False)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The stage's, and a loss that is a module."""
+        return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
+
+    @property
+    def wrappers(self) -> list[Any]:
+        """What DDP or FSDP2 needs around passes, of the module and of the head."""
+        return [parallel for parallel in (self.parallel, self.head_parallel) if parallel is not None]
 
     @property
     def gradient_divisor(self) -> float | None:
         """What the sum of the gradients of this stage's replicas is divided by; None if nothing here reduces them."""
-        parallel = self.parallel or self.head_parallel
-        return None if parallel is None else parallel.divisor
+        return next((parallel.divisor for parallel in self.wrappers), None)
 
-    def begin_step(
-        self,
-        *,
-        training: bool,
-        inputs: list[list[tuple[Any, ...]]] | None = None,
-        kwargs: list[list[dict[str, Any]]] | None = None,
-        targets: list[list[Any]] | None = None,
-        seeds: list[list[Tensor]] | None = None,
-        shares: list[list[float]] | None = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        auxiliary_seed: list[float] | None = None,
-        keep_outputs: bool = False,
-        measure_activations: bool = False,
-    ) -> None:
-        """Arguments of the step by [micro-batch][segment]; forgets what a failed step left behind."""
-        self.training = training
-        self.inputs, self.kwargs, self.targets = inputs, kwargs, targets
-        self.seeds, self.shares, self.auxiliary_seed = seeds, shares, auxiliary_seed
-        self.loss_kwargs = loss_kwargs or {}
-        self.keep_outputs = keep_outputs
-        self.live: dict[int, LiveUnit] = {}
-        self.handed: dict[int, tuple[Any, ...]] = {}  # outputs or gradients from a neighbour on this rank
-        self.carried_back: dict[int, dict[int, Tensor]] = {}  # leaves of segment s + 1, for B of segment s
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
-        self.output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
-        sharded = isinstance(self.parallel, Fsdp) or isinstance(
-            self.head_parallel, Fsdp
-        )  # their graphs keep parameters
-        self.measure_activations = measure_activations and not sharded and not any(map(is_compiled, self._modules()))
+    @property
+    def shows_saved_bytes(self) -> bool:
+        """Whether the bytes that graphs keep are measurable: FSDP2's hold parameters too, compiled ones hide theirs."""
+        sharded = any(isinstance(parallel, Fsdp) for parallel in self.wrappers)
+        return not sharded and not any(map(is_compiled, self.modules))
+
+    def begin(self, arguments: StageArguments) -> StageStep:
+        """Enters a step."""
+        return StageStep(self, arguments)
+
+
+@dataclass(frozen=True)
+class StageArguments:
+    """What a stage is given for one step; lists are by [micro-batch][segment].
+
+    Attributes:
+        sizes: tokens of each segment.
+        inputs: positional arguments of the first stage.
+        seeds, shares: of the last stage's losses: their gradients, and their shares of the micro-batch's loss.
+        auxiliary_seeds: by segment, the gradient of an auxiliary loss.
+        measures: whether to count the bytes that graphs keep.
+    """
+
+    training: bool
+    sizes: Sequence[int]
+    inputs: list[list[tuple[Any, ...]]] | None = None
+    kwargs: list[list[dict[str, Any]]] | None = None
+    targets: list[list[Any]] | None = None
+    seeds: list[list[Tensor]] | None = None
+    shares: list[list[float]] | None = None
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    auxiliary_seeds: Sequence[float] = ()
+    keep_outputs: bool = False
+    measures: bool = False
+
+
+class StageStep:
+    """A stage's part of one step: runs its module on one unit at a time, and holds the units until the step ends.
+
+    Every segment has a graph of its own: its inputs are leaves, keys and values pass between segments through the
+    cache, other state through ``carry``. B is ``torch.autograd.backward`` on that graph, so hooks on parameters fire.
+    """
+
+    def __init__(self, stage: Stage, arguments: StageArguments) -> None:
+        self.stage, self.arguments = stage, arguments
+        self.training = arguments.training
+        self.previous: StageStep | None = None  # neighbours on the same rank: handed over without a transfer
+        self.following: StageStep | None = None
+        self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, where measured
+        self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
+        self._seeds = arguments.seeds
+        self._measures = arguments.measures and stage.shows_saved_bytes
+        self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
         self._head_bytes = 0  # of the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
-        if self.head_parallel is not None and shares is not None:
-            counted = [share != 0.0 for row in shares for share in row]
-            self._last_head = next((key for key in reversed(self._forwards) if counted[key]), -1)
-        for parallel in (self.parallel, self.head_parallel):
-            if parallel is not None:
-                parallel.begin_step()
+        if stage.head_parallel is not None and arguments.shares is not None:
+            counted = [share != 0.0 for row in arguments.shares for share in row]
+            self._last_head = next((key for key in reversed(stage.forwards) if counted[key]), -1)
+        for parallel in stage.wrappers:
+            parallel.begin_step()
 
-    def end_step(self) -> None:
-        for parallel in (self.parallel, self.head_parallel):
-            if parallel is not None:
-                parallel.end_step()
+    @property
+    def passes(self) -> tuple[Callable[[int, int, Received], tuple[Any, ...] | None], ...]:
+        """A method for each pass; position = the pass's number in C (``csrc/core/schedule.h``)."""
+        return (self.forward, self.backward)
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """Losses of the units that have one, by m k + s."""
+        return {key: unit.loss for key, unit in self.units.items() if unit.loss is not None}
+
+    def end(self) -> None:
+        for parallel in self.stage.wrappers:
+            parallel.end_step()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, m: int, s: int, length: int, received: Any) -> tuple[Tensor, ...] | None:
+    def forward(self, m: int, s: int, received: Received) -> tuple[Tensor, ...] | None:
         """F(m.s). Returns what crosses to the next stage, None from the last one."""
         key = m * self._num_segments + s
-        unit = LiveUnit(self.index, m, s, self.training, self.live.get(key - 1) if s else None)
-        arguments = self._arguments(key, m, s, received, unit)
-        self.live[key] = unit
-        self._set_current(unit)
-        try:
-            if self.measure_activations:
-                result = self._measured(key, m, s, length, arguments, unit)
-            else:
-                result = self._compute(key, m, s, length, arguments, unit)
-        finally:
-            self._set_current(None)
-        if not self.training:
-            self._forget_in_eval(key, s, unit)
+        unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
+        inputs = self._inputs(key, unit, received)
+        self.units[key] = unit
+        enter(unit)
+        result = self._measured(key, unit, inputs) if self._measures else self._compute(key, unit, inputs)
+        if not self.training:  # of a unit that no backward follows, the next segment reads what was carried out
+            if unit.previous is not None:
+                unit.previous.forget()
+            carried_out = unit.carried_out if s + 1 < self._num_segments else None
+            unit.forget()
+            unit.carried_out = carried_out
         return result
 
-    def _compute(
-        self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
-    ) -> tuple[Tensor, ...] | None:
-        kwargs = None if self.kwargs is None else self.kwargs[m][s]
-        if self.parallel is None:
-            output = self.module(*arguments, **kwargs) if kwargs else self.module(*arguments)
+    def _compute(self, key: int, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        given = self.arguments.kwargs
+        kwargs = None if given is None else given[unit.microbatch][unit.segment]
+        if self._parallel is None:
+            output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:
-            with self.parallel.forward():
-                output = self.module(*arguments, **(kwargs or {}))
-            if self.training and key == self._last_backward:
+            with self._parallel.forward():
+                output = self._module(*inputs, **(kwargs or {}))
+            if self.training and key == self.stage.last_backward:
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
-        if not self.is_last:
-            return self._finish_middle(key, length, output, unit)
-        self._finish_last(key, m, s, output, unit)
+        if not self.stage.is_last:
+            return self._finish_middle(unit, output)
+        self._finish_last(key, unit, output)
         return None
 
-    def _measured(
-        self, key: int, m: int, s: int, length: int, arguments: tuple[Any, ...], unit: LiveUnit
-    ) -> tuple[Tensor, ...] | None:
+    def _measured(self, key: int, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """The same, counting the bytes that the unit's graph keeps."""
         self._head_bytes = 0
-        with SavedBytes(self._modules(), arguments) as saved:
-            result = self._compute(key, m, s, length, arguments, unit)
+        with SavedBytes(self.stage.modules, inputs) as saved:
+            result = self._compute(key, unit, inputs)
         unit.saved_bytes = saved.bytes
         self.saved_bytes += saved.bytes
-        self.saved_tokens += length
-        live = sum(other.saved_bytes for other in self.live.values())
+        self.saved_tokens += self.arguments.sizes[unit.segment]
+        live = sum(other.saved_bytes for other in self.units.values())
         self.peak_saved_bytes = max(self.peak_saved_bytes, live + self._head_bytes)
         return result
 
-    def _modules(self) -> list[nn.Module]:
-        return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
-
-    def _arguments(self, key: int, m: int, s: int, received: Any, unit: LiveUnit) -> tuple[Any, ...]:
+    def _inputs(self, key: int, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         if received is not None:
-            tensors, requires_grad = received
-        elif self.is_first:
-            assert self.inputs is not None
-            return self.inputs[m][s]
+            tensors, requires_grad = received[0]
+        elif self.previous is not None:
+            tensors, requires_grad = self.previous.units[key].take_handed(), None
         else:
-            tensors, requires_grad = self.handed.pop(key), None
+            assert self.arguments.inputs is not None
+            return self.arguments.inputs[unit.microbatch][unit.segment]
         leaves = []
         for i, tensor in enumerate(tensors):
             leaf = tensor.detach()
@@ -177,9 +206,9 @@ class StageRuntime:
         unit.leaves = tuple(leaves)
         return unit.leaves
 
-    def _finish_middle(self, key: int, length: int, output: Any, unit: LiveUnit) -> tuple[Tensor, ...] | None:
+    def _finish_middle(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         outputs = output if isinstance(output, tuple) else (output,)
-        self._check_outputs(outputs, length)
+        self._check_outputs(outputs, self.arguments.sizes[unit.segment])
         outputs = tuple([o if o.is_contiguous() else o.contiguous() for o in outputs])
         if self.training:
             # Only the edge is kept, so that the storage goes once the output is sent.
@@ -187,18 +216,18 @@ class StageRuntime:
             unit.seeds = None
         if self.following is None:
             return outputs
-        self.following.handed[key] = outputs
+        unit.handed = outputs
         return None
 
     def _check_outputs(self, outputs: tuple[Any, ...], length: int) -> None:
-        known = self.output_spec.get(length)
+        known, device, index = self._output_spec.get(length), self.stage.device, self.stage.index
         if known is not None and len(known) == len(outputs):
             for o, (shape, dtype) in zip(outputs, known, strict=True):
                 if (
                     not isinstance(o, Tensor)
                     or o.shape != shape
                     or o.dtype != dtype
-                    or o.device != self._device
+                    or o.device != device
                     or o.layout != torch.strided
                 ):
                     break
@@ -207,75 +236,74 @@ class StageRuntime:
         for o in outputs:
             if not isinstance(o, Tensor):
                 raise TypeError(
-                    f"a stage must return a tensor or a tuple of tensors, "
-                    f"stage {self.index} returned {type(o).__name__}"
+                    f"a stage must return a tensor or a tuple of tensors, stage {index} returned {type(o).__name__}"
                 )
             if hasattr(o, "to_local"):
-                raise TypeError(f"stage {self.index} returned a DTensor; return its to_local() instead")
-            if o.device != self._device or o.layout != torch.strided:
+                raise TypeError(f"stage {index} returned a DTensor; return its to_local() instead")
+            if o.device != device or o.layout != torch.strided:
                 raise ValueError(
-                    f"stage {self.index} returned a {o.layout} tensor on {o.device}; "
-                    f"its outputs must be strided tensors on {self._device}"
+                    f"stage {index} returned a {o.layout} tensor on {o.device}; "
+                    f"its outputs must be strided tensors on {device}"
                 )
         spec = [(o.shape, o.dtype) for o in outputs]
         if known is not None:
             raise ValueError(
-                f"stage {self.index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
+                f"stage {index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
                 f"{_spec_text(known)} for another of the same length in this step"
             )
-        self.output_spec[length] = spec
+        self._output_spec[length] = spec
 
-    def _finish_last(self, key: int, m: int, s: int, output: Any, unit: LiveUnit) -> None:
-        if self.keep_outputs:
-            self.outputs[key] = _detached(output)
-        if self.targets is None:
+    def _finish_last(self, key: int, unit: LiveUnit, output: Any) -> None:
+        if self.arguments.keep_outputs:
+            unit.output = _detached(output)
+        if self.arguments.targets is None:
             if self.training:
                 raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
             return
-        assert self.loss_fn is not None
-        share = 1.0 if self.shares is None else self.shares[m][s]
+        m, s, shares = unit.microbatch, unit.segment, self.arguments.shares
+        share = 1.0 if shares is None else shares[m][s]
         if share == 0.0:
             # No counted target: a mean over none is NaN. B still runs, for later segments' dK and dV.
             if self.training:
                 unit.roots = tuple([o for o in _tensors(output) if o.requires_grad])
                 unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
             return
-        target = self.targets[m][s]
-        if self.loss_is_head and self.training:
-            self._run_head(key, m, s, output, target, unit)
+        target = self.arguments.targets[m][s]
+        if self.stage.loss_is_head and self.training:
+            self._run_head(key, unit, output, target)
             return
         loss = self._loss(output, target)
-        self.losses[key] = loss.detach()
+        unit.loss = loss.detach()
         if self.training and loss.requires_grad:
             unit.roots = (loss,)
-            unit.seeds = (self._seed(m, s, loss),)
+            unit.seeds = (self._seed(unit, loss),)
 
-    def _run_head(self, key: int, m: int, s: int, output: Any, target: Any, unit: LiveUnit) -> None:
+    def _run_head(self, key: int, unit: LiveUnit, output: Any, target: Any) -> None:
         """Forward and backward of the head at once: one segment's logits are alive, only the hidden gradient stays."""
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
             )
         hidden = output.detach().requires_grad_(output.requires_grad)
-        parallel = self.head_parallel
-        head = SavedBytes(self._modules(), (hidden,)) if self.measure_activations else nullcontext()
+        parallel = self.stage.head_parallel
+        head = SavedBytes(self.stage.modules, (hidden,)) if self._measures else nullcontext()
         with head, parallel.forward() if parallel is not None else nullcontext():
             loss = self._loss(hidden, target)
         if isinstance(head, SavedBytes):
             self._head_bytes = head.bytes
-        self.losses[key] = loss.detach()
+        unit.loss = loss.detach()
         if not loss.requires_grad:
             return
         around = parallel.backward(key == self._last_head, (loss,)) if parallel is not None else nullcontext()
-        with around, torch.autocast(self._device.type, enabled=False):
-            torch.autograd.backward(loss, self._seed(m, s, loss))
+        with around, torch.autocast(self.stage.device.type, enabled=False):
+            torch.autograd.backward(loss, self._seed(unit, loss))
         if hidden.grad is not None:
             unit.roots = (get_gradient_edge(output),)
             unit.seeds = (hidden.grad,)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, target, **self.loss_kwargs)
+        assert self.stage.loss_fn is not None
+        loss = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
@@ -283,78 +311,45 @@ class StageRuntime:
             raise ValueError("loss_fn returned a loss that does not require grad, its input does")
         return loss
 
-    def _seed(self, m: int, s: int, loss: Tensor) -> Tensor:
-        assert self.seeds is not None
-        seed = self.seeds[m][s]
+    def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
+        assert self._seeds is not None
+        seed = self._seeds[unit.microbatch][unit.segment]
         if seed.dtype != loss.dtype:  # the first loss of the step tells the dtype
-            self.seeds = [[seed.to(loss.dtype) for seed in row] for row in self.seeds]
-            seed = self.seeds[m][s]
+            self._seeds = [[seed.to(loss.dtype) for seed in row] for row in self._seeds]
+            seed = self._seeds[unit.microbatch][unit.segment]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
-
-    def _forget_in_eval(self, key: int, s: int, unit: LiveUnit) -> None:
-        unit.previous = None
-        self.live.pop(key - 1, None)
-        if s == self._num_segments - 1:
-            self.live.pop(key, None)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(self, m: int, s: int, received: Any) -> tuple[Tensor | None, ...] | None:
+    def backward(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...] | None:
         """B(m.s). Returns the gradients of the stage's inputs, None from the first one."""
         key = m * self._num_segments + s
-        unit = self.live.pop(key)
+        unit = self.units[key]
         unit.forward = False
-        roots, seeds = self._roots(key, m, s, unit, received)
-        if roots:
-            self._set_current(unit)
-            try:
-                if self.parallel is None:
-                    torch.autograd.backward(roots, seeds)
-                else:
-                    with self.parallel.backward(key == self._last_backward, unit.outputs):
-                        torch.autograd.backward(roots, seeds)
-            finally:
-                self._set_current(None)
-        unit.roots = unit.outputs = ()
-        unit.previous = None
-        if unit.carried_in is not None and s:
-            self.carried_back[key - 1] = unit.carried_in
-        if self.is_first:
-            return None
-        gradients = tuple([_contiguous_grad(leaf) for leaf in unit.leaves])
-        unit.leaves = ()
+        roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[s])
+        enter(unit)
+        if roots and self._parallel is None:
+            torch.autograd.backward(roots, seeds)
+        elif roots:
+            assert self._parallel is not None
+            with self._parallel.backward(key == self.stage.last_backward, unit.outputs):
+                torch.autograd.backward(roots, seeds)
+        carry_back(unit)
+        gradients = None if self.stage.is_first else input_gradients(unit)
+        unit.forget()
         if self.previous is None:
             return gradients
-        self.previous.handed[key] = gradients
+        unit.handed = gradients
         return None
 
-    def _roots(
-        self, key: int, m: int, s: int, unit: LiveUnit, received: Any
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        roots, seeds = unit.roots, unit.seeds
-        if seeds is None:  # a middle stage: gradients come from the next one
-            gradients = received[0] if received is not None else self.handed.pop(key)
-            seeds = tuple(gradients)  # not the cached views themselves: roots are added below
-            if None in roots or any(g is None for g in gradients):
-                pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
-                roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
-        if unit.auxiliary is not None:
-            assert self.auxiliary_seed is not None
-            roots += tuple(unit.auxiliary)
-            seeds += tuple([torch.full_like(a, self.auxiliary_seed[s]) for a in unit.auxiliary])
-        if unit.carried_out is not None and key in self.carried_back:
-            for name, leaf in self.carried_back.pop(key).items():
-                if leaf.grad is not None:
-                    roots += (get_gradient_edge(unit.carried_out[name]),)
-                    seeds += (leaf.grad,)
-        return roots, seeds
-
-
-def _contiguous_grad(leaf: Tensor) -> Tensor | None:
-    gradient = leaf.grad
-    if gradient is None or gradient.is_contiguous():
-        return gradient
-    return gradient.contiguous()
+    def _output_gradients(self, key: int, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """Gradients of the unit's outputs, from the next stage; none where the unit has seeds of its own."""
+        if unit.seeds is not None:
+            return ()
+        if received is not None:
+            return received[0][0]
+        assert self.following is not None
+        return self.following.units[key].take_handed()
 
 
 def _tensors(output: Any) -> list[Tensor]:

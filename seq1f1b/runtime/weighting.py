@@ -23,12 +23,13 @@ def count_targets(
     dim: int,
     count: Callable[[Any], float] | None,
 ) -> list[list[float]]:
-    """Counted targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
+    """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
 
     Args:
         whole: targets of the M micro-batches.
-        sizes: tokens of each segment, or of each shard of each; dim: the sequence dimension of the targets.
-        count: of one segment's target.
+        sizes: tokens of each segment, or of each shard of each segment.
+        dim: the sequence dimension of the targets.
+        count: counts one segment's target.
     """
     if count is None:
         return [_default_counts(target, sizes, dim) for target in whole]
@@ -66,7 +67,7 @@ def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
 
 
 def shares(counts: list[list[float]]) -> list[list[float]]:
-    """Each segment's share of its micro-batch; all zero where a micro-batch counts nothing."""
+    """Each segment's share of its micro-batch; all shares are zero if a micro-batch counts nothing."""
     totals = [sum(segments) for segments in counts]
     return [
         [value / total if total else 0.0 for value in segments] for segments, total in zip(counts, totals, strict=True)
@@ -79,7 +80,7 @@ def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Ten
 
 
 def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by m k + s); zero where nothing was counted."""
+    """Losses of the M micro-batches from those of their segments (by m k + s); zero if nothing was counted."""
     num_segments = len(weights[0])
     if num_segments == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
         return [losses[m].reshape(()) for m in range(len(weights))]
@@ -93,15 +94,15 @@ def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:
-    """Targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
+    """Makes the targets of next-token prediction: position t gets token t + 1, the last one is ignored (-100).
 
     Shift before ``step``: a loss that shifts inside a segment silently drops the targets at the borders.
 
     Args:
         tokens: integer tensor, for example (batch, sequence).
         dim: the sequence dimension.
-        doc_ids: of packed documents, of tokens' shape: the last token of each is ignored too, for what follows it is
-            the first token of another.
+        doc_ids: ids of packed documents, in the shape of ``tokens``. The last token of each document is ignored, too,
+            because the first token of another one follows it.
     """
     if tokens.is_floating_point() or tokens.dim() <= dim:
         raise ValueError(f"shift_labels needs an integer tensor with a dimension {dim}, got {tuple(tokens.shape)}")

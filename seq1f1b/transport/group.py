@@ -266,7 +266,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def transport_to(self, peer_rank: int) -> str:
-        """What carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
+        """Name of what carries the edges to a neighbour: "loopback", "shm" or "c10d"."""
 
     @staticmethod
     def place_views(

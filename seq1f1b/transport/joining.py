@@ -22,7 +22,7 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
             parameters only, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
-            "nccl" and "copy" (:mod:`seq1f1b.device.device_edges`) go over what "auto" gives. The same on all ranks.
+            "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
         arena_bytes: address space of one edge; a smaller one only where address space is limited.
     """
     if transport not in ("auto", "shm", "c10d", "nccl", "copy"):
@@ -78,7 +78,7 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
 
 
 def resolve_group(group: Any, transport: str = "auto") -> RankGroup:
-    """What an engine's ``group=`` means: a ProcessGroup, a loopback's rank, or None: the default group, else P = 1."""
+    """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1."""
     if isinstance(group, RankGroup):
         return group
     if isinstance(group, LoopbackGroup):

@@ -33,7 +33,7 @@ class LoopbackGroup:
 
 
 class _LoopbackMemory:
-    """What the ranks of one loopback share. It knows none of them, so that all goes with the last one."""
+    """Memory that the ranks of one loopback share. It knows none of them, so that all goes with the last one."""
 
     def __init__(self, size: int, arena_bytes: int) -> None:
         self._lock = threading.Lock()

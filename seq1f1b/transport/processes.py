@@ -1,4 +1,4 @@
-"""What ranks have in common that are processes of a torch process group."""
+"""Ranks that are processes of a torch process group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_forget_sockets_after_fork)
 
 
 def first_line(error: BaseException) -> str:
-    """Without gloo's source file and advice."""
+    """First line of an error, without gloo's source file and advice."""
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0]
 
@@ -55,7 +55,7 @@ _EXCHANGE = "gradients of tied parameters"
 
 
 class _Transfer:
-    """Of the process group, whose own waits end with the peer's connection and otherwise with the group's time-out."""
+    """A transfer of the process group. Its own wait ends with the peer's connection or with the group's time-out."""
 
     def __init__(self, group: RankGroup, peer: int, work: Any) -> None:
         self._group, self._peer, self._work = group, peer, work

@@ -7,18 +7,15 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.group import DTYPES, map_fd, memory_fd, place_tensor
+from seq1f1b.transport.group import DTYPES, RankGroup, map_fd, memory_fd, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
-
-if TYPE_CHECKING:
-    from seq1f1b.transport.store import StoreRank
 
 _UINT8 = DTYPES.index(torch.uint8)
 
@@ -34,11 +31,23 @@ class C10dRelay:
     (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
     engine's thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is
     completed by :meth:`drain`, as nothing can cancel it.
+
+    Args:
+        broken: hears, from the helper thread, why a transfer failed, and of which message on which edge.
     """
 
-    def __init__(self, group: StoreRank, process_group: Any, peer: int, tag: int, is_receiver: bool, text: str) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        process_group: Any,
+        peer: int,
+        tag: int,
+        is_receiver: bool,
+        text: str,
+        broken: Callable[[str, str], None],
+    ) -> None:
         self._group, self._process_group, self._tag = group, process_group, tag
-        self.peer = peer
+        self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
         self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
@@ -113,7 +122,7 @@ class C10dRelay:
             try:
                 task()
             except Exception as error:
-                self._group.suspect(self.peer, first_line(error), f"{self._text}, message {sequence}")
+                self._broken(first_line(error), f"{self._text}, message {sequence}")
             del entry, task  # or the last message's tensors live on
 
     # after a failed step, and at the end

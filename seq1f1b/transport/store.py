@@ -127,11 +127,11 @@ class StoreRank(ProcessRank):
                 _C.group_set_progress(self.group, rank, what, age, waiting_for)
 
     def _find_the_lost(self, hang_ups: select.poll) -> None:
-        """Those whose connection ended though they have not closed, told to all."""
+        """Finds ranks whose connection ended though they have not closed, and tells all."""
         ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
         for fd, _ in hang_ups.poll(0):
             hang_ups.unregister(fd)
-            self.suspect(ranks[fd], "it closed its socket")
+            self._suspect(ranks[fd], "it closed its socket")
         while not self._suspects.empty():
             rank, why, edge = self._suspects.get()
             if edge is None and self._store.check([f"closed/{rank}"]):
@@ -140,14 +140,14 @@ class StoreRank(ProcessRank):
             self._lost = self.lose(rank, why, edge)
             self._store.compare_set("lost", "", self._lost)
 
-    def suspect(self, rank: int, why: str, edge: str | None = None) -> None:
+    def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
         """A connection ended, from any thread. edge: on which a message was under way; None: perhaps it was closed."""
         self._suspects.put((rank, why, edge))
 
     # -- asking it
 
     def _ask(self, do: Callable[[], _T], limit_s: float | None = None, *, recovering: bool = False) -> _T:
-        """What a call of the store returns, or PipelineError: a failure, or no answer for so many seconds."""
+        """Returns what a call of the store returns. Raises PipelineError on a failure, or without an answer in time."""
         answer: queue.SimpleQueue[_T] = queue.SimpleQueue()
         self._requests.put((do, answer))
         limit_s = self.timeout_s if limit_s is None else limit_s
@@ -237,15 +237,11 @@ class StoreRank(ProcessRank):
         # Stages of an edge are neighbours. Tags of their own per pipeline: receives that an earlier one on this process
         # group left behind after a failure never match.
         first_tag = self._generation * _TAGS
+        broken = functools.partial(self._suspect, peer_rank)
         if peer_rank not in self._lifelines:
-            self._lifelines[peer_rank] = Lifeline(
-                self._process_group,
-                peer_rank,
-                2 * (first_tag + _TAGS - 1),
-                functools.partial(self.suspect, peer_rank),
-            )
+            self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, 2 * (first_tag + _TAGS - 1), broken)
         tag = first_tag + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
-        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text)
+        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, broken)
         self._relays[source_stage, destination_stage] = relay
         return relay.end
 

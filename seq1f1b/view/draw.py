@@ -9,43 +9,40 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b.files import write_whole
+from seq1f1b.view import style
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline, Unit
 
-MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
-MOST_TRACED = 1_000_000  # 170 MB of JSON
+__all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
-__all__ = ["timeline_png", "timeline_svg", "timeline_text", "trace_json"]
-
-_PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 
 
-def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
+def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:
     """One line per rank; a unit starts with its micro-batch and segment and is filled up by its pass.
 
     The labels are the longest for which ``width`` has room: ``0.1``, or ``0b`` for the same, or ``0``, or none. Blanks
     are bubbles; stages of one rank look alike. Where units are narrower than a column, passes and blanks stand as often
     as they have shares of the time. The last lines say how to read it.
+
+    Args:
+        width: columns of a line.
+        column: seconds of a column, for several timelines on one scale; None: as few as ``width`` allows.
     """
     units = [unit for track in timeline for unit, _, _ in track]
-    begin, end = _extent(timeline)
-    margin = len(f"rank {len(timeline) - 1}  ")
+    begin, end = style.extent(timeline)
+    margin = _margin(timeline)
     columns = max(width - margin, 1)
-    shortest: dict[str, float] = {}  # of each pass
-    for unit, start, stop in (entry for track in timeline for entry in track):
-        if stop > start:
-            shortest[unit.kind] = min(shortest.get(unit.kind, stop - start), stop - start)
+    shortest = _shortest(timeline)
     narrowest = min(shortest.values(), default=0.0)
-    scale = columns / (end - begin) if end > begin else 0.0
-    if scale * narrowest >= 1:  # equal units get equal columns
-        scale = int(scale * narrowest + 1e-9) / narrowest
+    column = column_seconds(timeline, width=width) if column is None else column
+    scale = 1 / column if end > begin else 0.0
     label = _label(units, sorted(int(scale * length + 1e-9) for length in shortest.values()))
     lines = []
     for rank, track in enumerate(timeline):
@@ -59,12 +56,33 @@ def timeline_text(timeline: Timeline, *, width: int = 100) -> str:
         lines.append(f"rank {rank}".ljust(margin) + line)
     example = next((unit for unit in units if unit.segment > 0), units[0])
     kinds = [kind for kind in _FILL if any(unit.kind == kind for unit in units)]
-    legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {_PASSES[kind]}" for kind in kinds)
+    legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {style.PASSES[kind]}" for kind in kinds)
     if label(example):
         legend += f" of micro-batch {example.microbatch}" + (f", segment {example.segment}" * (example.segment > 0))
     if scale > 0:
-        legend += f"; one column is {_seconds(1 / scale)}" + ", units are shorter" * (scale * narrowest < 1)
+        legend += f"; one column is {style.seconds_text(1 / scale)}" + ", units are shorter" * (scale * narrowest < 1)
     return "\n".join([*lines, *textwrap.wrap(legend, max(width, 40))]) + "\n"
+
+
+def column_seconds(timeline: Timeline, *, width: int) -> float:
+    """Seconds of a column where the timeline fills ``width``; units that are equal get equal columns if they can."""
+    begin, end = style.extent(timeline)
+    narrowest = min(_shortest(timeline).values(), default=0.0)
+    column = (end - begin) / max(width - _margin(timeline), 1)
+    return narrowest / int(narrowest / column + 1e-9) if 0 < column <= narrowest else column
+
+
+def _margin(timeline: Timeline) -> int:
+    return len(f"rank {len(timeline) - 1}  ")
+
+
+def _shortest(timeline: Timeline) -> dict[str, float]:
+    """Seconds of the shortest unit of each pass that takes any."""
+    shortest: dict[str, float] = {}
+    for unit, start, stop in (entry for track in timeline for entry in track):
+        if stop > start:
+            shortest[unit.kind] = min(shortest.get(unit.kind, stop - start), stop - start)
+    return shortest
 
 
 def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
@@ -107,63 +125,6 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
     yield lambda unit: f"{unit.microbatch}", 0
 
 
-def check_size(what: str, num_units: int) -> None:
-    """Refuses a picture, page or trace that would take minutes and help nobody."""
-    most = MOST_TRACED if what == "trace" else MOST_UNITS
-    if num_units > most:
-        raise ValueError(
-            f"a {what} of {num_units} units, more than the {most} that it shows in good time; draw fewer "
-            "micro-batches, ranks or segments, the pattern repeats"
-        )
-
-
-def count_units(timelines: Iterable[Timeline]) -> int:
-    """Of all together."""
-    return sum(len(track) for timeline in timelines for track in timeline)
-
-
-def _extent(timeline: Timeline) -> tuple[float, float]:
-    """First start and last end."""
-    if not any(timeline):
-        raise ValueError("the timeline holds no unit")
-    begin = min(start for track in timeline for _, start, _ in track)
-    end = max(stop for track in timeline for _, _, stop in track)
-    return begin, end
-
-
-def _first_stages(timeline: Timeline) -> list[int]:
-    """Per rank, the first of its stages: the others are marked."""
-    return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds per unit, and the unit in which a time of this size reads well."""
-    return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
-
-
-def _seconds(seconds: float) -> str:
-    size, name = _time_unit(seconds)
-    return f"{seconds / size:.3g} {name}"
-
-
-_MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
-                      "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
-
-
-def _color(unit: Unit) -> tuple[float, ...]:
-    """The micro-batch's hue: pale forward, full backward, between the two where the backward is split."""
-    color = _MICROBATCH_COLORS[unit.microbatch % len(_MICROBATCH_COLORS)]
-    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return tuple(1 - _STRENGTH[unit.kind] * (1 - channel) for channel in channels)
-
-
-def _ink(color: Sequence[float]) -> str:
-    """Of a label on that colour: dark where it is light (relative luminance, ITU-R BT.709)."""
-    red, green, blue = color
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"
-
-
 def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
     """Draws one or several timelines, one below the other on a common time axis.
 
@@ -193,9 +154,9 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
         raise ImportError("a picture of a timeline needs matplotlib; run: pip install matplotlib") from error
 
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
-    longest = max(end - begin for begin, end in map(_extent, named.values()))
-    check_size("picture", count_units(named.values()))
-    second, unit_name = _time_unit(longest)
+    longest = max(end - begin for begin, end in map(style.extent, named.values()))
+    style.check_size("picture", style.count_units(named.values()))
+    second, unit_name = style.time_unit(longest)
     rows = [len(timeline) for timeline in named.values()]
     figure = Figure(
         figsize=(14, 1.5 + 0.42 * sum(rows) + 0.6 * len(rows)),
@@ -220,22 +181,22 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
 
 def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
     """One row of bars per rank, each with its micro-batch and segment where it has room for them."""
-    begin, _ = _extent(timeline)
+    begin, _ = style.extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
     room = 0.005 * ax.get_xlim()[1]  # that one character takes
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
-    for rank, (track, first_stage) in enumerate(zip(timeline, _first_stages(timeline), strict=True)):
+    for rank, (track, first_stage) in enumerate(zip(timeline, style.first_stages(timeline), strict=True)):
         for hatch in (None, "////"):
             shown = [entry for entry in track if (entry[0].stage != first_stage) is (hatch is not None)]
             bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
-            colors = [_color(unit) for unit, _, _ in shown]
+            colors = [style.color_of(unit) for unit, _, _ in shown]
             ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
             for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
                 text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
                 if width >= room * len(text):
-                    color = _color(unit)
+                    color = style.color_of(unit)
                     box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
-                    ax.text(left + width / 2, rank, text, color=_ink(color), bbox=box, **centred)
+                    ax.text(left + width / 2, rank, text, color=style.ink_on(color), bbox=box, **centred)
     ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     ax.set_ylim(len(timeline) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -250,19 +211,20 @@ def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
 
     units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
     microbatches = sorted({unit.microbatch for unit in units})
-    num_colors = len(_MICROBATCH_COLORS)
+    num_colors = len(style.MICROBATCH_COLORS)
     handles = [
-        Patch(facecolor=_MICROBATCH_COLORS[m % num_colors], label=f"micro-batch {m}") for m in microbatches[:num_colors]
+        Patch(facecolor=style.MICROBATCH_COLORS[m % num_colors], label=f"micro-batch {m}")
+        for m in microbatches[:num_colors]
     ]
     if len(microbatches) > num_colors:
         handles.append(Patch(facecolor="none", label="... colours repeat"))
-    for kind, strength in _STRENGTH.items():
+    for kind, strength in style.STRENGTH.items():
         if any(unit.kind == kind for unit in units):
-            handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {_PASSES[kind]}"))
+            handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {style.PASSES[kind]}"))
     if any(
         unit.stage != first
         for timeline in named.values()
-        for track, first in zip(timeline, _first_stages(timeline), strict=True)
+        for track, first in zip(timeline, style.first_stages(timeline), strict=True)
         for unit, _, _ in track
     ):
         handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="////", label="later stages of a rank"))
@@ -279,10 +241,10 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
         ValueError: a timeline holds no unit, or all together more than 1000000.
     """
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"pipeline": tracks}
-    check_size("trace", count_units(named.values()))
+    style.check_size("trace", style.count_units(named.values()))
     events: list[dict[str, object]] = []
     for pid, (heading, timeline) in enumerate(named.items()):
-        begin, _ = _extent(timeline)
+        begin, _ = style.extent(timeline)
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
         names_stage = any(unit.stage != rank for rank, track in enumerate(timeline) for unit, _, _ in track)
         for rank, track in enumerate(timeline):
@@ -298,7 +260,7 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
                         "ts": (start - begin) * 1e6,
                         "dur": (stop - start) * 1e6,
                         "name": f"[{unit.stage}]{unit}" if names_stage else str(unit),
-                        "cat": _PASSES[unit.kind],
+                        "cat": style.PASSES[unit.kind],
                         "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
                     }
                 )

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seq1f1b import _C
 from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation, Unit, _per_place, _per_unit
-from seq1f1b.view import draw
-from seq1f1b.view.draw import _PASSES, _color, _extent, _first_stages, _ink, _time_unit
+from seq1f1b.view import style
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline
@@ -95,9 +94,9 @@ def timeline_html(
     timelines: dict[str, Timeline] = {
         heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()
     }
-    longest = max(end - begin for begin, end in map(_extent, timelines.values()))
-    draw.check_size("page", draw.count_units(timelines.values()))
-    second, unit_name = _time_unit(longest)
+    longest = max(end - begin for begin, end in map(style.extent, timelines.values()))
+    style.check_size("page", style.count_units(timelines.values()))
+    second, unit_name = style.time_unit(longest)
     width = longest / second or 1.0
     times = Range1d(-0.01 * width, 1.01 * width, bounds=(-0.05 * width, 1.05 * width))
     memories = {heading: _memory(timeline, runs[heading]) for heading, timeline in timelines.items()}
@@ -287,7 +286,7 @@ class _Plot:
 
     def __init__(self, timeline: Timeline, run: Simulation | None, times: Any, second: float, unit_name: str) -> None:
         self.timeline, self.times, self.second, self.unit_name = timeline, times, second, unit_name
-        self.begin, _ = _extent(timeline)
+        self.begin, _ = style.extent(timeline)
         self.in_view: list[tuple[Any, Any]] = []  # source and filter of all boxes
         self.path: Sequence[Unit] = ()
         self.slack: dict[Unit, float] = {}
@@ -354,7 +353,7 @@ class _Plot:
             unit_name=self.unit_name,
             names_stage=names_stage,
             letters=list(_C.PASSES),
-            passes=[_PASSES[kind] for kind in _C.PASSES],
+            passes=[style.PASSES[kind] for kind in _C.PASSES],
         )
         self.units, self.labels, self.quads = units, labels, quads
         plot.ygrid.visible = False
@@ -386,10 +385,10 @@ class _Plot:
 
     def _heading(self, heading: str) -> str:
         """With makespan and bubble."""
-        _, end = _extent(self.timeline)
+        _, end = style.extent(self.timeline)
         makespan = end - self.begin
         busy = sum(stop - start for track in self.timeline for _, start, stop in track)
-        text = f"{makespan / self.second:.6g} {self.unit_name}"
+        text = f"{makespan / self.second:.3g} {self.unit_name}"
         if makespan > 0:
             text += f", bubble {max(0.0, 1 - busy / (makespan * len(self.timeline))):.1%}"
         return f"{heading}: {text}" if heading else text
@@ -415,9 +414,9 @@ class _Plot:
         number = {unit: i for i, (_, unit, _, _) in enumerate(placed)}
         after = predecessors(self.timeline)
         edges = [[number[other] for other in after[unit]] for _, unit, _, _ in placed]
-        first_stages = _first_stages(self.timeline)
+        first_stages = style.first_stages(self.timeline)
         path = set(self.path)
-        colors = {key: _color(key) for key in {unit._replace(stage=0, segment=0) for _, unit, _, _ in placed}}
+        colors = {key: style.color_of(key) for key in {unit._replace(stage=0, segment=0) for _, unit, _, _ in placed}}
         ranks = np.array([rank for rank, *_ in placed], np.int32)
         shades = [colors[unit._replace(stage=0, segment=0)] for _, unit, _, _ in placed]
         red_green_blue = np.round(255 * np.array(shades)).astype(np.uint32)
@@ -427,7 +426,7 @@ class _Plot:
             "top": (ranks + _UNITS[0]).astype(np.float32),
             "bottom": (ranks + _UNITS[1]).astype(np.float32),
             "color": red_green_blue @ np.array([1 << 24, 1 << 16, 1 << 8], np.uint32) + np.uint32(255),
-            "ink": np.array([_ink(shade) == "white" for shade in shades], np.uint8),
+            "ink": np.array([style.ink_on(shade) == "white" for shade in shades], np.uint8),
             "kind": np.array([_C.PASSES.index(unit.kind) for _, unit, _, _ in placed], np.uint8),
             "rank": ranks,
             "stage": np.array([unit.stage for _, unit, _, _ in placed], np.int32),
@@ -543,11 +542,13 @@ def _legend(title: str, named: Mapping[str, Timeline], memories: Mapping[str, _M
         return f"<span style='white-space:nowrap'><span style='{box}'></span>{text}</span>"
 
     kinds = {unit.kind for timeline in named.values() for track in timeline for unit, _, _ in track}
-    shades = [swatch(_hex(_color(Unit(kind, 0, 0, 0))), _PASSES[kind]) for kind in _C.PASSES if kind in kinds]
+    shades = [
+        swatch(_hex(style.color_of(Unit(kind, 0, 0, 0))), style.PASSES[kind]) for kind in _C.PASSES if kind in kinds
+    ]
     has_later = any(
         unit.stage != first
         for timeline in named.values()
-        for track, first in zip(timeline, _first_stages(timeline), strict=True)
+        for track, first in zip(timeline, style.first_stages(timeline), strict=True)
         for unit, _, _ in track
     )
     if has_later:

@@ -304,10 +304,27 @@ def refusals(rank: int, world: int) -> None:
         ScheduleSeq1F1B(stage, 2, cross_entropy, no_such_option=1).step(tokens, target=target)
     with pytest.raises(ScheduleError, match="stages per rank"):
         ScheduleSeqInterleaved1F1B([stage], 2, cross_entropy)
+    with pytest.raises(TypeError, match="n_segments is 1 and num_segments is 2: give one, they mean the same"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=1, num_segments=2)
+    with pytest.raises(TypeError, match="n_segments is 4 and num_segments is 2"):
+        ScheduleSeqInterleaved1F1B([stage], 2, cross_entropy, n_segments=4, num_segments=2)
+    with pytest.raises(TypeError, match="num_microbatches= is an argument of PipelineEngine that ScheduleSeq1F1B sets"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, num_microbatches=2)
 
 
 def test_refusals():
     run_processes(1, refusals)
+
+
+def both_names(rank: int, world: int) -> None:
+    config = Config()
+    stage = PipelineStage(stage_of(whole_model(config), config, rank, world), rank, world, CPU)
+    for options, k in ({}, 1), ({"n_segments": 2}, 2), ({"num_segments": 2}, 2):
+        assert ScheduleSeq1F1B(stage, 2, cross_entropy, **options).engine.num_segments == k
+
+
+def test_the_number_of_segments_has_two_names():
+    run_processes(1, both_names)
 
 
 # -- the order as torch sees it ----------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-STAND_INS = ("tests/stand_ins/machine.c", "tests/stand_ins/driver.c", "tests/stand_ins/nccl.c")
+SHARED = ("tests/c/allocation.c", "tests/c/attention_sequence.c", *sorted(glob("tests/stand_ins/*.c", root_dir=ROOT)))
 NEEDS_PYTHON_OR_TORCH = ("csrc/binding/", "csrc/torch/")
 WRAPPED = ("malloc", "calloc", "realloc", "aligned_alloc", "posix_memalign")  # allocation.c
 MODES = {
@@ -66,7 +67,7 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
     flags += [f"-D{name}={value}" for name, value in setup.MACROS]
     files = setup.sources("aarch64" if emulated else platform.machine())
     core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
-    core += ["tests/c/allocation.c", *STAND_INS]
+    core += SHARED
     sources = [*core, *(str(test.relative_to(ROOT)) for test in tests)]
 
     def compile_one(source: str) -> Path:

@@ -3,7 +3,7 @@
  * Measures: a naive computation in double that shares no code with the kernels, finite differences, and for the blocked
  * kernels the truth on the same stored out and lse.
  * Argument: "sanitize", "valgrind" or "aarch64" for a slice that is quick enough there. */
-#include "../../kernels/attention_internal.h"
+#include "attention_sequence.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -13,499 +13,7 @@
 
 int64_t fail_allocation(int64_t n); /* allocation.c; here it only counts */
 
-static int64_t num_failed, num_checks;
 static int small, medium; /* slices: small is part of medium */
-
-static void check(int ok, const char *what)
-{
-    num_checks++;
-    if (!ok && num_failed++ < 40)
-        printf("FAILED: %s\n", what);
-}
-
-static void *allocate(int64_t bytes)
-{
-    void *memory = malloc((size_t)(bytes ? bytes : 1));
-    if (!memory)
-        abort();
-    return memory;
-}
-
-/* ---- random numbers and elements ---- */
-
-static uint64_t random_state = 1;
-
-static uint32_t random_bits(void)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(random_state >> 32);
-}
-
-static double random_normal(void) /* roughly: variance 1 */
-{
-    double sum = 0;
-    for (int i = 0; i < 12; i++)
-        sum += random_bits() * 0x1p-32;
-    return sum - 6;
-}
-
-static double get(int32_t dtype, const void *x, int64_t i)
-{
-    switch (dtype) {
-    case S1F_FLOAT64: return ((const double *)x)[i];
-    case S1F_FLOAT32: return ((const float *)x)[i];
-    case S1F_BFLOAT16: return s1f_from_bf16(((const uint16_t *)x)[i]);
-    default: return s1f_from_fp16(((const uint16_t *)x)[i]);
-    }
-}
-
-static void put(int32_t dtype, void *x, int64_t i, double value)
-{
-    switch (dtype) {
-    case S1F_FLOAT64: ((double *)x)[i] = value; break;
-    case S1F_FLOAT32: ((float *)x)[i] = (float)value; break;
-    case S1F_BFLOAT16: ((uint16_t *)x)[i] = s1f_to_bf16((float)value); break;
-    default: ((uint16_t *)x)[i] = s1f_to_fp16((float)value); break;
-    }
-}
-
-static int32_t sums_dtype(int32_t dtype)
-{
-    return dtype == S1F_FLOAT64 ? S1F_FLOAT64 : S1F_FLOAT32;
-}
-
-/* ---- one sequence, of which the rows [first, length) are queries ---- */
-
-typedef struct {
-    int32_t dtype;
-    int64_t batch, heads, kv_heads, first, length, head_dim;
-    int tokens_outside; /* layout (B, rows, H, D) and not (B, H, rows, D) */
-    int64_t window;
-    double softcap, alibi, logits; /* alibi: slope of head 0, 0 for none; logits: their rough size, 0 for 1 */
-    int64_t num_docs;              /* documents of the sequence, 0 for no ids */
-    int docs_return;               /* there are two ids, by turns */
-    int same_keys;                 /* all rows of k are one */
-    enum { BY_HEAD_DIM, NEGATIVE, ZERO } scaling;
-    int64_t parts; /* segments, 0 for 3 of about equal length; else `cuts` says where each ends */
-    const int64_t *cuts;
-} shape;
-
-typedef struct {
-    shape s;
-    s1f_strides q_strides, kv_strides;
-    int64_t q_elements, kv_elements, kv_rows; /* kv_rows: more than the length; those from it on hold NaN */
-    void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
-    float *slopes;
-    int32_t *docs;
-} sequence;
-
-enum { SPARE_ROWS = 5 };
-
-static int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row)
-{
-    return s1f_at(x->q_strides, b, h, row);
-}
-
-static int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row)
-{
-    return s1f_at(x->kv_strides, b, h, row);
-}
-
-static s1f_strides strides_of(int tokens_outside, int64_t heads, int64_t rows, int64_t head_dim)
-{
-    if (tokens_outside) /* three spare columns per head, so that no two strides agree by accident */
-        return (s1f_strides){rows * heads * (head_dim + 3), head_dim + 3, heads * (head_dim + 3)};
-    return (s1f_strides){heads * rows * head_dim, rows * head_dim, head_dim};
-}
-
-static void fill(int32_t dtype, void *x, int64_t elements, double value)
-{
-    for (int64_t i = 0; i < elements; i++)
-        put(dtype, x, i, value);
-}
-
-/* Results start as NaN, so whatever is left unwritten shows. */
-static void clear_results(sequence *x)
-{
-    fill(x->s.dtype, x->out, x->q_elements, NAN);
-    fill(x->s.dtype, x->dq, x->q_elements, NAN);
-    fill(sums_dtype(x->s.dtype), x->dk, x->kv_elements, NAN);
-    fill(sums_dtype(x->s.dtype), x->dv, x->kv_elements, NAN);
-    fill(sums_dtype(x->s.dtype), x->lse, x->s.batch * x->s.heads * x->s.length, NAN);
-}
-
-static int32_t document(const shape *s, int64_t batch, int64_t row)
-{
-    int64_t index = (row + 3 * batch) * s->num_docs / s->length;
-    return s->docs_return ? (index & 1 ? INT32_MAX : INT32_MIN) : (int32_t)(index - batch);
-}
-
-static sequence sequence_new(shape s)
-{
-    sequence x = {.s = s, .kv_rows = s.length + SPARE_ROWS};
-    int64_t bytes = s1f_dtype_bytes(s.dtype), sum_bytes = s1f_dtype_bytes(sums_dtype(s.dtype));
-    double size = s.logits > 0 ? sqrt(s.logits) : 1;
-
-    x.q_strides = strides_of(s.tokens_outside, s.heads, s.length, s.head_dim);
-    x.kv_strides = strides_of(s.tokens_outside, s.kv_heads, x.kv_rows, s.head_dim);
-    x.q_elements = s.batch * x.q_strides.batch;
-    x.kv_elements = s.batch * x.kv_strides.batch;
-    x.q = allocate(x.q_elements * bytes);
-    x.out = allocate(x.q_elements * bytes);
-    x.dout = allocate(x.q_elements * bytes);
-    x.dq = allocate(x.q_elements * bytes);
-    x.k = allocate(x.kv_elements * bytes);
-    x.v = allocate(x.kv_elements * bytes);
-    x.dk = allocate(x.kv_elements * sum_bytes);
-    x.dv = allocate(x.kv_elements * sum_bytes);
-    x.lse = allocate(s.batch * s.heads * s.length * sum_bytes);
-    fill(s.dtype, x.k, x.kv_elements, NAN);
-    fill(s.dtype, x.v, x.kv_elements, NAN);
-    for (int64_t i = 0; i < x.q_elements; i++) {
-        put(s.dtype, x.q, i, size * random_normal());
-        put(s.dtype, x.dout, i, random_normal());
-    }
-    for (int64_t b = 0; b < s.batch; b++)
-        for (int64_t h = 0; h < s.kv_heads; h++)
-            for (int64_t row = 0; row < s.length; row++)
-                for (int64_t c = 0; c < s.head_dim; c++) {
-                    double key =
-                        s.same_keys && row > 0 ? get(s.dtype, x.k, kv_at(&x, b, h, 0) + c) : size * random_normal();
-                    put(s.dtype, x.k, kv_at(&x, b, h, row) + c, key);
-                    put(s.dtype, x.v, kv_at(&x, b, h, row) + c, random_normal());
-                }
-    if (s.alibi != 0) {
-        x.slopes = allocate(s.batch * s.heads * (int64_t)sizeof(float));
-        for (int64_t i = 0; i < s.batch * s.heads; i++)
-            x.slopes[i] = (float)(s.alibi / (double)(1 + i));
-    }
-    if (s.num_docs > 0) {
-        x.docs = allocate(s.batch * s.length * (int64_t)sizeof(int32_t));
-        for (int64_t b = 0; b < s.batch; b++)
-            for (int64_t row = 0; row < s.length; row++)
-                x.docs[b * s.length + row] = document(&s, b, row);
-    }
-    clear_results(&x);
-    return x;
-}
-
-static void sequence_free(sequence *x)
-{
-    void *all[] = {x->q, x->k, x->v, x->out, x->dout, x->dq, x->dk, x->dv, x->lse, x->slopes, x->docs};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        free(all[i]);
-}
-
-static double scale_of(const shape *s)
-{
-    return (s->scaling == ZERO ? 0 : s->scaling == NEGATIVE ? -1 : 1) / sqrt((double)s->head_dim);
-}
-
-/* Arguments of the segment [begin, end). Its lse stands at B Hq begin, as (B, Hq, end - begin). */
-static s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, int store)
-{
-    const shape *s = &x->s;
-    int64_t bytes = s1f_dtype_bytes(s->dtype), from = begin * x->q_strides.row * bytes;
-    return (s1f_attention_args){
-        .dtype = s->dtype,
-        .batch = s->batch,
-        .heads = s->heads,
-        .kv_heads = s->kv_heads,
-        .segment_len = end - begin,
-        .head_dim = s->head_dim,
-        .q_start = begin,
-        .q = (const char *)x->q + from,
-        .k = x->k,
-        .v = x->v,
-        .out = (char *)x->out + from,
-        .q_strides = x->q_strides,
-        .kv_strides = x->kv_strides,
-        .out_strides = x->q_strides,
-        .lse = (char *)x->lse + s->batch * s->heads * begin * s1f_dtype_bytes(sums_dtype(s->dtype)),
-        .scale = scale_of(s),
-        .window = s->window,
-        .softcap = s->softcap,
-        .slopes = x->slopes,
-        .slopes_batch_stride = x->slopes ? s->heads : 0,
-        .docs = x->docs,
-        .docs_batch_stride = s->length,
-        .dout = (const char *)x->dout + from,
-        .dout_strides = x->q_strides,
-        .dq = (char *)x->dq + from,
-        .dq_strides = x->q_strides,
-        .dk = x->dk,
-        .dv = x->dv,
-        .dkv_strides = x->kv_strides,
-        .store_kv_grads = store,
-    };
-}
-
-/* ---- the naive computation, in double ----
- *
- * Of a 16-bit dtype, dout . out is taken from the out that is stored in the sequence, as attention.h defines it: its
- * rounding is part of the result. Otherwise from the sum of p dp, which is the same where nothing is rounded. */
-
-typedef struct { /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
-    double *out, *lse, *dq, *dk, *dv;
-    /* Where products are of bf16: the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
-     * multiplied, each by up to 2^-8 of itself, so that a sum is off by up to 2^-8 of this. */
-    double *out_terms, *dq_terms, *dk_terms, *dv_terms;
-} naive_results;
-
-static int rounds_products(const shape *s)
-{
-    return s->dtype == S1F_BFLOAT16 && strcmp(s1f_attention_isa(), "avx512bf16") == 0;
-}
-
-static double *zeros(int64_t count)
-{
-    double *x = calloc((size_t)count, sizeof *x);
-    if (!x)
-        abort();
-    return x;
-}
-
-static int is_half(int32_t dtype)
-{
-    return dtype == S1F_BFLOAT16 || dtype == S1F_FLOAT16;
-}
-
-/* One head of a tensor as (rows, D) doubles. */
-static double *head_of(const sequence *x, const void *tensor, s1f_strides strides, int64_t b, int64_t h)
-{
-    int64_t D = x->s.head_dim;
-    double *rows = zeros(x->s.length * D);
-    for (int64_t i = 0; i < x->s.length * D; i++)
-        rows[i] = get(x->s.dtype, tensor, s1f_at(strides, b, h, i / D) + i % D);
-    return rows;
-}
-
-static double product(const double *a, const double *b, int64_t n)
-{
-    double even = 0, odd = 0;
-    for (int64_t c = 0; c < n; c++)
-        *(c & 1 ? &odd : &even) += a[c] * b[c];
-    return even + odd;
-}
-
-/* sums[c] += |factor row[c]| */
-static void add_sizes(double *sums, double factor, const double *row, int64_t n)
-{
-    for (int64_t c = 0; c < n; c++)
-        sums[c] += fabs(factor * row[c]);
-}
-
-static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r)
-{
-    const shape *s = &x->s;
-    int64_t N = s->length, D = s->head_dim, kv = h / (s->heads / s->kv_heads);
-    double *q = head_of(x, x->q, x->q_strides, b, h), *k = head_of(x, x->k, x->kv_strides, b, kv);
-    double *v = head_of(x, x->v, x->kv_strides, b, kv), *dout = head_of(x, x->dout, x->q_strides, b, h);
-    double *stored_out = head_of(x, x->out, x->q_strides, b, h), *p = zeros(N), *dp = zeros(N), *chain = zeros(N);
-    double *out = r->out + (b * s->heads + h) * N * D, *dq = r->dq + (b * s->heads + h) * N * D;
-    double *dk = r->dk + (b * s->kv_heads + kv) * N * D, *dv = r->dv + (b * s->kv_heads + kv) * N * D;
-    int64_t q_head = (b * s->heads + h) * N * D, kv_head = (b * s->kv_heads + kv) * N * D;
-
-    for (int64_t i = s->first; i < N; i++) {
-        double total = 0, highest = -INFINITY, mean = 0;
-        for (int64_t j = 0; j <= i; j++) {
-            p[j] = scale_of(s) * product(q + i * D, k + j * D, D);
-            chain[j] = 1;
-            if (s->softcap > 0) {
-                p[j] = s->softcap * tanh(p[j] / s->softcap);
-                chain[j] = 1 - pow(p[j] / s->softcap, 2);
-            }
-            if (x->slopes)
-                p[j] -= (double)x->slopes[b * s->heads + h] * (double)(i - j);
-            if ((s->window && j <= i - s->window) || (x->docs && x->docs[b * N + j] != x->docs[b * N + i]))
-                p[j] = -INFINITY;
-            highest = fmax(highest, p[j]);
-        }
-        for (int64_t j = 0; j <= i; j++)
-            total += exp(p[j] - highest);
-        r->lse[(b * s->heads + h) * N + i] = highest + log(total);
-        for (int64_t j = 0; j <= i; j++) {
-            p[j] = exp(p[j] - highest) / total;
-            dp[j] = product(dout + i * D, v + j * D, D);
-            mean += p[j] * dp[j];
-            for (int64_t c = 0; c < D; c++) {
-                out[i * D + c] += p[j] * v[j * D + c];
-                dv[j * D + c] += p[j] * dout[i * D + c];
-            }
-            if (r->out_terms) {
-                add_sizes(r->out_terms + q_head + i * D, p[j], v + j * D, D);
-                add_sizes(r->dv_terms + kv_head + j * D, p[j], dout + i * D, D);
-            }
-        }
-        if (is_half(s->dtype))
-            mean = product(dout + i * D, stored_out + i * D, D);
-        for (int64_t j = 0; j <= i; j++) {
-            double ds = p[j] * (dp[j] - mean) * chain[j] * scale_of(s);
-            for (int64_t c = 0; c < D; c++) {
-                dq[i * D + c] += ds * k[j * D + c];
-                dk[j * D + c] += ds * q[i * D + c];
-            }
-            if (r->out_terms) {
-                add_sizes(r->dq_terms + q_head + i * D, ds, k + j * D, D);
-                add_sizes(r->dk_terms + kv_head + j * D, ds, q + i * D, D);
-            }
-        }
-    }
-    double *all[] = {q, k, v, dout, stored_out, p, dp, chain};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        free(all[i]);
-}
-
-static naive_results naive_new(const sequence *x)
-{
-    const shape *s = &x->s;
-    int64_t rows = s->batch * s->heads * s->length, kv_rows = s->batch * s->kv_heads * s->length;
-    int64_t q_elements = rows * s->head_dim, kv_elements = kv_rows * s->head_dim;
-    naive_results r = {.out = zeros(q_elements),
-                       .lse = zeros(rows),
-                       .dq = zeros(q_elements),
-                       .dk = zeros(kv_elements),
-                       .dv = zeros(kv_elements)};
-    if (rounds_products(s)) {
-        r.out_terms = zeros(q_elements);
-        r.dq_terms = zeros(q_elements);
-        r.dk_terms = zeros(kv_elements);
-        r.dv_terms = zeros(kv_elements);
-    }
-    for (int64_t b = 0; b < s->batch; b++)
-        for (int64_t h = 0; h < s->heads; h++)
-            naive_head(x, b, h, &r);
-    return r;
-}
-
-static void naive_free(naive_results *r)
-{
-    double *all[] = {r->out, r->lse, r->dq, r->dk, r->dv, r->out_terms, r->dq_terms, r->dk_terms, r->dv_terms};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        free(all[i]);
-}
-
-/* ---- comparing ---- */
-
-static const char *describe(const shape *s, const char *what)
-{
-    static char text[400];
-    snprintf(text, sizeof text,
-             "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, layout %d, window %lld, softcap %g, "
-             "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, isa %s",
-             what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
-             (long long)s->first, (long long)s->length, (long long)s->head_dim, s->tokens_outside, (long long)s->window,
-             s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys, (int)s->scaling,
-             s1f_attention_isa());
-    return text;
-}
-
-typedef struct {
-    double error, largest; /* largest |got - want| beyond what the rounding of its terms allows, NaN if any is NaN;
-                            * largest |want| */
-} difference;
-
-/* terms: size of the terms that were rounded to bf16, see naive_results. */
-static void compare(difference *d, double got, double want, double terms)
-{
-    double error = fabs(got - want) - 0x1p-8 * terms;
-    if (error > d->error || error != error)
-        d->error = error;
-    d->largest = fmax(d->largest, fabs(want));
-}
-
-static void check_difference(const sequence *x, const char *what, difference d, double tolerance)
-{
-    char text[500];
-    snprintf(text, sizeof text, "%s: error %.3g of %.3g, allowed %.3g", describe(&x->s, what), d.error, d.largest,
-             tolerance * fmax(d.largest, 1));
-    check(d.error <= tolerance * fmax(d.largest, 1), text); /* false on NaN */
-}
-
-/* A (B, H, N, D) result in `got`, rows [first, N), against plain doubles. terms: as wide, or NULL. */
-static difference q_difference(const sequence *x, const void *got, const double *want, const double *terms)
-{
-    const shape *s = &x->s;
-    difference d = {0, 0};
-    for (int64_t b = 0; b < s->batch; b++)
-        for (int64_t h = 0; h < s->heads; h++)
-            for (int64_t row = s->first; row < s->length; row++)
-                for (int64_t c = 0; c < s->head_dim; c++) {
-                    int64_t i = ((b * s->heads + h) * s->length + row) * s->head_dim + c;
-                    compare(&d, get(s->dtype, got, q_at(x, b, h, row) + c), want[i], terms ? terms[i] : 0);
-                }
-    return d;
-}
-
-static difference kv_difference(const sequence *x, const void *got, const double *want, const double *terms,
-                                double times, double plus)
-{
-    const shape *s = &x->s;
-    difference d = {0, 0};
-    for (int64_t b = 0; b < s->batch; b++)
-        for (int64_t h = 0; h < s->kv_heads; h++)
-            for (int64_t row = 0; row < s->length; row++)
-                for (int64_t c = 0; c < s->head_dim; c++) {
-                    int64_t i = ((b * s->kv_heads + h) * s->length + row) * s->head_dim + c;
-                    compare(&d, get(sums_dtype(s->dtype), got, kv_at(x, b, h, row) + c), times * want[i] + plus,
-                            terms ? times * terms[i] : 0);
-                }
-    return d;
-}
-
-/* lse of the one segment [first, N). */
-static difference lse_difference(const sequence *x, const double *want)
-{
-    const shape *s = &x->s;
-    difference d = {0, 0};
-    int64_t rows = s->length - s->first;
-    for (int64_t bh = 0; bh < s->batch * s->heads; bh++)
-        for (int64_t row = 0; row < rows; row++)
-            compare(&d, get(sums_dtype(s->dtype), x->lse, s->batch * s->heads * s->first + bh * rows + row),
-                    want[bh * s->length + s->first + row], 0);
-    return d;
-}
-
-/* Rows from the length on were never written. */
-static int spare_rows_untouched(const sequence *x)
-{
-    const void *all[] = {x->dk, x->dv};
-    for (int which = 0; which < 2; which++)
-        for (int64_t b = 0; b < x->s.batch; b++)
-            for (int64_t h = 0; h < x->s.kv_heads; h++)
-                for (int64_t row = x->s.length; row < x->kv_rows; row++)
-                    for (int64_t c = 0; c < x->s.head_dim; c++)
-                        if (!isnan(get(sums_dtype(x->s.dtype), all[which], kv_at(x, b, h, row) + c)))
-                            return 0;
-    return 1;
-}
-
-/* ---- running ---- */
-
-typedef s1f_status (*kernel)(const s1f_attention_args *, const s1f_attention_context *);
-
-/* Begin of segment i of `parts`, and the end of the one before. */
-static int64_t cut(const shape *s, int64_t parts, int64_t i)
-{
-    if (parts == s->parts && i > 0)
-        return s->cuts[i - 1];
-    return s->first + (s->length - s->first) * i / parts;
-}
-
-/* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all rows
- * it sees, the others add, as a stage does. */
-static void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward,
-                         const s1f_attention_context *context)
-{
-    for (int64_t i = 0; i < parts; i++) {
-        s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), 0);
-        check(forward(&args, context) == S1F_OK, describe(&x->s, "forward refused"));
-    }
-    for (int64_t i = parts - 1; i >= 0; i--) {
-        s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), i == parts - 1);
-        check(backward(&args, context) == S1F_OK, describe(&x->s, "backward refused"));
-    }
-}
 
 static void *copy_of(const void *x, int64_t bytes)
 {
@@ -517,7 +25,7 @@ static void *copy_of(const void *x, int64_t bytes)
 static void test_own_rows(sequence *x, int64_t parts, kernel backward)
 {
     const shape *s = &x->s;
-    int64_t bytes = s1f_dtype_bytes(s->dtype), sums = x->kv_elements * s1f_dtype_bytes(sums_dtype(s->dtype));
+    int64_t bytes = s1f_dtype_bytes(s->dtype), sums = x->kv_elements * s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype));
     void *before[2] = {copy_of(x->dk, sums), copy_of(x->dv, sums)}, *own[2];
     for (int i = 0; i < 2; i++) {
         own[i] = allocate(x->kv_elements * bytes);
@@ -538,7 +46,8 @@ static void test_own_rows(sequence *x, int64_t parts, kernel backward)
                 for (int64_t row = s->first; row < x->kv_rows; row++)
                     for (int64_t c = 0; c < s->head_dim; c++) {
                         int64_t at = kv_at(x, b, h, row) + c;
-                        double want = get(sums_dtype(s->dtype), before[which], at), got = get(s->dtype, own[which], at);
+                        double want = get(s1f_dtype_of_sums(s->dtype), before[which], at),
+                               got = get(s->dtype, own[which], at);
                         uint64_t place = 0;
                         put(s->dtype, &place, 0, want);
                         same &= row < s->length ? got == get(s->dtype, &place, 0) : isnan(got);
@@ -676,8 +185,8 @@ typedef struct {
 static int same_results(const sequence *x, const results_copy *r)
 {
     size_t q = (size_t)(x->q_elements * s1f_dtype_bytes(x->s.dtype));
-    size_t kv = (size_t)(x->kv_elements * s1f_dtype_bytes(sums_dtype(x->s.dtype)));
-    size_t rows = (size_t)(x->s.batch * x->s.heads * x->s.length * s1f_dtype_bytes(sums_dtype(x->s.dtype)));
+    size_t kv = (size_t)(x->kv_elements * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
+    size_t rows = (size_t)(x->s.batch * x->s.heads * x->s.length * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
     return memcmp(x->out, r->out, q) == 0 && memcmp(x->dq, r->dq, q) == 0 && memcmp(x->lse, r->lse, rows) == 0 &&
            memcmp(x->dk, r->dk, kv) == 0 && memcmp(x->dv, r->dv, kv) == 0;
 }
@@ -686,7 +195,7 @@ static int same_results(const sequence *x, const results_copy *r)
 static void test_same_bits(sequence *x)
 {
     static const s1f_parallel_for pools[] = {NULL, one_by_one, from_the_end, by_threes, four_threads};
-    int64_t q = x->q_elements * s1f_dtype_bytes(x->s.dtype), sum = s1f_dtype_bytes(sums_dtype(x->s.dtype));
+    int64_t q = x->q_elements * s1f_dtype_bytes(x->s.dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype));
     s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
     results_copy first = {copy_of(x->out, q), copy_of(x->lse, x->s.batch * x->s.heads * x->s.length * sum),
                           copy_of(x->dq, q), copy_of(x->dk, x->kv_elements * sum),
@@ -740,8 +249,8 @@ static void test_chosen(shape s, int bits)
 
     /* Adding onto what is there. */
     s1f_attention_args args = segment_args(&x, s.first, s.length, 0);
-    fill(sums_dtype(s.dtype), x.dk, x.kv_elements, 0.5);
-    fill(sums_dtype(s.dtype), x.dv, x.kv_elements, 0.5);
+    fill(s1f_dtype_of_sums(s.dtype), x.dk, x.kv_elements, 0.5);
+    fill(s1f_dtype_of_sums(s.dtype), x.dv, x.kv_elements, 0.5);
     check(s1f_attention_backward(&args, NULL) == S1F_OK, describe(&s, "backward refused"));
     check_difference(&x, "dk added", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0.5), sums + stretch);
     check_difference(&x, "dv added", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0.5), sums + stretch);
@@ -762,8 +271,8 @@ static void test_chosen(shape s, int bits)
             for (int64_t h = 0; h < s.kv_heads; h++)
                 for (int64_t row = 0; row < s.length; row++)
                     for (int64_t c = 0; c < s.head_dim; c++, i++) {
-                        dk[i] = get(sums_dtype(s.dtype), x.dk, kv_at(&x, b, h, row) + c);
-                        dv[i] = get(sums_dtype(s.dtype), x.dv, kv_at(&x, b, h, row) + c);
+                        dk[i] = get(s1f_dtype_of_sums(s.dtype), x.dk, kv_at(&x, b, h, row) + c);
+                        dv[i] = get(s1f_dtype_of_sums(s.dtype), x.dv, kv_at(&x, b, h, row) + c);
                     }
         args = segment_args(&x, s.first, s.length, 1);
         s1f_attention_backward(&args, NULL);
@@ -829,7 +338,7 @@ static void test_far_strides(int32_t dtype)
     s1f_strides far = {.batch = 0, .head = ((int64_t)1 << 31) + 24, .row = ((int64_t)1 << 26) + 8};
     shape s = {dtype, .batch = 1, .heads = 2, .kv_heads = 2, .length = 48, .head_dim = 24};
     sequence near = sequence_new(s), x = near;
-    int32_t sums = sums_dtype(dtype);
+    int32_t sums = s1f_dtype_of_sums(dtype);
     void **const places[] = {&x.q, &x.k, &x.v, &x.out, &x.dout, &x.dq, &x.dk, &x.dv};
     enum { NUM_PLACES = sizeof places / sizeof *places };
     mapping maps[NUM_PLACES];

@@ -5,6 +5,8 @@
  * stream: when it runs it reads its input, which has to be the neighbour's result, and writes its own into memory that
  * was given back most recently, so that a buffer given back too early is overwritten at once. */
 #include "check.h"
+#include "core/lower.h"
+#include "core/receives.h"
 
 #include "device/copy_end.h"
 #include "device/nccl_end.h"
@@ -138,8 +140,8 @@ static int32_t source_stage(const pipeline *p, s1f_unit unit)
     return unit.stage + 1;
 }
 
-static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *input, int32_t is_sent,
-                      s1f_result *result)
+static s1f_status run(void *context, const s1f_current_unit *current, const s1f_input *inputs, int32_t num_inputs,
+                      int32_t num_sends, s1f_result *result)
 {
     rank_state *state = context;
     pipeline *p = state->p;
@@ -156,17 +158,18 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
                         .expected = value_of(is_forward, source, unit.microbatch, unit.segment, state->step),
                         .value = value_of(is_forward, unit.stage, unit.microbatch, unit.segment, state->step)};
     CUdeviceptr local = 0;
-    if (input->message != NULL) {
-        CHECK(input->message->num_tensors == 1 && input->message->tensors[0].sizes[0] == current->length);
-        work->input = input->payload;
+    if (num_inputs > 0) {
+        const s1f_message *message = inputs->message;
+        CHECK(num_inputs == 1 && message->num_tensors == 1 && message->tensors[0].sizes[0] == current->length);
+        work->input = inputs->payload;
     } else if (source >= 0 && unit.pass != S1F_PASS_BACKWARD_WEIGHT) { /* from a stage of this rank */
         local = state->handed[source][unit.microbatch][unit.segment];
         work->input = (const int32_t *)(uintptr_t)local;
     }
     int32_t destination = is_forward ? unit.stage + 1 : unit.stage - 1;
     int32_t is_handed =
-        !is_sent && unit.pass != S1F_PASS_BACKWARD_WEIGHT && destination >= 0 && destination < p->num_stages;
-    CUdeviceptr output = is_sent || is_handed ? take_buffer(state) : 0;
+        num_sends == 0 && unit.pass != S1F_PASS_BACKWARD_WEIGHT && destination >= 0 && destination < p->num_stages;
+    CUdeviceptr output = num_sends > 0 || is_handed ? take_buffer(state) : 0;
     work->output = (int32_t *)(uintptr_t)output;
     if (n == state->stall_at)
         CHECK(cuStreamWaitValue64_v2(state->compute, state->stall, 1, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS);
@@ -176,7 +179,7 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     if (is_handed)
         state->handed[unit.stage][unit.microbatch][unit.segment] = output;
     s1f_device_leave(state->device);
-    if (is_sent) {
+    if (num_sends > 0) {
         result->num_tensors = 1;
         result->tensors[0] = (s1f_tensor_header){.dtype = S1F_INT32, .ndim = 1, .sizes = {current->length}};
         result->data[0] = (const void *)(uintptr_t)output;
@@ -204,8 +207,9 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
     const s1f_edge *e = &p->edges[edge];
     int32_t is_receiver = e->destination_rank == rank, peer = is_receiver ? e->source_rank : e->destination_rank;
     char text[S1F_EDGE_TEXT_BYTES];
-    snprintf(text, sizeof text, "%s of stage %d to %d", e->is_gradient ? "gradients" : "activations",
-             (int)e->source_stage, (int)e->destination_stage);
+    snprintf(text, sizeof text, "%s of stage %d to %d",
+             e->channel == S1F_CHANNEL_GRADIENT ? "gradients" : "activations", (int)e->source_stage,
+             (int)e->destination_stage);
     s1f_edge_end *end = NULL;
     CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->mappings[edge]->memory, ARENA_BYTES, -1, peer, is_receiver,
                                       text, &p->controls[rank][edge]),
@@ -427,7 +431,7 @@ static void check_setting(setting set)
     CHECK(atomic_load(&wrong_inputs) == 0);
     int64_t num_units = 0;
     for (int32_t rank = 0; rank < set.num_ranks; rank++)
-        num_units += s1f_program_num_units(p.program, rank);
+        num_units += p.program->ranks[rank].num_units;
     CHECK(atomic_load(&units_on_gpu) == 4 * num_units);
     CHECK(stand_in_count("cuMemAlloc_v2") == allocations);
     CHECK(count_synchronisations() == synchronisations);

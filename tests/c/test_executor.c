@@ -25,6 +25,11 @@ typedef struct {
     s1f_edge_end *ends[MAX_RANKS][MAX_EDGES];
 } pipeline;
 
+typedef struct { /* a unit that ran, and what it computed */
+    s1f_unit unit;
+    int32_t num_inputs, num_sends, sum;
+} seen_unit;
+
 typedef struct { /* one rank: its executor's context, and what it saw */
     pipeline *p;
     int32_t rank;
@@ -33,10 +38,15 @@ typedef struct { /* one rank: its executor's context, and what it saw */
     int64_t step, num_run; /* units run in this step */
     int32_t training;
     int64_t fail_at; /* unit that fails, by its place in the rank's order; -1: none */
-    int32_t kept;    /* results handed out and not released yet */
+    int32_t kept;    /* results handed out and not released yet, one per SEND */
+    seen_unit seen[8];
     s1f_status status;
     char error[512];
 } rank_state;
+
+typedef struct { /* what a unit hands out */
+    int32_t num_sends, data[];
+} shared_data;
 
 /* -- a pipeline of threads --------------------------------------------------------------------------------------- */
 
@@ -108,12 +118,13 @@ static const s1f_instruction *nth_run(const rank_state *state, int64_t n)
     return NULL;
 }
 
-static void check_input(const rank_state *state, const s1f_current_unit *unit, const s1f_input *input)
+static void check_inputs(const rank_state *state, const s1f_current_unit *unit, const s1f_input *input,
+                         int32_t num_inputs)
 {
     int forward = unit->unit.pass == S1F_PASS_FORWARD;
     int receives = forward ? unit->unit.stage > 0 : unit->unit.stage < state->p->num_stages - 1;
-    CHECK((input->message != NULL) == receives);
-    if (input->message == NULL)
+    CHECK(num_inputs == receives);
+    if (num_inputs == 0)
         return;
     s1f_unit producer = unit->unit;
     producer.stage += forward ? -1 : 1;
@@ -124,8 +135,25 @@ static void check_input(const rank_state *state, const s1f_current_unit *unit, c
         CHECK(data[i] == value_of(producer, state->p->num_stages));
 }
 
-static s1f_status run(void *context, const s1f_current_unit *unit, const s1f_input *input, int32_t is_sent,
+/* One number per token, of which each of the SENDs releases one. */
+static void hand_over(rank_state *state, const s1f_current_unit *unit, int32_t value, int32_t num_sends,
                       s1f_result *result)
+{
+    if (num_sends == 0)
+        return;
+    shared_data *shared = malloc(sizeof *shared + (size_t)unit->length * sizeof *shared->data);
+    shared->num_sends = num_sends;
+    for (int64_t i = 0; i < unit->length; i++)
+        shared->data[i] = value;
+    result->num_tensors = 1;
+    result->tensors[0] = (s1f_tensor_header){.dtype = S1F_INT32, .ndim = 1, .sizes = {unit->length}};
+    result->data[0] = shared->data;
+    result->keep = shared;
+    state->kept += num_sends;
+}
+
+static s1f_status run(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
+                      int32_t num_sends, s1f_result *result)
 {
     rank_state *state = context;
     int64_t n = state->num_run++;
@@ -133,28 +161,25 @@ static s1f_status run(void *context, const s1f_current_unit *unit, const s1f_inp
     CHECK(expected != NULL && memcmp(&expected->unit, &unit->unit, sizeof unit->unit) == 0);
     CHECK(s1f_current_unit_get() == unit && unit->cache == state->cache && unit->training == state->training);
     CHECK(unit->sequence_length == SEQUENCE && result->keep == NULL && result->num_tensors == 0);
-    check_input(state, unit, input);
+    CHECK(unit->state == NULL);
+    s1f_current_unit_set_state(state);
+    CHECK(unit->state == state);
+    check_inputs(state, unit, inputs, num_inputs);
     if (n == state->fail_at)
         return s1f_fail(S1F_ERR_ARG, "unit %lld is bad", (long long)n);
-    if (!is_sent)
-        return S1F_OK;
-    int32_t *data = malloc((size_t)unit->length * sizeof *data);
-    for (int64_t i = 0; i < unit->length; i++)
-        data[i] = value_of(unit->unit, state->p->num_stages);
-    result->num_tensors = 1;
-    result->tensors[0] = (s1f_tensor_header){.dtype = S1F_INT32, .ndim = 1, .sizes = {unit->length}};
-    result->data[0] = data;
-    result->keep = data;
-    state->kept++;
+    hand_over(state, unit, value_of(unit->unit, state->p->num_stages), num_sends, result);
     return S1F_OK;
 }
 
 static void release(void *context, void *keep)
 {
     rank_state *state = context;
-    if (keep != NULL)
-        state->kept--;
-    free(keep);
+    shared_data *shared = keep;
+    if (shared == NULL)
+        return;
+    state->kept--;
+    if (--shared->num_sends == 0)
+        free(shared);
 }
 
 /* Uneven: 1, 2, 3, ... and the rest. */
@@ -295,6 +320,95 @@ static void test_a_failing_unit(void)
     free_pipeline(&p);
 }
 
+/* -- several messages ---------------------------------------------------------------------------------------------- */
+
+static s1f_instruction *instruction_of(const pipeline *p, int32_t rank, s1f_opcode opcode, s1f_unit unit)
+{
+    int64_t count;
+    s1f_instruction *own = (s1f_instruction *)(uintptr_t)s1f_program_instructions(p->program, rank, &count);
+    for (int64_t i = 0; i < count; i++)
+        if (own[i].opcode == (int32_t)opcode && memcmp(&own[i].unit, &unit, sizeof unit) == 0)
+            return &own[i];
+    CHECK(!"the program has the instruction");
+    return NULL;
+}
+
+/* Moves an instruction of one rank to before another. */
+static void move_before(s1f_instruction *moved, s1f_instruction *before)
+{
+    s1f_instruction held = *moved;
+    for (; moved < before - 1; moved++)
+        moved[0] = moved[1];
+    for (; moved > before; moved--)
+        moved[0] = moved[-1];
+    *moved = held;
+}
+
+/* Adds up what it receives, and the rank. */
+static s1f_status add_up(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
+                         int32_t num_sends, s1f_result *result)
+{
+    rank_state *state = context;
+    int32_t sum = 1;
+    for (int32_t i = 0; i < num_inputs; i++) {
+        const s1f_tensor_header *tensor = &inputs[i].message->tensors[0];
+        sum = 10 * sum + *(const int32_t *)((const char *)inputs[i].payload + tensor->offset);
+    }
+    state->seen[state->num_run++] = (seen_unit){unit->unit, num_inputs, num_sends, sum};
+    hand_over(state, unit, sum, num_sends, result);
+    return S1F_OK;
+}
+
+static void check_seen(const rank_state *state, s1f_unit unit, int32_t num_inputs, int32_t num_sends, int32_t sum)
+{
+    for (int64_t i = 0; i < state->num_run; i++) {
+        const seen_unit *seen = &state->seen[i];
+        if (memcmp(&seen->unit, &unit, sizeof unit) == 0) {
+            CHECK(seen->num_inputs == num_inputs && seen->num_sends == num_sends && seen->sum == sum);
+            return;
+        }
+    }
+    CHECK(!"the unit ran");
+}
+
+/* The lowered program of three ranks, in which the middle one's F0.0 waits for two messages and its F0.1 sends its result
+ * to both neighbours, in place of the gradient that B0.1 would send. */
+static void test_several_messages(void)
+{
+    rank_state states[3];
+    pipeline p = make_pipeline("gpipe", 3, 1, 2, 1);
+    s1f_unit first = {S1F_PASS_FORWARD, 1, 0, 0}, second = {S1F_PASS_FORWARD, 1, 0, 1};
+    s1f_unit backward = {S1F_PASS_BACKWARD, 1, 0, 1};
+    move_before(instruction_of(&p, 1, S1F_OP_WAIT, second), instruction_of(&p, 1, S1F_OP_RUN, first));
+    s1f_instruction *gradient = instruction_of(&p, 1, S1F_OP_SEND, backward);
+    gradient->unit = second;
+    move_before(gradient, instruction_of(&p, 1, S1F_OP_SEND, second));
+    for (int32_t rank = 0; rank < 3; rank++) {
+        make_rank(&states[rank], &p, rank);
+        s1f_executor_free(states[rank].executor);
+        s1f_compute compute = {&states[rank], add_up, release, segment_sizes};
+        CHECK_STATUS(s1f_executor_create(p.program, rank, p.groups[rank], states[rank].cache, p.ends[rank], 1, &compute,
+                                         &states[rank].executor),
+                     S1F_OK, "");
+    }
+    for (int64_t number = 1; number <= 2; number++) {
+        step(states, 3, number, 1);
+        for (int32_t rank = 0; rank < 3; rank++)
+            CHECK_STATUS(states[rank].status, S1F_OK, "");
+        check_seen(&states[1], first, 2, 1, 111);
+        check_seen(&states[1], second, 0, 2, 1);
+        check_seen(&states[2], (s1f_unit){S1F_PASS_FORWARD, 2, 0, 0}, 1, 0, 121);
+        check_seen(&states[2], (s1f_unit){S1F_PASS_FORWARD, 2, 0, 1}, 1, 0, 11);
+        check_seen(&states[1], backward, 1, 0, 11);
+        check_seen(&states[0], (s1f_unit){S1F_PASS_BACKWARD, 0, 0, 1}, 1, 0, 11); /* of F0.1, not of B0.1 */
+        for (int32_t rank = 0; rank < 3; rank++)
+            CHECK(states[rank].kept == 0);
+    }
+    for (int32_t rank = 0; rank < 3; rank++)
+        free_rank(&states[rank]);
+    free_pipeline(&p);
+}
+
 static s1f_status other_sizes(void *context, int64_t sequence_length, int64_t *sizes)
 {
     const rank_state *state = context;
@@ -366,6 +480,7 @@ int main(void)
 {
     test_complete_steps();
     test_a_failing_unit();
+    test_several_messages();
     test_refusals();
     test_allocations_fail_in_turn();
     return check_failures();

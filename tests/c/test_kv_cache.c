@@ -1,6 +1,7 @@
 /* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
 #include "check.h"
 #include "run/kv_cache.h"
+#include "run/layer_keys.h"
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -139,10 +139,10 @@ static s1f_status simulate(void)
     static const int64_t bytes[4] = {8, 8, 8, 8};
     static const double latency[3] = {0.5, 0.25, 0.5}, seconds_per_byte[3] = {0.25, 0.5, 0.125};
     s1f_costs costs = {.latency = latency, .seconds_per_byte = seconds_per_byte, .message_bytes = bytes, .send = 0.125};
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int pass = 0; pass < s1f_num_passes; pass++)
         costs.pass_seconds[pass] = seconds;
     s1f_simulation *simulation = NULL;
-    s1f_status status = s1f_program_simulate(given_program, &costs, &simulation);
+    s1f_status status = s1f_program_simulate(given_program, &costs, S1F_KEEP_TIMELINE, &simulation);
     CHECK((status == S1F_OK) == (simulation != NULL));
     if (simulation != NULL)
         CHECK(simulation->makespan > 0);
@@ -150,31 +150,25 @@ static s1f_status simulate(void)
     return status;
 }
 
-/* Slack and memory of the tape. */
-static s1f_status simulate_tape(void)
+static s1f_status find_slack(void)
 {
     static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     static const int64_t bytes[16] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
     s1f_costs costs = {.num_steps = 3, .jitter = 0.5, .transfer_jitter = 0.5};
     s1f_memory_bytes memory = {.activation = bytes, .kv = bytes, .message = bytes};
     s1f_memory_peak peaks[4];
-    for (int pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int pass = 0; pass < s1f_num_passes; pass++)
         costs.pass_seconds[pass] = seconds;
-    s1f_tape *tape = NULL;
     s1f_simulation *simulation = NULL;
-    s1f_status status = s1f_tape_of_program(given_program, &tape);
-    CHECK((status == S1F_OK) == (tape != NULL));
+    s1f_status status = s1f_program_simulate(given_program, &costs, S1F_KEEP_CAUSES, &simulation);
     if (status == S1F_OK)
-        status = s1f_tape_simulate(tape, &costs, S1F_KEEP_CAUSES, &simulation);
-    if (status == S1F_OK)
-        status = s1f_simulation_find_slack(tape, &costs, simulation);
+        status = s1f_simulation_find_slack(given_program, &costs, simulation);
     if (status == S1F_OK) {
         CHECK(simulation->path_length > 0 && simulation->period > 0);
-        CHECK_STATUS(s1f_tape_memory(tape, &memory, peaks), S1F_OK, "");
+        CHECK_STATUS(s1f_program_memory(given_program, &memory, peaks), S1F_OK, "");
         CHECK(peaks[0].total >= peaks[0].activations && peaks[0].activations >= 8);
     }
     s1f_simulation_free(simulation);
-    s1f_tape_free(tape);
     return status;
 }
 
@@ -220,7 +214,7 @@ static void test_failing_allocations(void)
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);
         fail_each_allocation(simulate, 10);
-        fail_each_allocation(simulate_tape, 30);
+        fail_each_allocation(find_slack, 30);
         s1f_program_free(given_program);
         s1f_schedule_free(given_schedule);
     }
@@ -259,12 +253,12 @@ static void test_append(void)
     CHECK(count == 0);
     const s1f_unit *units = s1f_schedule_units(schedule, 1, &count);
     CHECK(count == 1 && memcmp(units, &unit, sizeof unit) == 0);
-    CHECK(s1f_schedule_has_backward(schedule) && !s1f_schedule_shows_stages(schedule));
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    CHECK(s1f_shape_has_backward(&shape) && !s1f_schedule_shows_stages(schedule));
     s1f_schedule_free(schedule);
     s1f_schedule_free(NULL);
     s1f_program_free(NULL);
     s1f_simulation_free(NULL);
-    s1f_tape_free(NULL);
 }
 
 static void test_unit_text(void)
@@ -275,9 +269,9 @@ static void test_unit_text(void)
     CHECK(strcmp(text, "[2147483647]W2147483647.2147483647") == 0);
     s1f_unit_text(unit, 0, small, sizeof small);
     CHECK(strcmp(small, "W21") == 0);
-    for (int32_t pass = 0; pass < S1F_NUM_PASSES; pass++)
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         CHECK(s1f_pass_from_letter(s1f_pass_letter(pass)) == pass);
-    CHECK(s1f_pass_letter(S1F_NUM_PASSES) == '?' && s1f_pass_from_letter('X') == -1);
+    CHECK(s1f_pass_letter(s1f_num_passes) == '?' && s1f_pass_from_letter('X') == -1);
 }
 
 /* A text may name one huge index: memory stays linear in the units that are there. */

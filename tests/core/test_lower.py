@@ -46,7 +46,7 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
     at = [0] * len(lowered.ranks)
 
     def edge_into(stage: int, gradient: bool) -> int | None:
-        found = [e for e, edge in enumerate(edges) if edge[1] == stage and edge[4] is gradient]
+        found = [e for e, edge in enumerate(edges) if edge[1] == stage and bool(edge[4]) is gradient]
         assert len(found) <= 1
         return found[0] if found else None
 

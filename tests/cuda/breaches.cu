@@ -1,6 +1,6 @@
-/* breaches.cu - kernels that break a rule of device.h each, for tests of the emulation. */
+/* breaches.cu - kernels that break a rule of sm80_primitives.cuh each, for tests of the emulation. */
 #include "../../kernels/cuda/kernel_table.h"
-#include "../../kernels/cuda/tile.h"
+#include "../../kernels/cuda/sm80_tile.cuh"
 
 using namespace s1f;
 
@@ -38,6 +38,16 @@ struct breach : small_kernel {
             shared_store_4(own, 0);
             block_barrier();
         }
+        if (p.what < 11)
+            break_order(p, t, other, beside, source, own);
+        else
+            break_bounds(p, t, own);
+    }
+
+    /* Breaches 1 to 10: who may read what another one wrote, or copies. */
+    static S1F_DEVICE void break_order(const arguments &p, int t, int other, int beside, const chunk *source,
+                                       uint32_t own)
+    {
         switch (p.what) {
         case 0:
             for (int i = 0; i < 3; i++) {
@@ -101,6 +111,13 @@ struct breach : small_kernel {
             copy_async_16(own, source, true);
             copy_async_commit();
             break;
+        }
+    }
+
+    /* Breaches 11 to 23: memory that is not to be touched so, and calls in which not all take part. */
+    static S1F_DEVICE void break_bounds(const arguments &p, int t, uint32_t own)
+    {
+        switch (p.what) {
         case 11: put(p, own); break; /* never written */
         case 12: shared_store_4(own + SHARED_BYTES, 1); break;
         case 13: shared_store_4(own + 2, 1); break;

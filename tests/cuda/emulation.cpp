@@ -1,5 +1,5 @@
 /* emulation.cpp - fibers, shared memory with its shadow, asynchronous copies, extents of global memory; see emulation.h. */
-#include "../../kernels/cuda/device.h"
+#include "../../kernels/cuda/sm80_primitives.cuh"
 
 #include <algorithm>
 #include <cstdarg>

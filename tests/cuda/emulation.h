@@ -1,4 +1,4 @@
-/* emulation.h - the functions of kernels/cuda/device.h on the CPU, for tests. No CUDA toolkit is needed.
+/* emulation.h - the functions of kernels/cuda/sm80_primitives.cuh on the CPU, for tests. No CUDA toolkit is needed.
  *
  * A launch runs its blocks one after the other in random order, each thread of a block as a fiber. The fibers of a warp
  * meet at every operation that takes all 32 lanes, the fibers of a block at its barriers; in between they run in random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 MMA_ROWS, MMA_COLUMNS, MMA_DEPTH = 16, 8, 16  # of one mma.m16n8k16
@@ -39,6 +40,11 @@ class Operation(ctypes.Structure):
         ("launch", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)),
         ("error_text", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
     )
+
+
+def operation_of(source: str) -> str:
+    """Name of the operation of a .cu: that of the file, without its architecture."""
+    return re.sub(r"^sm\d+_", "", Path(source).stem)
 
 
 def find_operation(library: Path, name: str) -> Operation:

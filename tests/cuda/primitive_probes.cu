@@ -1,11 +1,11 @@
-/* primitive_probes.cu - each primitive of device.h alone, on words that the caller chose.
+/* primitive_probes.cu - each primitive of sm80_primitives.cuh alone, on words that the caller chose.
  *
  * Warp w of the launch reads the words in[w][lane][0..15] and writes out[w][lane][0..15]; `probe` names the primitive.
  * tests/cuda/probes.py says what must come out. Of the library that benchmarks/gpu.py takes along, not of the one that
  * is installed. */
 #include "../../csrc/core/dtype.h"
-#include "../../kernels/cuda/device.h"
 #include "../../kernels/cuda/kernel_table.h"
+#include "../../kernels/cuda/sm80_primitives.cuh"
 
 namespace s1f
 {
@@ -111,6 +111,39 @@ struct primitive_probes {
                 y[i] = got.word[i];
             break;
         }
+        case GLOBAL_ADD: /* all lanes to lane 0's word 0, which was 0 */
+            global_add((float *)(a.out + block_index().x * WARP_SIZE * WORDS), as_float(x[0]));
+            return;
+        case GLOBAL_ADD_4: { /* of all warps, to the first words of all; GLOBAL_LOAD_4: what these hold of a lane */
+            const float values[4] = {as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3])};
+            global_add_4<WARP_SIZE>((float *)a.out, values);
+            return;
+        }
+        case GLOBAL_LOAD_4: {
+            float values[4];
+            global_load_4<WARP_SIZE>(values, (const float *)a.in);
+            for (int i = 0; i < 4; i++)
+                y[i] = as_word(values[i]);
+            break;
+        }
+        case SHARED_LOAD_PAIR: { /* words 2 and 3 of lane word 4 */
+            shared_store_16(own, chunk{{x[0], x[1], x[2], x[3]}});
+            warp_barrier();
+            const float_pair pair = shared_load_pair(shared_base() + x[4] * CHUNK_BYTES + 8);
+            y[0] = as_word(pair.element[0]);
+            y[1] = as_word(pair.element[1]);
+            break;
+        }
+        default: without_memory(a.probe, x, y);
+        }
+        for (int i = 0; i < WORDS; i++)
+            global_store(out + i, y[i]);
+    }
+
+    /* Primitives that only compute, or exchange words between the lanes of a warp. */
+    static S1F_DEVICE void without_memory(int probe, const uint32_t (&x)[WORDS], uint32_t (&y)[WORDS])
+    {
+        switch (probe) {
         case SHUFFLE_XOR: /* word 1 as mask, alike in all lanes */
             y[0] = as_word(shuffle_xor(as_float(x[0]), (int)x[1]));
             break;
@@ -143,7 +176,7 @@ struct primitive_probes {
         case UNPACK_FP16:
             for (int i = 0; i < WORDS; i += 2) {
                 float first, second;
-                if (a.probe == UNPACK_BF16)
+                if (probe == UNPACK_BF16)
                     unpack<bf16>(x[i], first, second);
                 else
                     unpack<fp16>(x[i], first, second);
@@ -151,33 +184,8 @@ struct primitive_probes {
                 y[i + 1] = as_word(second);
             }
             break;
-        case GLOBAL_ADD: /* all lanes to lane 0's word 0, which was 0 */
-            global_add((float *)(a.out + block_index().x * WARP_SIZE * WORDS), as_float(x[0]));
-            return;
-        case GLOBAL_ADD_4: { /* of all warps, to the first words of all; GLOBAL_LOAD_4: what these hold of a lane */
-            const float values[4] = {as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3])};
-            global_add_4<WARP_SIZE>((float *)a.out, values);
-            return;
-        }
-        case GLOBAL_LOAD_4: {
-            float values[4];
-            global_load_4<WARP_SIZE>(values, (const float *)a.in);
-            for (int i = 0; i < 4; i++)
-                y[i] = as_word(values[i]);
-            break;
-        }
-        case SHARED_LOAD_PAIR: { /* words 2 and 3 of lane word 4 */
-            shared_store_16(own, chunk{{x[0], x[1], x[2], x[3]}});
-            warp_barrier();
-            const float_pair pair = shared_load_pair(shared_base() + x[4] * CHUNK_BYTES + 8);
-            y[0] = as_word(pair.element[0]);
-            y[1] = as_word(pair.element[1]);
-            break;
-        }
         case MAXIMUM: y[0] = as_word(maximum(as_float(x[0]), as_float(x[1]))); break;
         }
-        for (int i = 0; i < WORDS; i++)
-            global_store(out + i, y[i]);
     }
 };
 

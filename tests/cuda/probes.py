@@ -1,4 +1,4 @@
-"""What each primitive of kernels/cuda/device.h must give, by the PTX ISA and by fp64, and a check that it does.
+"""What each primitive of sm80_primitives.cuh must give, by the PTX ISA and by fp64, and a check that it does.
 
 On a GPU, from benchmarks/gpu.py, this tells whether the hardware does what the emulation of the tests does; on the CPU,
 from tests/device/test_cuda_own.py, whether the emulation does what the PTX ISA says.
@@ -132,7 +132,7 @@ def products(prober: Prober) -> None:
 
 
 def sums_of_products(prober: Prober) -> None:
-    """What tensor cores lose of a sum: within 2^-20 of the sum of absolute values, for normal numbers."""
+    """Tensor cores lose little of a sum: within 2^-20 of the sum of absolute values, for normal numbers."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(size, generator=generator) for size in ((16, 16), (16, 8)))
     for name, dtype in HALVES.items():
@@ -175,7 +175,7 @@ def lanes(prober: Prober) -> None:
 
 
 def arithmetic(prober: Prober) -> None:
-    """Within the errors that device.h states, 2^-22; at the ends of the range what it states."""
+    """Within the errors that sm80_primitives.cuh states, 2^-22; at the ends of the range what it states."""
 
     def run(probe: str, x: Tensor) -> Tensor:
         return prober(probe, spread_over_warps(x)).flatten()[: len(x)].view(torch.float32).double()
@@ -197,7 +197,7 @@ def arithmetic(prober: Prober) -> None:
 
 
 def rounding(prober: Prober) -> None:
-    """To nearest even, the first number in the low half; and back."""
+    """Rounds to nearest even, the first number in the low half; and back."""
     generator = torch.Generator().manual_seed(3)
     numbers = torch.randn(4096, generator=generator) * 100
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, -0.0, 0.0])

@@ -59,7 +59,7 @@ def find_tool(name: str) -> str | None:
 
 
 def missing_tools() -> str:
-    """What of the toolchain is not here, "" if all is."""
+    """Names the parts of the toolchain that are not here, "" if all are."""
     missing = [] if load_setup().find_nvcc() else ["nvcc"]
     missing += [name for name in ("cuobjdump", "nvdisasm") if find_tool(name) is None]
     return f"there is no {' and no '.join(missing)}" if missing else ""
@@ -87,7 +87,7 @@ class Function:
 
 
 def read_disassembly(text: str) -> list[Function]:
-    """Of ``cuobjdump -sass``."""
+    """Functions in the output of ``cuobjdump -sass``."""
     functions: list[Function] = []
     architecture = ""
     for line in text.splitlines():
@@ -102,7 +102,7 @@ def read_disassembly(text: str) -> list[Function]:
 
 
 def read_usage(text: str) -> dict[tuple[str, str], dict[str, int]]:
-    """Of ``cuobjdump -res-usage``: by architecture and kernel."""
+    """Resources in the output of ``cuobjdump -res-usage``, by architecture and kernel."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     architecture = name = ""
     for line in text.splitlines():
@@ -116,7 +116,7 @@ def read_usage(text: str) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def shared_bytes(function: Function, kernel: Kernel) -> int:
-    """That a block asks for. From sm_90 on cuobjdump counts what the system keeps of each block, which is not of it."""
+    """Shared memory that a block asks for. From sm_90 on cuobjdump adds what the system keeps in each block."""
     reserved = SYSTEM_SHARED_BYTES if int(re.findall(r"\d+", function.architecture)[0]) >= 90 else 0
     return function.usage.get("SHARED", 0) - reserved + kernel.shared_bytes
 
@@ -306,7 +306,7 @@ def check(sources: list[str], work: Path, **options: Any) -> tuple[list[str], st
     except setup.CompileError as error:
         said = str(error).splitlines()
         return [f"compiler: {line}" for line in said if re.search(r"\b(error|warning) *:", line)] or said, ""
-    operations = [kernel_table.find_operation(library, Path(source).stem) for source in sources]
+    operations = [kernel_table.find_operation(library, kernel_table.operation_of(source)) for source in sources]
     kernels = {kernel.name: kernel for operation in operations for kernel in kernel_table.kernels_of(operation)}
     functions = disassemble(library)
     lines = []

@@ -1,7 +1,7 @@
 /* stand_in_library.c - a library of CUDA kernels without any: tells what it was asked to launch, or fails as it is told.
  *
  * Built by tests/device/test_cuda_library.py, with VERSION and OPERATION. */
-#include "../../kernels/cuda/attention_cuda.h"
+#include "../../kernels/cuda/attention_arguments.h"
 #include "../../kernels/cuda/kernel_table.h"
 
 #include <string.h>

@@ -32,7 +32,11 @@ from emulated_cuda import (
     Refused,
     Sequences,
     Strides,
+    attention_of,
     build,
+    dense_pieces,
+    errors,
+    laid_out,
     strides_of,
 )
 from torch import Tensor
@@ -48,7 +52,7 @@ class Case(Sequences):
 
 
 class Inputs:
-    """What the kernels get, in 16 bit, and the gradients that are to come out: dq, dk, dv."""
+    """The kernels' input, in 16 bit, and the gradients that are to come out: dq, dk, dv."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,12 +110,6 @@ def inputs(case: Case) -> Inputs:
     return _inputs(dataclasses.replace(case, **{name: same[name] for name in asked}))
 
 
-def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Largest and root mean square."""
-    difference = got.double() - truth
-    return difference.abs().max().item(), difference.square().mean().sqrt().item()
-
-
 def backward(emulated: Emulated, case: Case) -> list[Tensor]:
     """dq, dk and dv of the whole sequence, segment by segment, last first, over slabs as the cache's.
 
@@ -145,15 +143,11 @@ def backward(emulated: Emulated, case: Case) -> list[Tensor]:
         read += [piece for t in (q, out, dout) for piece in dense_pieces(t)]
         written = [t[b, h, :end] for t in (dk, dv) for b, h in strips]
         written += [*complete, *dense_pieces(dq)]
-        attention = Attention(
-            dtype=DTYPES[case.dtype], batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, segment_len=length,
-            head_dim=case.head_dim, q_start=begin, q=q.data_ptr(), k=keys.data_ptr(), v=values.data_ptr(),
-            q_strides=strides_of(q), kv_strides=strides_of(keys), out=out.data_ptr(), out_strides=strides_of(out),
-            lse=lse.data_ptr(), scale=given.scale, window=case.window, softcap=case.softcap,
-            docs=docs.data_ptr() if case.documents else None, docs_batch_stride=docs.stride(0), dout=dout.data_ptr(),
-            dout_strides=strides_of(dout), dq=dq.data_ptr(), dq_strides=strides_of(dq), dk=dk.data_ptr(),
-            dv=dv.data_ptr(), dkv_strides=strides_of(dk), store_kv_grads=end == case.tokens,
-        )  # fmt: skip
+        attention = attention_of(case, begin, q, keys, values, out, lse, docs, given.scale)
+        attention.dout, attention.dout_strides = dout.data_ptr(), strides_of(dout)
+        attention.dq, attention.dq_strides = dq.data_ptr(), strides_of(dq)
+        attention.dk, attention.dv, attention.dkv_strides = dk.data_ptr(), dv.data_ptr(), strides_of(dk)
+        attention.store_kv_grads = end == case.tokens
         if case.own_rows:
             attention.own_dk, attention.own_dv = own_dk.data_ptr(), own_dv.data_ptr()
             attention.own_dkv_strides = strides_of(own_dk)
@@ -167,19 +161,6 @@ def backward(emulated: Emulated, case: Case) -> list[Tensor]:
         results.insert(0, [dq.clone(), own_dk, own_dv])
         end = begin
     return [torch.cat(pieces, 2) for pieces in zip(*results, strict=True)]
-
-
-def laid_out(t: Tensor, case: Case) -> Tensor:
-    if not case.head_major:
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    memory = torch.full((*t.shape[:3], case.head_dim + 8), math.nan, dtype=t.dtype)
-    memory[..., : case.head_dim] = t
-    return memory[..., : case.head_dim]
-
-
-def dense_pieces(t: Tensor) -> list[Tensor]:
-    token_major = t.transpose(1, 2)
-    return [token_major] if token_major.is_contiguous() else list(t.flatten(0, 2))
 
 
 def check(emulated: Emulated, case: Case) -> None:
@@ -201,7 +182,7 @@ def check(emulated: Emulated, case: Case) -> None:
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_backward.cu"], Path(work))
+        yield build(["kernels/cuda/sm80_attention_backward.cu"], Path(work))
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -299,7 +280,8 @@ def test_refused_arguments(emulated: Emulated, change: dict) -> None:
 
 # -- every error is found --------------------------------------------------------------------------------------------
 
-BACKWARD, PRODUCTS, LAUNCHER = "attention_backward.h", "products.h", "attention_backward.cu"
+BACKWARD, KEYS, QUERIES = "sm80_attention_backward.cuh", "sm80_key_gradients.cuh", "sm80_query_gradients.cuh"
+PRODUCTS, LAUNCHER = "sm80_products.cuh", "sm80_attention_backward.cu"
 WAIT = "copy_async_wait<0>();"
 BARRIER = "block_barrier(); /* the turn's tiles are there; all have left the turn before */"
 COPY = """if (next < here.end) {
@@ -319,77 +301,77 @@ def lines(*statements: str) -> str:
 TURN, DQ_TURN = lines(WAIT, BARRIER, COPY), lines(WAIT, DQ_BARRIER, DQ_COPY)
 MUTATIONS = [
     # copies and barriers
-    Mutation("wait behind the barrier", BACKWARD, TURN, lines(BARRIER, WAIT, COPY)),
-    Mutation("no wait for a turn's tiles", BACKWARD, TURN, lines(BARRIER, COPY)),
-    Mutation("no barrier before a turn's tiles are used", BACKWARD, TURN, lines(WAIT, COPY)),
-    Mutation("copy before the barrier", BACKWARD, TURN, lines(WAIT, COPY, BARRIER)),
-    Mutation("copy onto the tile in use", BACKWARD, "copy_queries(a, here, next, shared, stage ^ 1);",
+    Mutation("wait behind the barrier", KEYS, TURN, lines(BARRIER, WAIT, COPY)),
+    Mutation("no wait for a turn's tiles", KEYS, TURN, lines(BARRIER, COPY)),
+    Mutation("no barrier before a turn's tiles are used", KEYS, TURN, lines(WAIT, COPY)),
+    Mutation("copy before the barrier", KEYS, TURN, lines(WAIT, COPY, BARRIER)),
+    Mutation("copy onto the tile in use", KEYS, "copy_queries(a, here, next, shared, stage ^ 1);",
              "copy_queries(a, here, next, shared, stage);"),
-    Mutation("no barrier before P and dS are read", BACKWARD, """block_barrier(); /* P and dS are there */
+    Mutation("no barrier before P and dS are read", KEYS, """block_barrier(); /* P and dS are there */
 
             multiply_others(dv, shared + P, dout_tile);""", "multiply_others(dv, shared + P, dout_tile);"),
-    Mutation("no barrier before dO makes room", BACKWARD, """block_barrier(); /* all have left dO */
+    Mutation("no barrier before dO makes room", KEYS, """block_barrier(); /* all have left dO */
                 if (next < here.end)
                     copy_dout(a, here, next, dout_tile);""",
              "if (next < here.end) copy_dout(a, here, next, dout_tile);"),
-    Mutation("delta of the other stage", BACKWARD, "shared + DELTA + stage * STATISTICS",
+    Mutation("delta of the other stage", KEYS, "shared + DELTA + stage * STATISTICS",
              "shared + DELTA + (stage ^ 1) * STATISTICS"),
-    Mutation("a key behind the last", BACKWARD, "a.options.num_tokens - here.first_key",
+    Mutation("a key behind the last", KEYS, "a.options.num_tokens - here.first_key",
              "a.options.num_tokens - here.first_key + 1"),
-    Mutation("no wait for K and V of dQ", BACKWARD, DQ_TURN, lines(DQ_BARRIER, DQ_COPY)),
-    Mutation("no barrier before K and V of dQ are used", BACKWARD, DQ_TURN, lines(WAIT, DQ_COPY)),
-    Mutation("copy onto K and V in use", BACKWARD, "shared + KV + (stage ^ 1) * 2 * KEY_TILE",
+    Mutation("no wait for K and V of dQ", QUERIES, DQ_TURN, lines(DQ_BARRIER, DQ_COPY)),
+    Mutation("no barrier before K and V of dQ are used", QUERIES, DQ_TURN, lines(WAIT, DQ_COPY)),
+    Mutation("copy onto K and V in use", QUERIES, "shared + KV + (stage ^ 1) * 2 * KEY_TILE",
              "shared + KV + stage * 2 * KEY_TILE"),
     # which pairs are seen
-    Mutation("the next token is seen", BACKWARD, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 - 1"),
-    Mutation("the own token is not seen", BACKWARD, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 + 1"),
-    Mutation("no mask where a tile of queries begins within one of keys", BACKWARD,
+    Mutation("the next token is seen", KEYS, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 - 1"),
+    Mutation("the own token is not seen", KEYS, "key + i * 16 + r / 2 * 8", "key + i * 16 + r / 2 * 8 + 1"),
+    Mutation("no mask where a tile of queries begins within one of keys", KEYS,
              "here.first_key + KEY_ROWS - 1 > token", "here.first_key + KEY_ROWS - 1 > token + 1"),
-    Mutation("no mask where the window begins", BACKWARD,
+    Mutation("no mask where the window begins", KEYS,
              "token + QUERY_ROWS - 1 - here.first_key >= a.options.window",
              "token - here.first_key >= a.options.window"),
-    Mutation("the first tile of queries left out", BACKWARD, "first_row / QUERY_ROWS",
+    Mutation("the first tile of queries left out", KEYS, "first_row / QUERY_ROWS",
              "(first_row + QUERY_ROWS - 1) / QUERY_ROWS"),
-    Mutation("the last tile of queries left out", BACKWARD, "(seen_to - q_start - 1) / QUERY_ROWS",
+    Mutation("the last tile of queries left out", KEYS, "(seen_to - q_start - 1) / QUERY_ROWS",
              "(seen_to - q_start - 2) / QUERY_ROWS"),
-    Mutation("the last query of the window left out", BACKWARD, "last_key + a.options.window", "last_key + 1"),
+    Mutation("the last query of the window left out", KEYS, "last_key + a.options.window", "last_key + 1"),
     Mutation("the window's first keys left out", LAUNCHER, "(int)a.q_start - window + 1", "(int)a.q_start"),
-    Mutation("other documents are seen", BACKWARD, "key_id[i * 2 + r / 2] == id[r % 2]", "true"),
-    Mutation("no mask between documents", BACKWARD, "keys.low != keys.high || queries.low != queries.high", "false"),
-    Mutation("documents of other queries", BACKWARD, "a.q_start + here.row(turn + lane)", "here.row(turn + lane)"),
+    Mutation("other documents are seen", KEYS, "key_id[i * 2 + r / 2] == id[r % 2]", "true"),
+    Mutation("no mask between documents", KEYS, "keys.low != keys.high || queries.low != queries.high", "false"),
+    Mutation("documents of other queries", KEYS, "a.q_start + here.row(turn + lane)", "here.row(turn + lane)"),
     Mutation("documents of a block less", BACKWARD, "block <= last / RANGE_TOKENS", "block < last / RANGE_TOKENS"),
-    Mutation("the next token is seen by dQ", BACKWARD, "token + r / 2 * 8", "token + r / 2 * 8 + 1"),
-    Mutation("other documents are seen by dQ", BACKWARD, "key_id[r % 2] == id[r / 2]", "true"),
+    Mutation("the next token is seen by dQ", QUERIES, "token + r / 2 * 8", "token + r / 2 * 8 + 1"),
+    Mutation("other documents are seen by dQ", QUERIES, "key_id[r % 2] == id[r / 2]", "true"),
     # which numbers are multiplied
-    Mutation("own P and dS for those of others", BACKWARD, "(own + other) % QUERY_WARPS", "own"),
-    Mutation("columns of K for rows of dS", BACKWARD, "warp / DQ_ROW_WARPS * DQ_COLUMNS",
+    Mutation("own P and dS for those of others", KEYS, "(own + other) % QUERY_WARPS", "own"),
+    Mutation("columns of K for rows of dS", KEYS, "warp / DQ_ROW_WARPS * DQ_COLUMNS",
              "warp % DQ_ROW_WARPS * DQ_COLUMNS"),
     Mutation("dS not transposed for dQ", PRODUCTS, "corner_at<A_COLUMNS>(a_at, k * 16, i * 16)",
              "corner_at<A_COLUMNS>(a_at, i * 16, k * 16)"),
     Mutation("quarters stored crosswise", PRODUCTS, "word % 2 * 8", "word / 2 * 8"),
     Mutation("dQ of other rows", BACKWARD, "warp % Gradients::DQ_ROW_WARPS * ROWS + lane / 4",
              "warp % Gradients::DQ_ROW_WARPS * ROWS + lane % 8"),
-    Mutation("the other kv head", BACKWARD, "kv_head() * a.group + turn / num_tiles", "kv_head() + turn / num_tiles"),
-    Mutation("the other kv head for dQ", BACKWARD, "head / a.group", "head % a.kv_heads"),
+    Mutation("the other kv head", KEYS, "kv_head() * a.group + turn / num_tiles", "kv_head() + turn / num_tiles"),
+    Mutation("the other kv head for dQ", QUERIES, "head / a.group", "head % a.kv_heads"),
     # sums
-    Mutation("no delta", BACKWARD, "dp[i][j][r] - of_query(i, j, r)", "dp[i][j][r]"),
+    Mutation("no delta", KEYS, "dp[i][j][r] - of_query(i, j, r)", "dp[i][j][r]"),
     Mutation("delta of half a row", BACKWARD, "delta += shuffle_xor(delta, mask);",
              "delta += mask == 1 ? 0 : shuffle_xor(delta, mask);"),
-    Mutation("delta of the other row in dQ", BACKWARD, "dp[i][j][r] - delta[r / 2]", "dp[i][j][r] - delta[1 - r / 2]"),
+    Mutation("delta of the other row in dQ", QUERIES, "dp[i][j][r] - delta[r / 2]", "dp[i][j][r] - delta[1 - r / 2]"),
     Mutation("lse to base e", BACKWARD,
              "LOG2_E * global_load(a.lse + (batch * (int64_t)a.heads + head) * a.segment_len + row)",
              "global_load(a.lse + (batch * (int64_t)a.heads + head) * a.segment_len + row)"),
     Mutation("no derivative of the cap", BACKWARD, "1 - t * t", "1.0f"),
-    Mutation("dK without the scale", BACKWARD, "store(a, here, dk, a.scale, a.part_dk, a.dk, a.own_dk);",
+    Mutation("dK without the scale", KEYS, "store(a, here, dk, a.scale, a.part_dk, a.dk, a.own_dk);",
              "store(a, here, dk, 1, a.part_dk, a.dk, a.own_dk);"),
     Mutation("sums of dQ not zeroed", BACKWARD, "global_store(sums + i + thread, float_quad{});", ""),
     # the slab
-    Mutation("the first contribution adds", BACKWARD, "parts == nullptr && !a.store_kv_grads", "parts == nullptr"),
-    Mutation("later contributions store", BACKWARD,
+    Mutation("the first contribution adds", KEYS, "parts == nullptr && !a.store_kv_grads", "parts == nullptr"),
+    Mutation("later contributions store", KEYS,
              "sum = {before.element[0] + sum.element[0], before.element[1] + sum.element[1]};", ""),
-    Mutation("a row behind the last is stored", BACKWARD, "token >= a.options.num_tokens",
+    Mutation("a row behind the last is stored", KEYS, "token >= a.options.num_tokens",
              "token > a.options.num_tokens"),
-    Mutation("a turn between parts left out", BACKWARD, "turns * (part + 1) / a.num_parts",
+    Mutation("a turn between parts left out", KEYS, "turns * (part + 1) / a.num_parts",
              "(turns * (part + 1) - 1) / a.num_parts"),
     Mutation("the last part left out", BACKWARD, "part < a.num_parts", "part < a.num_parts - 1"),
     Mutation("room for one part less", LAUNCHER, "p.part_dv + part_rows * a.head_dim * size", "p.part_dv"),
@@ -409,7 +391,7 @@ not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sani
 @pytest.fixture(scope="module")
 def mutated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_backward.cu"], Path(work), MUTATIONS)
+        yield build(["kernels/cuda/sm80_attention_backward.cu"], Path(work), MUTATIONS)
 
 
 @not_sanitized

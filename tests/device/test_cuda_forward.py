@@ -30,8 +30,11 @@ from emulated_cuda import (
     Refused,
     Sequences,
     Strides,
+    attention_of,
     build,
-    strides_of,
+    dense_pieces,
+    errors,
+    laid_out,
 )
 from torch import Tensor
 
@@ -73,12 +76,6 @@ class Inputs:
 inputs = functools.cache(Inputs)
 
 
-def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Largest and root mean square."""
-    difference = got.double() - truth
-    return difference.abs().max().item(), difference.square().mean().sqrt().item()
-
-
 def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
     """out and lse of the whole sequence, segment by segment over a slab whose later rows hold NaN."""
     given, rows = inputs(case), case.tokens + 9
@@ -93,31 +90,15 @@ def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
             given.v[:, :, own],
             given.docs[:, own],
         )
-        if case.head_major:
-            memory = torch.full((2, case.batch, case.heads, length, case.head_dim + 8), math.nan).to(case.dtype)
-            q, out = memory[0, ..., : case.head_dim], memory[1, ..., : case.head_dim]
-            q.copy_(given.q[:, :, own])
-        else:
-            q = given.q[:, :, own].transpose(1, 2).contiguous().transpose(1, 2)
-            out = torch.full_like(q, math.nan)
+        q = laid_out(given.q[:, :, own], case)
+        out = laid_out(torch.full_like(q, math.nan), case)
         lse = torch.full((case.batch, case.heads, length), math.nan)
-        # Of the slab only the rows up to `end` may be read.
+        # Only the rows of the slab up to `end` may be read.
         read = [t[b, h, :end] for t in slab for b in range(case.batch) for h in range(case.kv_heads)]
         read += [docs[b, :end] for b in range(case.batch)] if case.documents else []
-        written = [lse]
-        if case.head_major:
-            read += list(q.flatten(0, 2))
-            written += list(out.flatten(0, 2))
-        else:
-            read.append(q.transpose(1, 2))
-            written.append(out.transpose(1, 2))
-        attention = Attention(
-            dtype=DTYPES[case.dtype], batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, segment_len=length,
-            head_dim=case.head_dim, q_start=begin, q=q.data_ptr(), k=slab[0].data_ptr(), v=slab[1].data_ptr(),
-            q_strides=strides_of(q), kv_strides=strides_of(slab[0]), out=out.data_ptr(), out_strides=strides_of(out),
-            lse=lse.data_ptr(), scale=given.scale, window=case.window, softcap=case.softcap,
-            docs=docs.data_ptr() if case.documents else None, docs_batch_stride=docs.stride(0),
-        )  # fmt: skip
+        read += dense_pieces(q)
+        written = [lse, *dense_pieces(out)]
+        attention = attention_of(case, begin, q, *slab, out, lse, docs, given.scale)
         arguments = CudaAttention(attention, num_parts=case.num_parts)
         emulated.run("attention_forward", arguments, read, written, kernel_of(emulated, case))
         assert emulated.conflicts == 0, f"{emulated.conflicts} bank conflicts"
@@ -161,7 +142,7 @@ def check(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_forward.cu"], Path(work))
+        yield build(["kernels/cuda/sm80_attention_forward.cu"], Path(work))
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -223,7 +204,7 @@ def test_equal_bits(emulated: Emulated) -> None:
     ids=str,
 )
 def test_work_is_what_is_seen(emulated: Emulated, case: Case, pairs: int) -> None:
-    """In the last segment: pairs of 128 rows, of all query heads of a kv head, and 64 keys that they may see."""
+    """pairs: in the last segment, of 128 rows, of all query heads of a kv head, and 64 keys that they may see."""
     forward(emulated, dataclasses.replace(case, tile=(128, 64, 4, 3)))
     assert emulated.products == pairs * 2 * 128 * 64 * case.head_dim / (16 * 8 * 16)
 
@@ -279,7 +260,8 @@ def test_the_launcher_splits_keys_where_blocks_are_few(emulated: Emulated) -> No
 
 # -- mutations -------------------------------------------------------------------------------------------------------
 
-FORWARD, OPTIONS, TILE, PRODUCTS = "attention_forward.h", "attention_options.h", "tile.h", "products.h"
+FORWARD, OPTIONS = "sm80_attention_forward.cuh", "attention_options.cuh"
+TILE, PRODUCTS = "sm80_tile.cuh", "sm80_products.cuh"
 WAIT, BARRIER, COPY = "copy_async_wait<AHEAD - 1>();", "block_barrier();", "copy_next(coming, a, at, keys, ring);"
 LOAD_Q = "load_factors<HEAD_DIM>(q, q_tile, at.warp * WARP_ROWS);"
 NEW_LINE = "\n" + 8 * " "
@@ -410,7 +392,7 @@ not_sanitized = pytest.mark.skipif(SANITIZED, reason="mutations may do what sani
 @pytest.fixture(scope="module")
 def mutated() -> Iterator[Emulated]:
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:
-        yield build(["kernels/cuda/attention_forward.cu"], Path(work), MUTATIONS)
+        yield build(["kernels/cuda/sm80_attention_forward.cu"], Path(work), MUTATIONS)
 
 
 @not_sanitized

@@ -22,8 +22,8 @@ from emulated_cuda import CudaAttention
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import cuda, cuda_kernels
-from seq1f1b.device.cuda_kernels import Verified
+from seq1f1b.device import cuda_attention, kernel_library
+from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
@@ -49,12 +49,12 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def stand_in(build: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     library = build()
-    monkeypatch.setattr(cuda_kernels, "LIBRARY", library)
-    monkeypatch.setattr(cuda_kernels, "OPERATIONS", ("attention_forward",))
+    monkeypatch.setattr(kernel_library, "LIBRARY", library)
+    monkeypatch.setattr(kernel_library, "OPERATIONS", ("attention_forward",))
     monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
-    cuda_kernels.operations.cache_clear()
+    kernel_library.operations.cache_clear()
     yield ctypes.CDLL(str(library))
-    cuda_kernels.operations.cache_clear()
+    kernel_library.operations.cache_clear()
 
 
 def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
@@ -62,7 +62,7 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
 
 
 def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified) -> None:
-    monkeypatch.setattr(cuda_kernels, "_verified", lambda: frozenset(records))
+    monkeypatch.setattr(kernel_library, "_verified", lambda: frozenset(records))
 
 
 RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.88")
@@ -71,16 +71,16 @@ RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.8
 
 
 def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL) -> None:
-    assert cuda_kernels.choose("attention_forward", queries()) is None
-    assert cuda_kernels.operations.cache_info().currsize == 0  # nor is the library opened
+    assert kernel_library.choose("attention_forward", queries()) is None
+    assert kernel_library.operations.cache_info().currsize == 0  # nor is the library opened
 
 
 def test_a_verified_kernel_is_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     verify(monkeypatch, RECORD)
-    chosen = cuda_kernels.choose("attention_forward", queries())
+    chosen = kernel_library.choose("attention_forward", queries())
     assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
-    assert cuda_kernels.choose("attention_forward", queries()) is None
+    assert kernel_library.choose("attention_forward", queries()) is None
 
 
 @pytest.mark.parametrize(
@@ -93,44 +93,44 @@ def test_a_record_of_anything_else_is_not(
     change: dict[str, object], stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify(monkeypatch, RECORD._replace(**change))
-    assert cuda_kernels.choose("attention_forward", queries()) is None
+    assert kernel_library.choose("attention_forward", queries()) is None
 
 
 def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
-    assert cuda_kernels.choose("attention_forward", queries()) is not None
-    assert cuda_kernels.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
-    assert cuda_kernels.choose("attention_backward", queries()) is None
+    assert kernel_library.choose("attention_forward", queries()) is not None
+    assert kernel_library.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
+    assert kernel_library.choose("attention_backward", queries()) is None
     empty = torch.empty(0)
-    options = cuda.Options(0.125, 0, 0.0, empty, empty, empty)
-    assert cuda.way(queries(), options) == "own"
+    options = cuda_attention.Options(0.125, 0, 0.0, empty, empty, empty)
+    assert cuda_attention.way(queries(), options) == "own"
     for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
-        assert cuda.way(queries(), other) != "own"
-    assert cuda.way(queries(torch.float32), options) == "efficient"
+        assert cuda_attention.way(queries(), other) != "own"
+    assert cuda_attention.way(queries(torch.float32), options) == "efficient"
 
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "mine")
     with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
-        cuda_kernels.choose("attention_forward", queries())
+        kernel_library.choose("attention_forward", queries())
 
 
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cuda_kernels, "LIBRARY", tmp_path / "none.so")
-    cuda_kernels.operations.cache_clear()
+    monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
+    kernel_library.operations.cache_clear()
     verify(monkeypatch, RECORD)
-    assert cuda_kernels.choose("attention_forward", queries()) is None
-    assert "not built (no nvcc at installation" in cuda_kernels.describe()[0]
+    assert kernel_library.choose("attention_forward", queries()) is None
+    assert "not built (no nvcc at installation" in kernel_library.describe()[0]
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
-        cuda_kernels.choose("attention_forward", queries())
-    cuda_kernels.operations.cache_clear()
+        kernel_library.choose("attention_forward", queries())
+    kernel_library.operations.cache_clear()
 
 
 def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_kernels, "_verified", frozenset)
-    (line,) = cuda_kernels.describe()
+    monkeypatch.setattr(kernel_library, "_verified", frozenset)
+    (line,) = kernel_library.describe()
     assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; on no architecture verified" in line
     verify(monkeypatch, RECORD._replace(architecture="sm_90"))
-    assert cuda_kernels.describe()[0].endswith("default on sm_90 bfloat16 d64")
+    assert kernel_library.describe()[0].endswith("default on sm_90 bfloat16 d64")
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -145,13 +145,13 @@ def launch(**changes: object) -> dict[str, Tensor]:
     dk, dv = (torch.zeros(2, 2, 50, 64)[:, :, :20] for _ in range(2))
     own_dk, own_dv = (torch.zeros(2, 5, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     lse, docs = torch.zeros(2, 4, 5), torch.zeros(2, 30, dtype=torch.int32)[:, :20]
-    operation = cuda_kernels.operations()["attention_forward"]
+    operation = kernel_library.operations()["attention_forward"]
     tensors = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "docs": docs, "dout": dout, "dq": dq, "dk": dk, "dv": dv,
         "own_dk": own_dk, "own_dv": own_dv,
     }  # fmt: skip
     options = {"scale": 0.25, "window": 7, "softcap": 30.0, "kernel": 0, "num_parts": 3}
-    cuda_kernels.launch_attention(operation, **(tensors | options | changes))
+    kernel_library.launch_attention(operation, **(tensors | options | changes))
     return tensors
 
 
@@ -214,14 +214,14 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
 
 
 def test_every_operation_is_known() -> None:
-    assert sorted(f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS) == sass.load_setup().cuda_sources()
+    assert sorted(map(kernel_table.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
 
 
 def test_the_table_holds_for_the_sources_at_hand() -> None:
     """A kernel that was changed since it was measured is no default: its record must go, or be measured again."""
     setup = sass.load_setup()
     sources = {Path(source).stem: setup.cuda_source_hash(source) for source in setup.cuda_sources()}
-    for record in cuda_kernels.verified():
+    for record in kernel_library.verified():
         assert record.source == sources[record.operation], record
 
 
@@ -229,7 +229,7 @@ def test_a_table_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "verified.json"
     path.write_text(json.dumps([{"architecture": "sm_90"}]))
     with pytest.raises(ValueError, match=r"verified.json: each record needs architecture, operation, .*'operation'"):
-        cuda_kernels.verified(path)
+        kernel_library.verified(path)
 
 
 # -- how it is built -------------------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def test_a_compiler_that_fails_is_no_obstacle_unless_asked_for(tmp_path: Path, m
 
 @pytest.fixture
 def built() -> Path:
-    if not cuda_kernels.LIBRARY.exists():
+    if not kernel_library.LIBRARY.exists():
         pytest.skip("the CUDA kernels were not built: no nvcc at installation, or SEQ1F1B_CUDA=0")
-    return cuda_kernels.LIBRARY
+    return kernel_library.LIBRARY
 
 
 def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) -> None:
@@ -277,14 +277,15 @@ def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) 
     ]
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output[0])
     assert [name for name in needed if not re.fullmatch(r"lib(c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*", name)] == []
-    assert {line.split()[-1] for line in output[1].splitlines()} >= {f"s1f_cuda_{n}" for n in cuda_kernels.OPERATIONS}
+    assert {line.split()[-1] for line in output[1].splitlines()} >= {f"s1f_cuda_{n}" for n in kernel_library.OPERATIONS}
     assert [line for line in output[1].splitlines() if not line.split()[-1].startswith("s1f_cuda_")] == []
 
 
 def test_it_is_of_the_sources_at_hand(built: Path) -> None:
     setup = sass.load_setup()
-    for name, operation in cuda_kernels.operations().items():
-        assert operation.source == setup.cuda_source_hash(f"kernels/cuda/{name}.cu"), "build it again"
+    sources = {kernel_table.operation_of(source): source for source in setup.cuda_sources()}
+    for name, operation in kernel_library.operations().items():
+        assert operation.source == setup.cuda_source_hash(sources[name]), "build it again"
         assert operation.architectures == "sm_80 sm_90 compute_80"
         for kernel in kernel_table.kernels_of(kernel_table.find_operation(built, name)):
             assert kernel.products == 0 or kernel.products_of_a_warp().is_integer(), kernel.name
@@ -294,9 +295,9 @@ def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: benchmarks/gpu.py launches on it")
     q, lse = queries(), torch.zeros(2, 4, 5)
-    for operation in cuda_kernels.operations().values():
+    for operation in kernel_library.operations().values():
         with pytest.raises(RuntimeError, match=r"CUDA error (35|100): (CUDA driver|no CUDA)"):
-            cuda_kernels.launch_attention(
+            kernel_library.launch_attention(
                 operation, q, q, q, q, lse, scale=1.0, window=0, softcap=0.0, docs=torch.empty(0), dout=q, dq=q,
                 dk=q.float(), dv=q.float(),
             )  # fmt: skip

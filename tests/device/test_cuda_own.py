@@ -1,8 +1,8 @@
 """Do our CUDA kernels do their work where a training step calls them? On the emulation of tests/cuda, not on a GPU.
 
-As test_cuda.py, with the kernels' own source in place of torch's ops: from causal_attention over the KV cache,
-the extension and the launcher to the results. And each primitive of device.h against what the PTX ISA says of it, by
-the same checks that benchmarks/gpu.py makes on a GPU; the other stages of that script that look at our kernels run too.
+The kernels' own source stands in place of torch's ops: from causal_attention over the KV cache, the extension and the
+launcher to the results. Each primitive of sm80_primitives.cuh is held to what the PTX ISA says of it, by the same
+checks that benchmarks/gpu.py makes on a GPU; the other stages of that script that look at our kernels run too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import Emulated, build
-from test_cuda import check
+from test_cuda_attention import check
 
 from seq1f1b import _C
-from seq1f1b.device import cuda_kernels
+from seq1f1b.device import kernel_library
 from seq1f1b.ops.attention import causal_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import gpu
+import gpu_cases
 import gpu_stages
 import probes
 
@@ -46,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Emulated, Path]:
     work = tmp_path_factory.mktemp("emulated")
-    sources = [f"kernels/cuda/{name}.cu" for name in cuda_kernels.OPERATIONS]
+    sources = [f"kernels/cuda/sm80_{name}.cu" for name in kernel_library.OPERATIONS]
     sources.append("tests/cuda/primitive_probes.cu")
     return build(sources, work, flags=["-DS1F_CUDA_ALL_TILES=1"]), work / "emulated.so"
 
@@ -94,13 +96,13 @@ def calls(library: tuple[Emulated, Path], monkeypatch: pytest.MonkeyPatch) -> It
         except RuntimeError as error:
             raise AssertionError(emulated._library.s1f_emulation_error().decode()) from error
 
-    monkeypatch.setattr(cuda_kernels, "LIBRARY", path)
+    monkeypatch.setattr(kernel_library, "LIBRARY", path)
     monkeypatch.setattr(_C, "cuda_attention", within_extents)
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
-    cuda_kernels.operations.cache_clear()
+    kernel_library.operations.cache_clear()
     with cuda_kernels_on_the_cpu() as of_aten:
         yield of_aten, launched
-    cuda_kernels.operations.cache_clear()
+    kernel_library.operations.cache_clear()
 
 
 @pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
@@ -115,8 +117,8 @@ def test_segments_equal_the_formula(
     check(gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout[0]), options, qkv, dout[0])
     of_aten, launched = calls
     runs = len(SIZES) + 1
-    assert sorted(launched) == sorted(cuda_kernels.OPERATIONS * runs)
-    lacking = {"attention_forward", "attention_backward"} - set(cuda_kernels.OPERATIONS)
+    assert sorted(launched) == sorted(kernel_library.OPERATIONS * runs)
+    lacking = {"attention_forward", "attention_backward"} - set(kernel_library.OPERATIONS)
     assert {call[0] for call in of_aten} <= {f"_flash_{name}" for name in lacking}
 
 
@@ -159,17 +161,17 @@ def test_a_primitive_is_as_the_ptx_isa_says(
 @pytest.mark.parametrize("stage", ["own kernels", "tiny", "one shape", "speed", "sweep"])
 def test_the_stages_of_the_gpu_benchmark(stage: str, calls: tuple[list[Call], list[str]], tmp_path: Path) -> None:
     """So that a first run on a GPU does not end in a mistake of the script: one case of each, but all tiles."""
-    machine = gpu_stages.Machine("cpu")
+    machine = gpu_cases.Machine("cpu")
     machine.emulated = True
     cases = list(gpu_stages.STAGES[stage](machine))[: None if stage == "sweep" else 1]
-    gpu_stages.run_cases(stage, cases, tmp_path / "results.jsonl", machine)
-    found = [record for record in gpu_stages.gpu.read(tmp_path / "results.jsonl") if record.get("case")]
+    gpu_cases.run_cases(stage, cases, tmp_path / "results.jsonl", machine)
+    found = [record for record in gpu.read(tmp_path / "results.jsonl") if record.get("case")]
     failed = [record for record in found if record["state"] == "failed"]
     assert failed == [] and any(record["state"] == "passed" for record in found)
-    assert set(calls[1]) == set(cuda_kernels.OPERATIONS)
+    assert set(calls[1]) == set(kernel_library.OPERATIONS)
     if stage in ("speed", "sweep"):  # figures of each kernel
-        named = {name.replace("attention_", "own ") for name in cuda_kernels.OPERATIONS} if stage == "speed" else {
-            kernel.name for operation in cuda_kernels.operations().values() for kernel in operation.kernels
+        named = {name.replace("attention_", "own ") for name in kernel_library.OPERATIONS} if stage == "speed" else {
+            kernel.name for operation in kernel_library.operations().values() for kernel in operation.kernels
             if (kernel.dtype, kernel.head_dim, kernel.query_rows > 0) == ("bfloat16", 64, True)
         }  # fmt: skip
         assert named <= found[0].keys()

@@ -1,6 +1,6 @@
 """Have the stand-ins for the CUDA driver and NCCL the declarations of the real ones, and do they load as one library?
 
-What they do is tested in C: tests/c/test_stand_ins.c.
+What they do is tested in C: tests/c/test_{driver,nccl}_stand_in.c.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
 
 def test_driver_matches_the_header(tmp_path: Path) -> None:
     flags = ("-DSTAND_IN_REAL_CUDA_H", f"-I{cuda_include()}")
-    assert compile_against(stand_in_library.FOLDER / "driver.c", *flags) == ""
+    for source in stand_in_library.FOLDER.glob("driver*.c"):
+        assert compile_against(source, *flags) == ""
     drifted = changed_copy(
-        tmp_path, "driver.c", "CUresult cuEventRecord(CUevent event,", "CUresult cuEventRecord(CUcontext event,"
+        tmp_path, "driver_streams.c", "CUresult cuEventRecord(CUevent event,", "CUresult cuEventRecord(CUcontext event,"
     )
     assert "conflicting types for" in compile_against(drifted, *flags)
 

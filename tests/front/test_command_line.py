@@ -15,17 +15,21 @@ from xml.etree import ElementTree
 import pytest
 
 import seq1f1b
-from seq1f1b.__main__ import main
-from seq1f1b.planning.cost import CostModel, Layout, load_hardware, load_model
+from seq1f1b.__main__ import main, make_parser
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import load_hardware, load_model
 
 
 def test_simulate_prints_the_known_figures(capsys):
     """P 4, M 8, F 1, B 2: 3 M + 3 (P - 1) / k seconds and (P - 1 + k) / k micro-batches, k 1 and 4."""
-    assert main(["simulate", "1f1b", "seq1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["1f1b", "33.000", "27.3%", "4", "4.00"]
-    assert main(["simulate", "seq1f1b", "--ranks", "4", "--microbatches", "8", "--segments", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["seq1f1b", "26.250", "8.6%", "7", "1.75"]
+    assert main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["1f1b", "33.000", "27.3%", "4", "4.00"]
+    for segments in ([], ["--segments", "4"]):  # four unless told otherwise, of schedules that have them
+        assert main(["simulate", "1f1b", "seq1f1b", *segments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].split() == ["1f1b", "1", "33.000", "27.3%", "4", "4.00"]
+        assert lines[2].split() == ["seq1f1b", "4", "26.250", "8.6%", "7", "1.75"]
 
 
 def test_simulate_takes_stages_and_options(capsys):
@@ -67,10 +71,11 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     """As the cost model says, with the split and the layers of equal time; JSON has what the table rounds."""
     line = ["simulate", "seq1f1b", "zb-h1", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384"]
     counts = {"num_ranks": 4, "num_microbatches": 8}
-    assert main([*line, "--steps", "3", "--recompute", "full", "--json"]) == 0
+    assert main([*line, "--steps", "3", "--recompute", "full", "--json", "--segments", "1"]) == 0
     cost = CostModel.balanced(
         load_model("llama3-8b"), load_hardware("h200"), num_ranks=4, seq_len=16384, layout=Layout(recompute="full")
     )
+    makespans = []
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
         is_split = name == "zb-h1"
         options = {"costs": tuple(cost.unit_seconds([16384], split_backward=True))} if is_split else {}
@@ -79,12 +84,14 @@ def test_simulate_with_the_costs_of_a_model(capsys):
             **cost.simulation_arguments(order, [16384], split_backward=is_split),
             memory=cost.step_memory([16384]), steps=3, optimizer_sync=False,
         )  # fmt: skip
+        makespans.append(f"{run.makespan:.3g}")
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
         assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0
         assert found["peak_microbatches"] == max(run.peak)
-    assert main([*line, "--segments", "1"]) == 0
+    assert main([*line, "--segments", "1", "--recompute", "full"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split("  ")[-1] == "tensors GiB" and len(table) == 3
+    assert table[0].split()[-1] == "GiB" and len(table) == 3
+    assert [line.split()[1] for line in table[1:]] == makespans  # what the rates of a machine are good for
 
 
 def test_simulate_jitters_by_the_seed(capsys):
@@ -133,8 +140,10 @@ def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
     assert capsys.readouterr().out == (
-        "family   v  k  makespan  span  period  bubble  peak units  = micro-batches  tokens   MiB  messages  sent MiB\n"
-        "seq1f1b  1  2      28.5  28.5    28.5   15.8%           5             2.50    5120  10.0        96      96.0\n"
+        "family   v  k  makespan  period  bubble  units  micro-batches  tokens   MiB  sends  sent MiB\n"
+        "seq1f1b  1  2      28.5    28.5   15.8%      5           2.50    5120  10.0     96      96.0\n"
+        "\n"
+        "v: stages per rank; k: segments; units to MiB: the most that a rank holds at once\n"
         "\n"
         "left out:\n"
         "1f1b   holds 16777216 bytes, the cap is 12582912\n"
@@ -147,7 +156,8 @@ def test_a_page_of_two(tmp_path):
     path = tmp_path / "two.html"
     assert main(["draw", "1f1b", "seq1f1b", "--html", str(path)]) == 0
     page = path.read_text()
-    assert "<title>1f1b and seq1f1b</title>" in page and "1f1b: 33 s, bubble 27.3%" in page and "critical path" in page
+    assert "<title>1f1b and seq1f1b, 4 segments</title>" in page and "critical path" in page
+    assert "1f1b: 33 s, bubble 27.3%" in page and "seq1f1b, 4 segments: 26.2 s, bubble 8.6%" in page
 
 
 MISTAKES = {
@@ -160,7 +170,7 @@ MISTAKES = {
     "draw gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
     "simulate zb-h1 --microbatches 2000000000": "zb-h1: 16000000000 units, more than the 10000000",
     "simulate gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000 that",
-    "simulate seq1f1b --steps 20000000": "seq1f1b: 1280000000 units in 20000000 steps, more than 1000000000",
+    "simulate seq1f1b --steps 20000000": "seq1f1b: 5120000000 units in 20000000 steps, more than 1000000000",
     "simulate seq1f1b --microbatches -5": "num_microbatches",
     "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
     "simulate kfkb --option group=99999999999999999999": "group: 99999999999999999999 is too large",
@@ -181,7 +191,7 @@ MISTAKES = {
     "draw 1f1b --model llama3 --seq 64": "there is no preset 'llama3' among models; did you mean 'llama3-8b'?",
     "draw 1f1b --model llama3-8b --seq 64 --ranks 64": "there are 64 stages, must be in 1..32, the model's layers",
     "draw zbv --model llama3-8b --seq -4": "seq_len is -4, must be at least 1",
-    "draw 1f1b --model llama3-8b --sizes 4,5": "--sizes holds 2 numbers, the order has 1 segments",
+    "draw seq1f1b --model llama3-8b --sizes 4,5 --segments 3": "--sizes holds 2 numbers, the order has 3 segments",
     "draw 1f1b --model llama3-8b --sizes 4 --seq 5": "--sizes holds 4 tokens, --seq is 5",
     "draw 1f1b --model llama3-8b --seq 64 --profile no.json": "No such file or directory: 'no.json'",
     "simulate uneven.txt --model llama3-8b --seq 64": "a model needs as many stages on every rank",
@@ -210,7 +220,7 @@ MISTAKES = {
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
-    "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 6400000000000000000, must be in 0..",
+    "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 1600000000000000000, must be in 0..",
     "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",
     "compare --sizes 1,-2": "--sizes 1,-2: the tokens of each segment are written 10880,8448,7168",
     "compare --seq 2 --segments 4": "num_segments is 4, more than the 2 tokens of the sequence",
@@ -286,7 +296,35 @@ def test_a_csv_is_read_with_its_segments(tmp_path, capsys):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0B1,0B0\n")
     assert main(["simulate", str(path), "--segments", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["3.000", "0.0%", "2", "1.00"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["2", "3.000", "0.0%", "2", "1.00"]
+
+
+def test_the_gain_of_segments_shows(capsys):
+    """A schedule without segments runs whole micro-batches beside one that has them, drawn to the same scale."""
+    assert main(["draw", "1f1b", "seq1f1b", "--segments", "4", "--width", "80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1f1b" and lines[7] == "seq1f1b, 4 segments"
+    plain, segmented = (max(len(line) for line in lines[i : i + 4]) - len("rank 0  ") for i in (1, 8))
+    assert (plain, segmented) == (66, 53)  # columns of half a second: 33 s, and 26.25 s
+    assert all("one column is 500 ms" in line for line in (lines[5], lines[12]))
+    assert main(["compare", "1f1b", "seq1f1b", "--segments", "4"]) == 0
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert rows == [["seq1f1b", "1", "4", "26.25"], ["1f1b", "1", "1", "33"]]
+
+
+def test_the_help_is_plain_and_lines_up(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "`" not in text
+    examples = text.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert all(
+        re.fullmatch(r"  [a-z0-9].*:" if i % 2 == 0 else r"    seq1f1b .*", line) for i, line in enumerate(examples)
+    )
+    assert max(map(len, text.splitlines()[5:])) <= 80
+    for line in examples[1::2]:
+        assert vars(make_parser().parse_args(line.split()[1:]))["command"] in text
 
 
 def test_several_as_text(capsys):

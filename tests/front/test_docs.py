@@ -1,9 +1,9 @@
-"""Do the code blocks of the README and of docs/ run, and print what the page says they print?
+"""Do the pages of docs/ and the README hold what `docs/fill.py` puts there, and do their code blocks run?
 
 Each page runs in a process of its own, in an empty folder: its ``python`` blocks in order in one namespace, and the
 lines of its ``console`` blocks that begin with ``$``. What a block prints must be the ``output`` block that follows it,
-or the rest of the console block, where ``...`` stands for any text. Not run are ``bash`` blocks, but for the README's
-commands that only read and draw, and ``{code-block} python``, which must be Python.
+or the rest of the console block, where ``...`` stands for any text. Commands of ``bash`` blocks that only read and draw
+run as well. Blocks of ``py`` must be Python and do not run, nor does what `docs/fill.py` copied from a file.
 
     python tests/front/test_docs.py docs/tutorial.md --write
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
-import importlib.util
 import io
 import os
 import re
@@ -30,37 +29,14 @@ import pytest
 import torch
 from processes import start_processes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(```+)([^\n]*)\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
+FILLED = re.compile(r"^<!-- fill: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 COMMANDS = {"seq1f1b": ["-m", "seq1f1b"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
-# Without 10^8 units, which take a while, and a profile, which would have to be measured.
-READS_ONLY = re.compile(r"seq1f1b (compare|draw|simulate|plan|doctor) (?!.*(--ranks 1024|--profile))")
+# Without a profile, which would have to be measured, and without files that only the reader has.
+READS_ONLY = re.compile(r"seq1f1b (compare|draw|simulate|plan|doctor)\b(?!.*(--profile|\.txt|\.json))")
 FORM = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
-# What the README's blocks take as given: a tiny model, its data, and a process group of one rank.
-README = """
-import torch, torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.nn.functional import cross_entropy as of_tokens
-import model as tiny
-def cross_entropy(logits, target):
-    return of_tokens(logits.flatten(0, 1), target.flatten())
-loss_fn = cross_entropy
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-rank, num_ranks, device, losses = 0, 1, torch.device("cpu"), []
-config = tiny.Config(vocab=64, hidden=16, layers=2, heads=2, ffn=32)
-stage, module, shape = tiny.build_stage(config), tiny.build_stage(config), config.shape
-tokens = target = labels = torch.randint(64, (8, 64))
-batches = [(tokens, target)]
-optimizer = torch.optim.AdamW(stage.parameters())
-path, folder = "pretrained", "finetuned"
-"""
-README_TRANSFORMERS = """
-from transformers import AutoModelForCausalLM, LlamaConfig
-sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(path)
-"""
 
 
 class Block(NamedTuple):
@@ -72,7 +48,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text()
+    text = FILLED.sub(lambda place: re.sub(r"[^\n]", " ", place[0]), page.read_text())
     return [
         Block(fence[2].strip(), fence[3], text.count("\n", 0, fence.start(3)) + 1, fence.start(3), fence.end(3))
         for fence in FENCE.finditer(text)
@@ -84,10 +60,6 @@ def run_page(page: Path) -> Iterator[tuple[Block, str, str]]:
     scripts = page.with_suffix("")
     sys.path.insert(0, str(ROOT / "examples"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    has_transformers = importlib.util.find_spec("transformers") is not None
-    if page.name == "README.md":
-        exec(README + (README_TRANSFORMERS if has_transformers else ""), namespace)
-        Path("order.txt").write_text("F0.0 F0.1 B0.1 B0.0\n")
     printed: str | None = None
     for block in blocks_of(page):
         where = f"{page.relative_to(ROOT)}:{block.line}"
@@ -96,10 +68,8 @@ def run_page(page: Path) -> Iterator[tuple[Block, str, str]]:
             yield block, block.body, printed
         printed = None
         if block.kind == "python":
-            if "seq1f1b.transformers" in block.body and not has_transformers:
-                continue  # .ci/run comes back with the extra
             printed = run_python(block, where, namespace)
-        elif block.kind == "{code-block} python":
+        elif block.kind == "py":
             ast.parse(block.body)
         elif block.kind == "console":
             assert block.body.startswith("$ "), f"{where}: a console block begins with a prompt"
@@ -112,9 +82,14 @@ def run_page(page: Path) -> Iterator[tuple[Block, str, str]]:
                 wanted += part
                 found += command[0] + (result if output else "")
             yield block, wanted, found
-        elif block.kind == "bash" and page.name == "README.md":
+        elif block.kind == "bash":
             for line in filter(READS_ONLY.match, block.body.splitlines()):
                 run_command(line.partition("  #")[0], where, scripts)
+
+
+def runs(block: Block) -> bool:
+    read_only = block.kind == "bash" and any(map(READS_ONLY.match, block.body.splitlines()))
+    return read_only or block.kind in ("python", "console")
 
 
 def run_python(block: Block, where: str, namespace: dict[str, Any]) -> str:
@@ -153,7 +128,21 @@ def write(page: Path) -> None:
     page.write_text(text)
 
 
-RUN = [page for page in PAGES if any(block.kind in ("python", "console") for block in blocks_of(page))]
+RUN = [page for page in PAGES if any(map(runs, blocks_of(page)))]
+
+
+def test_the_pages_hold_what_is_made_for_them() -> None:
+    """If this fails, run `python docs/fill.py` and look at what it changed."""
+    command = [sys.executable, ROOT / "docs/fill.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", FENCE.sub("", page.read_text())):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
 
 
 def check_in(rank: int, page: Path, folder: Path) -> None:

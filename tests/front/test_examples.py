@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -125,7 +126,14 @@ def test_a_run_leaves_log_pictures_trace_and_two_checkpoints(whole_run: tuple[Pa
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     assert rows[-1]["held_out"] < rows[0]["loss"] - 0.1
-    assert {"tokens_per_second", "bubble", "resident_mb", "learning_rate", "gradient_norm"} <= rows[3].keys()
+    assert {
+        "tokens_per_second",
+        "bubble",
+        "pipeline_seconds",
+        "process_peak_mib",
+        "learning_rate",
+        "gradient_norm",
+    } <= rows[3].keys()
     run = folder / "runs/gpt"
     for picture in ("loss.png", "timeline.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
@@ -134,6 +142,15 @@ def test_a_run_leaves_log_pictures_trace_and_two_checkpoints(whole_run: tuple[Pa
     for stage, live_units in (("stage 0", 4), ("stage 1", 3)):  # min(P - p - 1 + k, M k)
         line = next(line for line in out.splitlines() if line.startswith(f"live units, {stage}"))
         assert line.split()[-2:] == [f"{live_units}"] * 2
+    assert "of the last 10 steps the one of median time:\n\nstep " in out and "MB" not in out
+    step = int(re.search(r"\nstep (\d+) +simulated +measured\n", out).group(1))
+    seconds = {row["step"]: row["pipeline_seconds"] for row in rows[-10:]}
+    assert sorted(seconds, key=seconds.get)[5] == step
+    measured = next(line for line in out.splitlines() if line.startswith("bubble, all ranks")).split()[-1]
+    assert measured == f"{rows[step - 1]['bubble']:.1%}"  # what the log says of the step
+    held = out.partition("runs/gpt holds\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in held] == sorted(path.name for path in run.iterdir())
+    assert all(len(line.split()) > 1 for line in held)  # and what each is
 
 
 def test_losses_agree_with_torchs_own_schedule(whole_run: tuple[Path, str]) -> None:
@@ -230,3 +247,14 @@ def test_two_stages_checks_itself() -> None:
     assert done.returncode == 0, done.stderr
     assert "whole model" in done.stdout
     assert len((EXAMPLES / "two_stages.py").read_text().splitlines()) < 80
+
+
+def test_use_trains_and_tells_what_it_measured() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "use.py")]
+    done = subprocess.run(command, env=environment(0, 1, 0), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "segments held at most [5, 4]" in done.stdout  # min(P - p - 1 + k, M k)
+    assert len((EXAMPLES / "use.py").read_text().splitlines()) < 100

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from seq1f1b.device import cuda_kernels
+from seq1f1b.device import kernel_library
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
@@ -164,5 +164,5 @@ def test_a_kernel_with_a_flaw_is_not_verified(change: tuple[str, str, dict[str, 
 def test_verified_kernels_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "verified.json"
     path.write_text(json.dumps(gpu.verified_kernels(kernel_records())))
-    (record,) = cuda_kernels.verified(path)
+    (record,) = kernel_library.verified(path)
     assert record == ("sm_90", "attention_forward", "bfloat16", 128, "5a", "13.0.88")

@@ -55,6 +55,11 @@ for name in seq1f1b._NEEDS_TORCH:
     run_python(code)
 
 
+def test_dir_holds_the_public_names_alone() -> None:
+    assert dir(seq1f1b) == sorted([*seq1f1b.__all__, "__version__"])
+    assert {"PipelineEngine", "build_schedule"} <= set(dir(seq1f1b))
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = seq1f1b.no_such_name

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from attention_runs import formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -18,28 +18,6 @@ from seq1f1b.ops.attention import causal_attention, layer_handle, positions, tok
 
 SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1]]
 HEADS = [(1, 1), (4, 4), (4, 2), (4, 1)]  # multi-head, grouped-query, multi-query
-
-
-def all_options() -> dict[str, dict[str, object]]:
-    docs = torch.tensor([[0] * 4 + [1] * 3 + [7] * 5, [3] * 12], dtype=torch.int32)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    single: dict[str, dict[str, object]] = {
-        "none": {},
-        "scale": {"scale": 0.3},
-        "window": {"window": 4},
-        "window of 1": {"window": 1},
-        "softcap": {"softcap": 1.5},
-        "slopes": {"alibi_slopes": slopes},
-        "slopes per batch": {"alibi_slopes": torch.stack([slopes, 2 * slopes])},
-        "documents": {"doc_ids": docs},
-    }
-    every: dict[str, object] = {}
-    for option in ("scale", "window", "softcap", "slopes", "documents"):
-        every.update(single[option])
-    return {**single, "all": every}
-
-
-OPTIONS = all_options()
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)

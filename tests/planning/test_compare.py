@@ -9,7 +9,8 @@ import pytest
 
 from seq1f1b import _C, build_schedule, schedules
 from seq1f1b.planning.compare import Row, compare
-from seq1f1b.planning.cost import CostModel, load_hardware, load_model
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
 

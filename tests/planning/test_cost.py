@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from seq1f1b import ModelShape, Schedule, build_schedule
-from seq1f1b.planning.cost import CostModel, Hardware, Layout, load_hardware, load_model, presets
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import Hardware, load_hardware, load_model, presets
 
 SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
 

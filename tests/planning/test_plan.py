@@ -9,9 +9,12 @@ import pytest
 
 from seq1f1b import ModelShape, ScheduleError, build_schedule
 from seq1f1b.__main__ import main
-from seq1f1b.planning.cost import CostModel, Layout, load_hardware
-from seq1f1b.planning.search import Plan, search_plans
+from seq1f1b.plan import Layout, Plan
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import load_hardware
+from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
+from seq1f1b.view.table import rounded
 
 SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
 COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
@@ -89,30 +92,46 @@ def test_every_family_is_shown_or_falls_for_a_reason():
     shown = {plan.schedule for plan in found.plans}
     assert shown.isdisjoint(found.fallen)
     assert shown | set(found.fallen) == {family.name for family in families()}
-    assert found.fallen.get("v-half", "needs").startswith(("slower", "needs"))
+    assert found.fallen.get("v-half", "slower").startswith(("slower", "cannot be built: needs"))
     sizes = [max(abs(term.change_at_low), abs(term.change_at_high)) for term in found.uncertain]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
 
 
 def test_the_text_says_of_every_plan_what_its_ranks_hold():
     found = search_plans(SHAPE, MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1, 4], stages_per_rank=[1, 2], best=3)
-    text = found.to_text("small")
+    text = found.to_text("small", verbose=True)
     lines = text.splitlines()
-    begin = lines.index("ranks, GiB: peak + margin to the cap") + 1
+    begin = lines.index("GiB of each rank + what is left of the cap:") + 1
     for number, plan in enumerate(found.plans, 1):
-        values = [f"{p / 2**30:.1f} + {m / 2**30:.1f}" for p, m in zip(plan.peak, plan.margin, strict=True)]
+        values = [f"{p / 2**30:.1f}+{m / 2**30:.1f}" for p, m in zip(plan.peak, plan.margin, strict=True)]
         found_values = []
         for part in lines[begin + number - 1].removeprefix(f"{number:>2} ").split(", "):
             value, _, count = part.partition(" x")
             found_values += [value] * int(count or 1)
         assert found_values == values
-        assert lines[1 + number].split()[-1] == f"{min(plan.margin) / 2**30:.1f}"
-    assert text.count("\nuncertain: ") == 3
-    assert text.count("\nout: ") == len(found.fallen) > 10
+        row = lines[3 + number].split()
+        assert row[:3] == [str(number), plan.schedule, str(plan.num_segments)]
+        assert row[-1] == f"{max(plan.peak) / 2**30:.1f}" and rounded(plan.seconds) in row
+    assert (
+        lines.index("left out:") - lines.index("   the least certain numbers, and what their ends add to the step:")
+        == 4
+    )
+    left_out = lines[lines.index("left out:") + 1 :]
+    assert left_out == [f"   {name}: {why}" for name, why in found.fallen.items()] and len(left_out) > 10
+    *_, last = found.to_text("small").splitlines()
+    counts = dict(
+        reversed(part.split(" ", 1)) for part in last[len("left out: ") : -len(" (--verbose says why)")].split(", ")
+    )
+    assert counts == {
+        kind: str(sum(why.startswith(f"{kind}:") for why in found.fallen.values()))
+        for kind in ("slower", "too large", "cannot be built", "not tried")
+        if any(why.startswith(f"{kind}:") for why in found.fallen.values())
+    }
+    assert max(map(len, lines[4:8])) <= 80
     few_layers = search_plans(
         SHAPE._replace(layers=4), MACHINE, **{**COUNTS, "num_ranks": 4}, segments=[1], stages_per_rank=[1, 2], best=1
     )
-    assert few_layers.fallen["zbv"] == "needs v = 2, and P v <= 4 layers"
+    assert few_layers.fallen["zbv"] == "cannot be built: needs v = 2, and P v <= 4 layers"
 
 
 def test_progress_ends():
@@ -184,10 +203,10 @@ def test_for_the_engine_no_backward_is_split():
     left = [plan for plan in free.plans if not is_split(plan.build())]
     assert 0 < len(left) < len(free.plans)
     assert engine.plans == tuple(left)
-    reason = "splits the backward, which the engine does not run"
+    reason = "not run by the engine: it splits the backward"
     splitting = {plan.schedule for plan in free.plans} - {plan.schedule for plan in left}
     assert splitting <= {name for name, why in engine.fallen.items() if why == reason}
-    with pytest.raises(ValueError, match=f"seq-zb-h1 {reason}: leave it out, or plan without for_engine"):
+    with pytest.raises(ValueError, match="seq-zb-h1 splits the backward, which the engine does not run: leave"):
         search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b", "seq-zb-h1"], for_engine=True)
 
 
@@ -485,11 +504,10 @@ ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--seq", "16384", 
 def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,hanayo", "--memory", "40GiB"]
     file = tmp_path / "plan.json"
-    assert main([*ASKED, *few, "--best", "1", "--output", str(file)]) == 0
+    assert main([*ASKED, *few, "--best", "1", "--output", str(file), "--verbose"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, cap 40.0 GiB")
-    assert text.count("\nuncertain: ") == 3
-    assert "\nout: hanayo: needs v = 2 w" in text
+    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100\ncap 40.0 GiB")
+    assert "\n   hanayo: cannot be built: needs v = 2 w" in text
     assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     plan = Plan.load(file)
@@ -513,8 +531,8 @@ def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
         (plan,) = json.loads(capsys.readouterr().out)["plans"]
         for step, share in zip(plan["lengths"], (0.75, 0.25), strict=True):
             assert step["share"] == share
-            assert f"\nsteps of {step['seq_len']} tokens with 1, {share:.1%}: {step['seconds']:.4g} s, " in text
-            assert f"{step['tokens_per_second']:.4g} tokens/s" in text
+            assert f"\n   steps of {step['seq_len']} tokens, {share:.1%}: {step['seconds']:.3g} s, " in text
+            assert f"{rounded(step['tokens_per_second'])} tokens/s" in text
 
 
 @pytest.mark.parametrize(

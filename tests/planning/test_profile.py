@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 import time
 from dataclasses import replace
@@ -14,9 +15,11 @@ import pytest
 
 from seq1f1b import ModelShape, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
-from seq1f1b.planning.cost import CostModel, Layout, ProfiledHardware, load_hardware
+from seq1f1b.plan import Layout, Plan
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Fit, Part, Profile, Sample, visible_pairs
-from seq1f1b.planning.search import Plan, search_plans
+from seq1f1b.planning.search import search_plans
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
 MACHINE = load_hardware("cpu-zen5")
@@ -382,14 +385,15 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     model.write_text(json.dumps(SHAPE._asdict()))
     measure = ["profile", *SIZES, "--seq", "128", "--repeats", "1", "--dtype", "bf16", "--processes", "2"]
     assert main([*measure, "--output", str(file)]) == 0
-    text = capfd.readouterr().out
+    text, told = capfd.readouterr()
+    assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n", told)
     assert "bfloat16 autocast, 1 threads in 2 processes" in text and "\nhead       backward" in text
     found = Profile.load(file)
     assert found.model == SHAPE._replace(layers=1) and found.layer.layers == 2 and found.seconds > 0
     asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
     few = ["--microbatches", "4", "--schedules", "1f1b,seq1f1b", "--stages", "1", "--output", str(order)]
     assert main([*asked, *few]) == 0
-    assert "(profile), cap" in capfd.readouterr().out
+    assert "(profile)\ncap" in capfd.readouterr().out
     assert Plan.load(order).hardware.endswith("(profile)")
     file.write_text(file.read_text().replace('"residual"', '"residue"', 1))
     order.unlink()

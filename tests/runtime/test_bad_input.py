@@ -669,20 +669,6 @@ def test_an_engine_that_only_one_rank_can_make() -> None:
 
 # options of the two engines, what each rank does first, and the rank that sees it: error and text
 DISAGREE: dict[str, tuple[tuple[dict[str, Any], ...], tuple[Any, ...], int, type[Exception], str]] = {
-    "sizes": (
-        ({"segment_sizes": [5, 3]}, {"segment_sizes": [4, 4]}),
-        (step, step),
-        1,
-        RuntimeError,
-        r"^\[1\]F0.0: .*segment 0 is tokens \[0, 5\) of 8 at the sender, \[0, 4\) of 8 here: .* same segment_sizes",
-    ),
-    "sizes of another sum": (
-        ({}, {"segment_sizes": [4, 6]}),
-        (step, step),
-        1,
-        ValueError,
-        r"^\[1\]F0.0: segment_sizes sum to 10 tokens, the sequence has 8",
-    ),
     "eval on the first": (
         ({}, {}),
         (lambda e: e.eval(TOKENS, target=TARGET), step),

@@ -12,6 +12,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import _C, PipelineEngine
+from seq1f1b.ops.context import LiveUnit, current
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -30,10 +31,14 @@ class Recorded(nn.Module):
         super().__init__()
         self.stage = stage_of(whole_model(CONFIG), CONFIG, index, num_stages)
         self.outputs: list[weakref.ref[Tensor]] = []
+        self.units: list[weakref.ref[LiveUnit]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.stage(x)
         self.outputs.append(weakref.ref(y))
+        unit = current()
+        assert unit is not None
+        self.units.append(weakref.ref(unit))
         return y
 
 
@@ -56,6 +61,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         )
         for _ in range(2):
             stage.outputs.clear()
+            stage.units.clear()
             (engine.step if training else engine.eval)(tokens, target=target)
 
         order = [str(unit) for unit in engine.schedule.ranks[rank] if training or unit.kind == "F"]
@@ -90,7 +96,8 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         gc.collect()
         alive = [ref for ref in stage.outputs if ref() is not None]
         assert not alive, f"{len(alive)} outputs outlive the step"
-        assert not engine._runtimes[rank].live and not engine._runtimes[rank].handed
+        assert len(stage.units) == M * k and current() is None
+        assert all(ref() is None for ref in stage.units), "the step outlives its end"
 
     run_ranks(P, run)
 
@@ -106,6 +113,7 @@ def test_a_timeline_of_a_failed_step_ends_where_it_failed() -> None:
     assert all((start, end) == (0, 0) for _, _, start, end in walked[1:])
     gc.collect()
     assert all(ref() is None for ref in stage.outputs), "a failed step holds its outputs"
+    assert all(ref() is None for ref in stage.units), "a failed step outlives its end"
 
 
 def test_an_executor_is_not_entered_twice() -> None:
@@ -113,7 +121,7 @@ def test_an_executor_is_not_entered_twice() -> None:
     engine: PipelineEngine
 
     def again(output: Tensor, target: Tensor) -> Tensor:
-        _C.executor_step(engine._executor, 1, True, 0, [], None, None, None, None)
+        _C.executor_step(engine._executor, 1, True, 0, [], None, None, None)
         return cross_entropy(output, target)
 
     engine = PipelineEngine(Recorded(0, 1), num_microbatches=1, loss_fn=again)

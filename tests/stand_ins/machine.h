@@ -1,4 +1,4 @@
-/* machine.h - devices, hardware queues and the thread that executes them; shared by driver.c and nccl.c.
+/* machine.h - devices, hardware queues and the thread that executes them; shared by the driver's files and nccl.c.
  * Everything is guarded by one lock; whatever is declared here is called with it held, unless it says otherwise. */
 #ifndef STAND_IN_MACHINE_H
 #define STAND_IN_MACHINE_H
@@ -286,13 +286,13 @@ int reached(marker point);
 /* All that was issued to a device up to `issue` has ended. */
 int device_reached(int32_t device_index, int64_t issue);
 /* Memory at `address`, which must be ours unless that is allowed; 0, with misuse noted, if it is not, or ends early. */
-int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out); /* driver.c */
-/* Still what it was when the operation was issued; notes the misuse if not, once per operation. driver.c */
+int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out); /* driver_memory.c */
+/* Still what it was when the operation was issued; notes the misuse if not, once per operation. driver_memory.c */
 int span_lives(operation *op, const span *memory);
 
 /* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock. */
 int wait_until(const char *call, int (*done)(const void *argument), const void *argument);
-/* The same for a device; counts and lists the synchronisation. */
+/* Waits for a device; counts and lists the synchronisation. */
 int synchronise_device(const char *call, int32_t device_index, int injected);
 void list_synchronisation(const char *call, int32_t device_index);
 /* Draws whether this launch synchronises the device first. */
@@ -302,7 +302,7 @@ int injection_drawn(void);
 int32_t current_device(void);
 /* Makes the device current where the thread has no context, as the CUDA runtime does. driver.c */
 void make_current(int32_t device_index);
-/* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver.c */
+/* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver_streams.c */
 CUstream find_stream(api_call call, CUstream stream, CUresult *error);
 /* Misuse if an NCCL group has yet to reach the stream, or any stream of the device. */
 void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);

@@ -101,7 +101,7 @@ __attribute__((format(printf, 3, 4))) static ncclResult_t refuse(api_call call, 
     return result;
 }
 
-/* The same, and misuse: what the caller is to be told of whatever it makes of the error. */
+/* Refuses and notes a misuse: what the caller is to be told of whatever it makes of the error. */
 #define REFUSE(result, ...)                                                                                            \
     do {                                                                                                               \
         misuse(this_call, __VA_ARGS__);                                                                                \
@@ -357,7 +357,7 @@ static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
     return ncclSuccess;
 }
 
-/* From any thread. Asking is what lets a nonblocking communicator go on. */
+/* Any thread may call this. Asking is what lets a nonblocking communicator go on. */
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
 {
     ENTER(ncclCommGetAsyncError, ncclInvalidUsage);
@@ -472,7 +472,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
     return ncclSuccess;
 }
 
-/* From any thread, in any state. What waits in a stream ends; what it should have received is undefined: NaN. */
+/* Any thread may call this, in any state. What waits in a stream ends; what it should have received is undefined: NaN. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     ENTER(ncclCommAbort, ncclInvalidUsage);

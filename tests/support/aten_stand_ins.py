@@ -1,8 +1,8 @@
 """The CUDA-only attention ops of aten, on the CPU in fp64, and the package's CUDA kernels in place of its CPU ones.
 
-Written from the documented meaning of the ops, not from ``seq1f1b/device/cuda.py``; a call that the real kernels would
-read wrongly (strides, alignment, layout of lse) fails here. Registered with torch's dispatcher, which holds calls and
-results to the schemas of the installed torch.
+Written from the documented meaning of the ops, not from ``seq1f1b/device/cuda_attention.py``; a call that the real
+kernels would read wrongly (strides, alignment, layout of lse) fails here. Torch's dispatcher, with which they are
+registered, holds calls and results to the schemas of the installed torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seq1f1b.device import cuda
+from seq1f1b.device import cuda_attention
 
 Call = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """Name of an op, shape, strides and address of its keys."""
@@ -176,7 +176,7 @@ def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
     with torch.library._scoped_library("aten", "IMPL") as aten, torch.library._scoped_library("seq1f1b", "IMPL") as own:
         for name in _OPS:
             aten.impl(name, recorded(name), "CPU")
-        cuda.register(own, "CPU", allow_override=True)
+        cuda_attention.register(own, "CPU", allow_override=True)
         yield calls
 
 

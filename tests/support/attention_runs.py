@@ -12,6 +12,29 @@ from torch import Tensor
 from seq1f1b.ops.attention import causal_attention, layer_handle
 
 
+def _all_options() -> dict[str, dict[str, object]]:
+    """Each option of attention alone, for 12 tokens and up to 4 heads, and all together."""
+    docs = torch.tensor([[0] * 4 + [1] * 3 + [7] * 5, [3] * 12], dtype=torch.int32)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    single: dict[str, dict[str, object]] = {
+        "none": {},
+        "scale": {"scale": 0.3},
+        "window": {"window": 4},
+        "window of 1": {"window": 1},
+        "softcap": {"softcap": 1.5},
+        "slopes": {"alibi_slopes": slopes},
+        "slopes per batch": {"alibi_slopes": torch.stack([slopes, 2 * slopes])},
+        "documents": {"doc_ids": docs},
+    }
+    every: dict[str, object] = {}
+    for option in ("scale", "window", "softcap", "slopes", "documents"):
+        every.update(single[option])
+    return {**single, "all": every}
+
+
+OPTIONS = _all_options()
+
+
 def formula(
     q: Tensor,
     k: Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import os
 import shutil
@@ -117,14 +118,49 @@ def strides_of(t: Tensor) -> Strides:
     return Strides(*t.stride()[:3])
 
 
+def attention_of(
+    case: Sequences, begin: int, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, docs: Tensor,
+    scale: float,
+) -> Attention:  # fmt: skip
+    """The arguments of a segment from `begin` on that forward and backward have in common."""
+    return Attention(
+        dtype=DTYPES[case.dtype], batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, segment_len=q.shape[2],
+        head_dim=case.head_dim, q_start=begin, q=q.data_ptr(), k=keys.data_ptr(), v=values.data_ptr(),
+        q_strides=strides_of(q), kv_strides=strides_of(keys), out=out.data_ptr(), out_strides=strides_of(out),
+        lse=lse.data_ptr(), scale=scale, window=case.window, softcap=case.softcap,
+        docs=docs.data_ptr() if case.documents else None, docs_batch_stride=docs.stride(0),
+    )  # fmt: skip
+
+
+def laid_out(t: Tensor, case: Sequences) -> Tensor:
+    """A copy in the layout that the case asks for."""
+    if not case.head_major:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    memory = torch.full((*t.shape[:3], case.head_dim + 8), math.nan, dtype=t.dtype)
+    memory[..., : case.head_dim] = t
+    return memory[..., : case.head_dim]
+
+
+def dense_pieces(t: Tensor) -> list[Tensor]:
+    """Its memory as dense tensors."""
+    token_major = t.transpose(1, 2)
+    return [token_major] if token_major.is_contiguous() else list(t.flatten(0, 2))
+
+
+def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Largest and root mean square of the differences."""
+    difference = got.double() - truth
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
 def build(
     sources: Sequence[str], work: Path, mutations: Sequence[Mutation] = (), flags: Sequence[str] = ()
 ) -> Emulated:
     """Compiles .cu files, named as from the root, and the emulation into a library in the folder ``work``."""
     tree = work / "tree"
-    for folder in ("kernels", "kernels/cuda", "csrc", "tests/cuda"):
+    for folder in ("kernels", "kernels/cuda", "csrc/core", "tests/cuda"):
         (tree / folder).mkdir(parents=True)
-        for path in [*(ROOT / folder).glob("*.h"), *(ROOT / folder).glob("*.cu")]:
+        for path in itertools.chain(*((ROOT / folder).glob(kind) for kind in ("*.h", "*.cuh", "*.cu"))):
             shutil.copy(path, tree / folder)
     for index, mutation in enumerate(mutations, 1):
         _insert(mutation, index, tree / "kernels/cuda" / mutation.file)

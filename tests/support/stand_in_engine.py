@@ -8,7 +8,7 @@ from typing import Any
 from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
-from seq1f1b.device.device_edges import DeviceEdges
+from seq1f1b.device.edges import DeviceEdges
 
 
 class StandInEdges(DeviceEdges):
@@ -41,14 +41,13 @@ class StandInEngine(PipelineEngine):
         self.num_waits = 0
         self._kept: list[Any] = []
 
-    def _forward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._forward, arguments)
+    def _choose_run(self, step: Any) -> Callable[..., Any]:
+        run = super()._choose_run(step)
 
-    def _backward(self, *arguments: Any) -> Any:
-        return self._after_the_stream(super()._backward, arguments)
+        def after_the_stream(*arguments: Any) -> Any:
+            stand_in().synchronise()
+            self.num_waits += 1
+            self._kept.append(run(*arguments))
+            return self._kept[-1]
 
-    def _after_the_stream(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        stand_in().synchronise()
-        self.num_waits += 1
-        self._kept.append(run(*arguments))
-        return self._kept[-1]
+        return after_the_stream

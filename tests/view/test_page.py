@@ -19,8 +19,8 @@ from orders import small_schedule
 
 from seq1f1b import Simulation, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
-from seq1f1b.view.draw import MOST_UNITS
 from seq1f1b.view.page import live_units, memory_curves, predecessors, timeline_html
+from seq1f1b.view.style import MOST_UNITS
 
 # -- without a browser -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import pytest
 from seq1f1b import Schedule, Simulation, build_schedule
 from seq1f1b.view import draw
 
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+
 
 def simulate(name: str, num_segments: int, forward: float, num_microbatches: int = 4) -> Simulation:
     schedule = build_schedule(name, num_ranks=4, num_microbatches=num_microbatches, num_segments=num_segments)
@@ -31,10 +33,10 @@ def test_text_of_1f1b_and_seq1f1b() -> None:
     )
 
 
-def test_the_readme_shows_what_we_print() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_page_on_timelines_shows_what_we_print() -> None:
+    page = (ROOT / "docs/how-to/timeline.md").read_text()
     for simulation in (simulate("1f1b", 1, 2.0), simulate("seq1f1b", 2, 1.0)):
-        assert "\n".join(simulation.to_text(92).splitlines()[:-1]) in readme
+        assert "\n".join(simulation.to_text(92).splitlines()[:-1]) in page
 
 
 def test_labels_shrink_with_the_width() -> None:

@@ -1,0 +1,163 @@
+"""The stages of gpu.py that tell whether attention is right: torch's ops, our kernels, and these under CUDA's tools."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attention_runs
+import kernel_table
+import probes as probes_of_primitives
+import torch
+from gpu_cases import Case, Machine, Unmeasured, own_operations, watched
+from torch import Tensor
+
+import seq1f1b
+from seq1f1b.device import cuda_attention, kernel_library
+from seq1f1b.device.placement import step_on
+
+# -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
+
+
+def attention_errors(
+    machine: Machine, dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any],
+    kernels: str, key_range: int = cuda_attention.KEY_RANGE,
+) -> dict[str, Any]:  # fmt: skip
+    """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
+    os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+    heads, cuda_attention.KEY_RANGE = 8, key_range
+    options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    qkv, (dout, *_) = (
+        [
+            t.to(machine.device)
+            for t in attention_runs.random_qkv(
+                heads, kv_heads, tokens=sum(sizes), head_dim=head_dim, seed=seed, dtype=dtype
+            )
+        ]
+        for seed in (0, 1)
+    )
+    whole = functools.partial(seq1f1b.causal_attention, layer=0, **options)
+    truth = attention_runs.gradients(
+        lambda *t: attention_runs.formula(*t, **options), *(t.double() for t in (*qkv, dout))
+    )
+    peer = attention_runs.gradients(lambda *t: attention_runs.formula(*t, **options), *qkv, dout)
+    machine.poison()
+    with step_on(machine.device):
+        runs = [attention_runs.segmented(sizes, options, [qkv], [dout])[0] for _ in range(2)]
+    found = {
+        "segmented": attention_runs.errors(runs[0], truth),
+        "whole": attention_runs.errors(attention_runs.gradients(whole, *qkv, dout), truth),
+        "formula": attention_runs.errors(peer, truth),
+    }
+    floor = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 16)
+    for name in ("segmented", "whole"):
+        for error, theirs in zip(found[name], found["formula"], strict=True):
+            assert error <= 2 * theirs + floor, {k: [f"{e:.1e}" for e in v] for k, v in found.items()}
+    equal = dict(zip(("out", "dq", "dk", "dv"), (torch.equal(*pair) for pair in zip(*runs, strict=True)), strict=True))
+    texts = {name: " ".join(f"{e:.1e}" for e in values) for name, values in found.items()}
+    return {**texts, "reruns equal": equal}
+
+
+def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
+    docs = torch.arange(tokens).mul(5).div(tokens, rounding_mode="floor").expand(2, -1)
+    slopes = 2.0 ** -torch.arange(1, 9)
+    every: dict[str, dict[str, Any]] = {
+        "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "alibi": {"alibi_slopes": slopes},
+        "documents": {"doc_ids": docs}, "scale": {"scale": 0.3},
+    }  # fmt: skip
+    return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
+
+
+def attention(machine: Machine) -> Iterator[Case]:
+    """Attention by torch's ops."""
+    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    tokens = 512 if machine.is_cuda else 24
+    odd = [113, 7, 1, 391] if machine.is_cuda else [9, 3, 1, 11]
+    halves, many = [tokens // 2] * 2, [tokens // 8] * 8
+    every = attention_options(tokens)
+    shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
+    few_keys = 100 if machine.is_cuda else 4
+    shapes += [(dtype, 64, 2, odd, "") for dtype in (bf16, fp16, fp32, fp64)]
+    shapes += [(bf16, 128, kv_heads, sizes, "") for kv_heads in (8, 2, 1) for sizes in (halves, odd, many)]
+    shapes += [(dtype, 64, 2, odd, name) for name in every for dtype in (bf16, fp32)]
+    shapes += [(bf16, head_dim, 2, odd, "") for head_dim in (32, 40, 80, 96, 192, 256, 36)]
+    shapes += [(fp32, head_dim, kv_heads, odd, "") for head_dim in (128, 36) for kv_heads in (8, 1)]
+    shapes += [(fp16, 128, 2, [tokens - 1, 1], ""), (bf16, 64, 2, [1, tokens - 1], "window")]
+    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else shapes[::5]:
+        text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
+        arguments = (machine, dtype, head_dim, kv_heads, sizes, every.get(name, {}), "library")
+        yield text, functools.partial(attention_errors, *arguments)
+        if sizes == odd and head_dim == 64:
+            yield f"{text}, backward by {few_keys} keys", functools.partial(attention_errors, *arguments, few_keys)
+
+
+# -- the package's own kernels ---------------------------------------------------------------------------------------
+
+
+def primitives(machine: Machine) -> Iterator[Case]:
+    """Each primitive of the kernels alone, on numbers that tell which came where."""
+
+    def one(check: Callable[[probes_of_primitives.Prober], None]) -> dict[str, Any]:
+        own_operations(machine)
+        try:
+            operation = kernel_table.find_operation(kernel_library.LIBRARY, "primitive_probes")
+        except ValueError:
+            raise Unmeasured("the library has no probes: build it with SEQ1F1B_CUDA_TILES=all") from None
+        check(probes_of_primitives.on_the_gpu(operation))
+        return {}
+
+    for check in probes_of_primitives.CHECKS:
+        yield check.__name__, functools.partial(one, check)
+
+
+def own_kernels(machine: Machine) -> Iterator[Case]:
+    """Against fp64, with NaN in all that they are given to write; out, dk and dv have the same bits again."""
+
+    def one(*arguments: Any) -> dict[str, Any]:
+        own_operations(machine)
+        found = attention_errors(machine, *arguments, "own")
+        assert all(found["reruns equal"][name] for name in ("out", "dk", "dv")), found
+        return found
+
+    tokens = 1024 if machine.is_cuda else 150
+    odd, many = [113, 7, 1, tokens - 121], [tokens // 4] * 3 + [tokens - tokens // 4 * 3]
+    every = attention_options(tokens)
+    del every["alibi"], every["all"]["alibi_slopes"]
+    shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+        shapes += [(dtype, head_dim, kv_heads, odd, "") for kv_heads in (8, 2, 1)]
+        shapes += [(dtype, head_dim, 2, odd, name) for name in every]
+        shapes += [(dtype, head_dim, 2, sizes, "") for sizes in ([tokens], many, [tokens - 1, 1], [1, tokens - 1])]
+    for dtype, head_dim, kv_heads, sizes, name in shapes:
+        text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
+        yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
+
+
+def tiny(machine: Machine) -> Iterator[Case]:
+    """Each kind of launch once on few tokens: for the tools that watch every access."""
+
+    def one(head_dim: int, kv_heads: int, options: dict[str, Any]) -> dict[str, Any]:
+        own_operations(machine)
+        return attention_errors(machine, torch.bfloat16, head_dim, kv_heads, [150, 1, 49], options, "own")
+
+    docs = attention_options(200)["documents"]
+    for head_dim, kv_heads, options in (
+        (64, 2, {}),
+        (128, 8, {"window": 70}),
+        (128, 1, {"softcap": 20.0}),
+        (64, 2, docs),
+    ):
+        yield f"d{head_dim} kv{kv_heads} {' '.join(options)}", functools.partial(one, head_dim, kv_heads, options)
+
+
+def sanitizer(machine: Machine) -> Iterator[Case]:
+    def one(tool: str) -> dict[str, Any]:
+        options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=s1f_"]
+        said = watched(machine, "compute-sanitizer", options, "tiny", 40)
+        return {"said": said.strip().splitlines()[-1]}
+
+    for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+        yield tool, functools.partial(one, tool)

@@ -1,0 +1,134 @@
+"""Cases, the machine and our kernels, as all stages of gpu.py use them, and how cases are run."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu
+import torch
+from torch import Tensor
+
+from seq1f1b.device import kernel_library
+
+STAGES_SCRIPT = str(Path(__file__).resolve().parent / "gpu_stages.py")
+Case = tuple[str, Callable[[], dict[str, Any]]]
+
+
+class Unmeasured(Exception):
+    """Something that a case needs is not here."""
+
+
+class Machine:
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device == "cuda"
+        self.emulated = False  # a test runs our CUDA kernels on the CPU
+        self.device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+
+    def need_cuda(self) -> None:
+        if not self.is_cuda:
+            raise Unmeasured("needs a CUDA device")
+
+    def sync(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 15, budget: float = 0.4) -> float:
+        """Median of a call, warm; by events of the device. Fewer repeats where they would take more than the budget."""
+        run()
+        self.sync()
+        start = time.perf_counter()
+        run()
+        self.sync()
+        repeats = max(3, min(repeats, int(budget / max(time.perf_counter() - start, 1e-6))))
+        if not self.is_cuda:
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - start)
+            return statistics.median(times)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for begin, end in events:
+            begin.record()
+            run()
+            end.record()
+        self.sync()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e-3
+
+    def poison(self) -> None:
+        """NaN in what the caching allocator hands out next: a kernel that reads what nobody wrote shows it."""
+        if self.is_cuda:
+            blocks = [torch.full((1 << bits,), float("nan"), device=self.device) for bits in range(8, 25)]
+            del blocks
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        """More than before, at most, that torch's allocator held while the call ran."""
+        if not self.is_cuda:
+            run()
+            return 0
+        gc.collect()
+        self.sync()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        self.sync()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def random(machine: Machine, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*sizes, device=machine.device, dtype=torch.float32).to(dtype)
+
+
+def own_operations(machine: Machine) -> dict[str, kernel_library.Operation]:
+    if not machine.emulated:
+        machine.need_cuda()
+    found = kernel_library.operations()
+    if not found:
+        raise Unmeasured(f"there is no {kernel_library.LIBRARY.name}: it was not built")
+    return found
+
+
+def watched(machine: Machine, tool: str, options: list[str], stage: str, seconds: float) -> str:
+    """A stage of gpu_stages.py under a tool of the CUDA toolkit; its output."""
+    own_operations(machine)
+    if shutil.which(tool) is None:
+        raise Unmeasured(f"there is no {tool}")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "watched.jsonl"
+        command = [tool, *options, sys.executable, STAGES_SCRIPT, "--device", "cuda", "--stage", stage]
+        command += ["--out", str(out), "--seconds", str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        states = [record["state"] for record in gpu.read(out) if record.get("case")]
+    assert done.returncode == 0 and states and set(states) == {"passed"}, (
+        states,
+        done.stdout[-1200:],
+        done.stderr[-200:],
+    )
+    return done.stdout
+
+
+def run_cases(name: str, cases: list[Case], path: Path, machine: Machine) -> None:
+    gpu.append(path, {"stage": name, "planned": [case for case, _ in cases]})
+    for case, run in cases:
+        record: dict[str, Any] = {"stage": name, "case": case, "state": "passed"}
+        start = time.monotonic()
+        try:
+            record |= run()
+        except Unmeasured as reason:
+            record |= {"state": "unmeasured", "why": str(reason)}
+        except Exception as error:
+            record |= {"state": "failed", "why": f"{type(error).__name__}: {error}"[:1500]}
+        record["seconds"] = round(time.monotonic() - start, 2)
+        gpu.append(path, record)
+        print(f"{name}: {case}: {record['state']} {record.get('why', '')}", flush=True)
+        gc.collect()
+        machine.sync()  # a broken context ends the stage here, and the next one has a new process

@@ -1,0 +1,45 @@
+/* edges.h - the directed edges that an order's placement has, and which of them each kind of unit uses.
+ *
+ * One edge per (channel, source stage, destination stage) whose ranks differ; a message on it belongs to one cell
+ * (micro-batch, segment). Which edges there are follows from the inputs that unit.h states: they may join any two
+ * stages, and a unit may have any number of them. Stages on one rank hand over without an edge. */
+#ifndef S1F_EDGES_H
+#define S1F_EDGES_H
+
+#include "status.h"
+#include "unit.h"
+
+typedef struct {
+    int32_t channel; /* s1f_channel */
+    int32_t product; /* s1f_product that its messages carry */
+    int32_t source_stage, destination_stage, source_rank, destination_rank;
+    int32_t num_places;   /* receive buffers; set by lower.h, as is */
+    int32_t is_in_order;  /* 1: the receiver uses the messages in the order in which they are sent */
+    int64_t num_messages; /* one per cell */
+} s1f_edge;
+
+typedef struct { /* edges, in ascending order; borrowed from s1f_edges */
+    const int32_t *edges;
+    int32_t count;
+} s1f_edge_list;
+
+/* All units of one stage and pass. */
+typedef struct {
+    s1f_edge_list in;    /* a message of each is waited for */
+    s1f_edge_list out;   /* its result is sent on each */
+    s1f_edge_list freed; /* it is the last to read a message of each, whose place is free then */
+    int64_t rank;        /* that runs them; 64 bits, so that a row of the table is 64 bytes */
+} s1f_kind_edges;
+
+typedef struct {
+    int32_t num_edges;
+    s1f_edge *edges;
+    s1f_kind_edges *kinds; /* [s1f_kind(unit)] */
+    int32_t *lists;        /* what the kinds point into */
+} s1f_edges;
+
+/* *out is owned by the caller and untouched on error. Pure. */
+s1f_status s1f_edges_create(const s1f_shape *shape, s1f_edges **out);
+void s1f_edges_free(s1f_edges *edges); /* NULL is fine */
+
+#endif

@@ -1,0 +1,77 @@
+/* program.c - holds the programs of all ranks, and says what is live in them. */
+#include "program.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out)
+{
+    size_t num_stages = (size_t)shape->num_stages;
+    s1f_program *program = calloc(1, sizeof *program);
+    if (program == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a program");
+    program->rank_of_stage = malloc(num_stages * sizeof *program->rank_of_stage);
+    program->peaks = calloc(num_stages, sizeof *program->peaks);
+    program->ranks = calloc((size_t)shape->num_ranks, sizeof *program->ranks);
+    s1f_status status = S1F_OK;
+    if (program->rank_of_stage == NULL || program->peaks == NULL || program->ranks == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %zu stages", num_stages);
+    program->shape = *shape;
+    if (status == S1F_OK) {
+        memcpy(program->rank_of_stage, shape->rank_of_stage, num_stages * sizeof *program->rank_of_stage);
+        program->shape.rank_of_stage = program->rank_of_stage;
+        status = s1f_edges_create(&program->shape, &program->edges);
+    }
+    if (status != S1F_OK) {
+        s1f_program_free(program);
+        return status;
+    }
+    *out = program;
+    return S1F_OK;
+}
+
+void s1f_program_free(s1f_program *program)
+{
+    if (program == NULL)
+        return;
+    for (int32_t rank = 0; program->ranks != NULL && rank < program->shape.num_ranks; rank++) {
+        free(program->ranks[rank].instructions);
+        free(program->ranks[rank].units);
+    }
+    free(program->ranks);
+    s1f_edges_free(program->edges);
+    free(program->peaks);
+    free(program->rank_of_stage);
+    free(program);
+}
+
+/* Peak of the summed weights of the live units of one rank, of one stage of it or (-1) of all. */
+static int64_t peak_weight(const s1f_program *program, int32_t rank, int32_t stage, const int64_t *weights,
+                           int64_t stage_stride)
+{
+    const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
+    const s1f_rank_program *own = &program->ranks[rank];
+    s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
+    int64_t live = 0, peak = 0;
+    for (int64_t i = 0; i < own->num_units; i++) {
+        s1f_unit unit = own->units[i];
+        if (stage >= 0 && unit.stage != stage)
+            continue;
+        s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
+        int64_t weight = weights[unit.stage * stage_stride + unit.segment];
+        live += lifetimes.takes & live_bit ? weight : 0;
+        peak = live > peak ? live : peak;
+        live -= lifetimes.frees & live_bit ? weight : 0;
+    }
+    return peak;
+}
+
+int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes)
+{
+    return peak_weight(program, program->rank_of_stage[stage], stage, segment_sizes, 0);
+}
+
+int64_t s1f_program_rank_peak(const s1f_program *program, int32_t rank, const int64_t *weights)
+{
+    return peak_weight(program, rank, -1, weights, program->shape.num_segments);
+}

@@ -1,0 +1,90 @@
+/* program.h - what one rank walks: its order with receives, sends and frees, a place for every message and a slot for
+ * every KV cache. Written by lower.h; an executor decides nothing. */
+#ifndef S1F_PROGRAM_H
+#define S1F_PROGRAM_H
+
+#include "edges.h"
+
+typedef enum {
+    S1F_OP_POST = 0,    /* receiver: place is free, message `sequence` may come */
+    S1F_OP_WAIT = 1,    /* receiver: message `sequence` has come; it is an input of `unit`, the next RUN */
+    S1F_OP_RUN = 2,     /* compute `unit` */
+    S1F_OP_SEND = 3,    /* sender: message `sequence` is the result of `unit`, which has just run */
+    S1F_OP_FREE = 4,    /* `unit`, which has just run, is the last to read its segment's saved state and places */
+    S1F_OP_RECEIVE = 5, /* receiver: message `sequence`, an input of `unit`, may start to come (receives.h) */
+    S1F_NUM_OPS = 6
+} s1f_opcode;
+
+typedef struct {
+    int32_t opcode;    /* s1f_opcode */
+    int32_t edge;      /* index into edges, -1 for RUN and FREE */
+    s1f_unit unit;     /* POST, RECEIVE, WAIT: the consuming unit; SEND: the producing unit */
+    int32_t place;     /* POST, RECEIVE, WAIT, SEND; -1 otherwise */
+    int32_t kv_slot;   /* RUN: slot of the micro-batch's KV cache, -1 where the unit uses none (S1F_HOLDS_KV) */
+    int32_t grad_slot; /* RUN: slot of its dK/dV, -1 where the unit uses none (S1F_HOLDS_KV_GRADIENT) */
+    int64_t sequence;  /* POST, RECEIVE, WAIT, SEND: number of the message on its edge; -1 otherwise */
+} s1f_instruction;
+
+typedef struct {        /* peaks of one stage, in units and slots */
+    int32_t live_units; /* forward units whose backward is not finished; in a forward-only program: 1 */
+    int32_t kv_slots;   /* micro-batches whose KV cache is held */
+    int32_t grad_slots; /* micro-batches whose dK/dV are held */
+} s1f_stage_peak;
+
+typedef struct {
+    s1f_instruction *instructions;
+    int64_t count;
+    s1f_unit *units; /* of its RUNs: the order */
+    int64_t num_units;
+} s1f_rank_program;
+
+/* Of all ranks. Read it as it lies; only lower.h and receives.h write it. */
+typedef struct {
+    s1f_shape shape;
+    int32_t *rank_of_stage; /* what the shape points to */
+    s1f_edges *edges;
+    s1f_stage_peak *peaks;   /* [stage] */
+    s1f_rank_program *ranks; /* [rank] */
+} s1f_program;
+
+/* An empty program of this shape. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */
+s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out);
+void s1f_program_free(s1f_program *program); /* NULL is fine */
+
+static inline const s1f_instruction *s1f_program_instructions(const s1f_program *program, int32_t rank, int64_t *count)
+{
+    *count = program->ranks[rank].count;
+    return program->ranks[rank].instructions;
+}
+static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int32_t *count)
+{
+    *count = program->edges->num_edges;
+    return program->edges->edges;
+}
+static inline s1f_stage_peak s1f_program_stage_peak(const s1f_program *program, int32_t stage)
+{
+    return program->peaks[stage];
+}
+static inline int32_t s1f_program_num_ranks(const s1f_program *program)
+{
+    return program->shape.num_ranks;
+}
+static inline int32_t s1f_program_num_stages(const s1f_program *program)
+{
+    return program->shape.num_stages;
+}
+static inline int32_t s1f_program_num_microbatches(const s1f_program *program)
+{
+    return program->shape.num_microbatches;
+}
+static inline int32_t s1f_program_num_segments(const s1f_program *program)
+{
+    return program->shape.num_segments;
+}
+
+/* Peak live tokens of a stage for given segment sizes[num_segments]: forward units not yet freed, in tokens. */
+int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
+/* The same of all stages of a rank together, weights[num_stages][num_segments] per unit: 1, tokens or bytes. */
+int64_t s1f_program_rank_peak(const s1f_program *program, int32_t rank, const int64_t *weights);
+
+#endif

@@ -1,0 +1,188 @@
+/* unit.c - the tables of passes, inputs and lifetimes. A new pass is a row in each that concerns it. */
+#include "unit.h"
+
+#include <stdio.h>
+
+#define BIT(x) (1u << (x))
+
+#define F BIT(S1F_PASS_FORWARD)
+#define B BIT(S1F_PASS_BACKWARD)
+#define I BIT(S1F_PASS_BACKWARD_INPUT)
+#define W BIT(S1F_PASS_BACKWARD_WEIGHT)
+
+#define OUTPUT S1F_PRODUCT_OUTPUT
+#define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
+#define WEIGHT_GRADIENT S1F_PRODUCT_WEIGHT_GRADIENT
+#define GRADIENTS (BIT(INPUT_GRADIENT) | BIT(WEIGHT_GRADIENT))
+
+/* -- passes -------------------------------------------------------------------------------------------------------- */
+
+static const struct {
+    char letter;
+    uint32_t products;
+} passes[] = {
+    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT)},
+    [S1F_PASS_BACKWARD] = {'B', GRADIENTS},
+    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT)},
+    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT)},
+};
+const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
+_Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
+
+char s1f_pass_letter(int32_t pass)
+{
+    return pass >= 0 && pass < s1f_num_passes ? passes[pass].letter : '?';
+}
+
+int32_t s1f_pass_from_letter(char letter)
+{
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        if (passes[pass].letter == letter)
+            return pass;
+    return -1;
+}
+
+void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)
+{
+    char letter = s1f_pass_letter(unit.pass);
+    if (with_stage)
+        snprintf(text, bytes, "[%d]%c%d.%d", unit.stage, letter, unit.microbatch, unit.segment);
+    else
+        snprintf(text, bytes, "%c%d.%d", letter, unit.microbatch, unit.segment);
+}
+
+uint32_t s1f_pass_products(int32_t pass)
+{
+    return passes[pass].products;
+}
+
+uint32_t s1f_products_of_passes(uint32_t those)
+{
+    uint32_t products = BIT(OUTPUT); /* nothing goes back without it */
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        products |= those & BIT(pass) ? passes[pass].products : 0;
+    return products & GRADIENTS ? products | GRADIENTS : products;
+}
+
+static int32_t first_maker(s1f_product product)
+{
+    int32_t pass = 0;
+    while (!(passes[pass].products & BIT(product)))
+        pass++;
+    return pass;
+}
+
+/* -- inputs -------------------------------------------------------------------------------------------------------- */
+
+/* Where the maker of an input is, seen from the unit that waits. */
+typedef enum {
+    SAME_CELL,
+    SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments */
+    SAME_CELL_OF_EARLIER_SEGMENT, /* the same cell, where it is not */
+    SEGMENT_BEFORE,
+    SEGMENT_BEHIND,
+    STAGE_BEFORE,
+    STAGE_BEHIND
+} place;
+
+static const struct {
+    uint32_t passes; /* that wait */
+    s1f_product product;
+    place place;
+    s1f_way way;
+    s1f_channel channel;
+    s1f_product kept_for;
+    const char *rule;
+} rules[] = {
+    {F, OUTPUT, SEGMENT_BEFORE, S1F_COMES_IN_CACHE, 0, 0, "a segment goes forward after the one before it"},
+    {F, OUTPUT, STAGE_BEFORE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_ACTIVATION, WEIGHT_GRADIENT,
+     "a stage goes forward after the stage before it"},
+    {B | I, OUTPUT, SAME_CELL_OF_LAST_SEGMENT, S1F_COMES_SAVED, 0, 0,
+     "the last segment goes back after every forward of its micro-batch"},
+    {B | I, OUTPUT, SAME_CELL_OF_EARLIER_SEGMENT, S1F_COMES_SAVED, 0, 0, "a segment goes back after its own forward"},
+    {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
+    {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
+     "a stage goes back after the stage behind it"},
+    {W, INPUT_GRADIENT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a weight gradient comes after its input gradient"},
+};
+enum { NUM_RULES = sizeof rules / sizeof *rules };
+
+/* Moves `unit` to the cell of its i-th maker; 0: there is none. */
+static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *unit)
+{
+    int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
+    switch (where) {
+    case SAME_CELL: return i == 0;
+    case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
+    case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
+    case SEGMENT_BEFORE: return i == 0 && unit->segment-- > 0;
+    case SEGMENT_BEHIND: return i == 0 && ++unit->segment < shape->num_segments;
+    case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
+    case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
+    }
+    return 0;
+}
+
+int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
+{
+    for (; inputs->rule < NUM_RULES; inputs->rule++, inputs->element = 0) {
+        int32_t r = inputs->rule;
+        s1f_unit maker = inputs->unit;
+        if (!(rules[r].passes & BIT(maker.pass)) || !s1f_shape_makes(inputs->shape, rules[r].product) ||
+            !move_to(inputs->shape, rules[r].place, inputs->element, &maker))
+            continue;
+        inputs->element++;
+        maker.pass = first_maker(rules[r].product);
+        *input =
+            (s1f_unit_input){maker, rules[r].product, rules[r].way, rules[r].channel, rules[r].kept_for, rules[r].rule};
+        return 1;
+    }
+    return 0;
+}
+
+/* -- lifetimes ----------------------------------------------------------------------------------------------------- */
+
+typedef enum { EACH_SEGMENT, FIRST_SEGMENT, LAST_SEGMENT } moment;
+
+static const struct {
+    s1f_product taken_by, freed_by;
+    moment taken_at, freed_at;
+    uint32_t used_by;      /* products whose makers read or write it */
+    int is_between_passes; /* there is none where one pass makes both products */
+} lifetimes[S1F_NUM_HOLDINGS] = {
+    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT) | BIT(INPUT_GRADIENT), 0},
+    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT) | GRADIENTS, 0},
+    [S1F_HOLDS_OUTPUT_GRADIENT] = {INPUT_GRADIENT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, GRADIENTS, 1},
+    [S1F_HOLDS_KV] = {OUTPUT, INPUT_GRADIENT, FIRST_SEGMENT, FIRST_SEGMENT, BIT(OUTPUT) | BIT(INPUT_GRADIENT), 0},
+    [S1F_HOLDS_KV_GRADIENT] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, FIRST_SEGMENT, BIT(INPUT_GRADIENT), 0},
+};
+
+static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int32_t pass, int is_first, int is_last)
+{
+    const int is_at[] = {[EACH_SEGMENT] = 1, [FIRST_SEGMENT] = is_first, [LAST_SEGMENT] = is_last};
+    s1f_lifetimes found = {0, 0, 0};
+    uint32_t made = passes[pass].products;
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
+        s1f_product taken_by = lifetimes[h].taken_by, freed_by = lifetimes[h].freed_by;
+        moment freed_at = lifetimes[h].freed_at;
+        if (!s1f_shape_makes(shape, freed_by)) { /* nothing comes after the forward */
+            freed_by = taken_by;
+            freed_at = freed_at == FIRST_SEGMENT ? LAST_SEGMENT : freed_at;
+        }
+        if (lifetimes[h].is_between_passes && (made & BIT(taken_by)) && (made & BIT(freed_by)))
+            continue;
+        found.takes |= made & BIT(taken_by) && is_at[lifetimes[h].taken_at] ? BIT(h) : 0;
+        found.uses |= made & lifetimes[h].used_by ? BIT(h) : 0;
+        found.frees |= made & BIT(freed_by) && is_at[freed_at] ? BIT(h) : 0;
+    }
+    return found;
+}
+
+s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape)
+{
+    s1f_lifetime_table table = {.last_segment = shape->num_segments - 1};
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        for (int i = 0; i < 4; i++)
+            table.of[pass][i / 2][i % 2] = lifetimes_at(shape, pass, i / 2, i % 2);
+    return table;
+}

@@ -1,0 +1,146 @@
+/* unit.h - what a unit is, and the one place that says what it waits for, makes, holds and frees.
+ *
+ * A unit is one pass over one segment of one micro-batch at one stage; the last three name a *cell*. A pass makes
+ * *products*; each product of a cell is made by exactly one unit. Whatever asks for dependencies or lifetimes (check,
+ * lower, simulate, memory, the searches, the drawings) asks here, so a new pass is an edit of the tables in unit.c.
+ * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241] */
+#ifndef S1F_UNIT_H
+#define S1F_UNIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum {
+    S1F_PASS_FORWARD = 0,        /* F */
+    S1F_PASS_BACKWARD = 1,       /* B: full backward */
+    S1F_PASS_BACKWARD_INPUT = 2, /* I: gradients of what the stage was given */
+    S1F_PASS_BACKWARD_WEIGHT = 3 /* W: gradients of the weights */
+} s1f_pass;
+enum { S1F_MAX_PASSES = 8 };         /* room in tables that have a row per pass */
+extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
+
+typedef struct {
+    int32_t pass; /* s1f_pass */
+    int32_t stage, microbatch, segment;
+} s1f_unit;
+
+/* The letter of a pass: F, B, I or W; and back, -1 for another letter. */
+char s1f_pass_letter(int32_t pass);
+int32_t s1f_pass_from_letter(char letter);
+/* "F1.0", or "[2]F1.0" where with_stage. Writes at most `bytes` bytes, always terminated. */
+void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+
+typedef enum {
+    S1F_PRODUCT_OUTPUT = 0,          /* what the stage computes: F */
+    S1F_PRODUCT_INPUT_GRADIENT = 1,  /* B or I; with it gradients of keys, values and carried state */
+    S1F_PRODUCT_WEIGHT_GRADIENT = 2, /* B or W */
+    S1F_MAX_PRODUCTS = 8
+} s1f_product;
+
+/* Bits (1 << s1f_product) of what a pass makes. */
+uint32_t s1f_pass_products(int32_t pass);
+static inline int s1f_pass_makes(int32_t pass, s1f_product product)
+{
+    return s1f_pass_products(pass) >> product & 1;
+}
+/* The products that an order of these passes (bits 1 << s1f_pass) must make for every cell: an order that goes back
+ * anywhere goes back everywhere. */
+uint32_t s1f_products_of_passes(uint32_t passes);
+
+/* Counts of an order, where its stages are, and which products it makes. */
+typedef struct {
+    int32_t num_ranks, num_stages, num_microbatches, num_segments;
+    uint32_t products;
+    const int32_t *rank_of_stage; /* [num_stages]; borrowed */
+} s1f_shape;
+
+static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
+{
+    return shape->products >> product & 1;
+}
+static inline int s1f_shape_has_backward(const s1f_shape *shape)
+{
+    return s1f_shape_makes(shape, S1F_PRODUCT_INPUT_GRADIENT);
+}
+/* Number of a unit's cell within its stage; cells of one stage are 0 .. num_microbatches * num_segments - 1. */
+static inline int64_t s1f_cell(const s1f_shape *shape, s1f_unit unit)
+{
+    return (int64_t)unit.microbatch * shape->num_segments + unit.segment;
+}
+/* Row of a unit's stage and pass in tables with S1F_MAX_PASSES rows per stage. */
+static inline int64_t s1f_kind(s1f_unit unit)
+{
+    return (int64_t)unit.stage * S1F_MAX_PASSES + unit.pass;
+}
+
+/* -- inputs -------------------------------------------------------------------------------------------------------- */
+
+typedef enum {
+    S1F_COMES_SAVED,     /* left behind by another pass of the same cell */
+    S1F_COMES_IN_CACHE,  /* keys, values, carried state or their gradients, from another segment at the same stage */
+    S1F_COMES_FROM_STAGE /* from another stage: a message between two ranks, handed over within one */
+} s1f_way;
+
+/* What kind of result goes from stage to stage. */
+typedef enum {
+    S1F_CHANNEL_ACTIVATION = 0, /* to the next stage */
+    S1F_CHANNEL_GRADIENT = 1,   /* to the stage before */
+    S1F_MAX_CHANNELS = 8
+} s1f_channel;
+
+typedef struct {
+    s1f_unit maker;      /* its pass is the first one that makes `product`; another one of the order may */
+    s1f_product product; /* that is waited for */
+    s1f_way way;
+    s1f_channel channel;  /* where it comes from a stage */
+    s1f_product kept_for; /* where it comes from a stage: what is made last from it; then its place is free */
+    const char *rule;     /* the dependency as a sentence */
+} s1f_unit_input;
+
+/* Walks over the inputs of a unit: for (s1f_inputs i = s1f_inputs_of(shape, unit); s1f_next_input(&i, &input);) ...
+ * Dependencies that follow from others are left out: B of the last segment waits for F of its own segment, and so for
+ * those of all. What comes from a stage comes alike for every cell of a pass and stage. */
+typedef struct {
+    const s1f_shape *shape;
+    s1f_unit unit;
+    int32_t rule, element;
+} s1f_inputs;
+
+static inline s1f_inputs s1f_inputs_of(const s1f_shape *shape, s1f_unit unit)
+{
+    return (s1f_inputs){shape, unit, 0, 0};
+}
+int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input); /* 0: no more */
+
+/* -- lifetimes ----------------------------------------------------------------------------------------------------- */
+
+/* What a stage holds from the begin of one unit to the end of another. */
+typedef enum {
+    S1F_HOLDS_SAVED = 0,           /* what F saved and W does not read: to the end of B or I */
+    S1F_HOLDS_FOR_WEIGHT = 1,      /* what F saved and W reads: to the end of B or W. The unit is live meanwhile */
+    S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
+    S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
+    S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
+    S1F_NUM_HOLDINGS = 5
+} s1f_holding;
+
+typedef struct { /* bits (1 << s1f_holding) */
+    uint32_t takes, uses, frees;
+} s1f_lifetimes;
+
+/* Lifetimes of all units of an order: they depend on the pass and on whether the segment is the first and the last. */
+typedef struct {
+    int32_t last_segment;
+    s1f_lifetimes of[S1F_MAX_PASSES][2][2]; /* [pass][is first][is last] */
+} s1f_lifetime_table;
+
+/* Where an order does not go back, what F saved ends with F, and keys and values with F of the last segment. */
+s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
+static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)
+{
+    return table->of[unit.pass][unit.segment == 0][unit.segment == table->last_segment];
+}
+
+#endif

@@ -1,0 +1,119 @@
+/* watchdog.c - a thread that looks at every end's oldest transfer, 50 times a second. */
+#include "device_end.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static const int64_t WATCH_PERIOD_NS = 20 * 1000 * 1000;
+
+/* Looks at an end's oldest transfer. */
+static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
+{
+    int64_t before = end->seen_over;
+    while (end->seen_over < end->started && s1f_device_end_is_over(end, end->seen_over))
+        end->seen_over++;
+    if (end->seen_over != before) {
+        watchdog->progress_ns = now;
+        end->seen_started = 0;
+    }
+    if (end->seen_over == end->started)
+        return;
+    if (!end->seen_started) {
+        if (end->device->driver->event_query(end->transfers[end->seen_over].started) != S1F_CU_SUCCESS)
+            return;
+        end->seen_started = 1;
+        end->stuck_since_ns = now;
+    }
+    int64_t since = end->stuck_since_ns > watchdog->progress_ns ? end->stuck_since_ns : watchdog->progress_ns;
+    if (now - since <= watchdog->timeout_ns)
+        return;
+    char why[96];
+    snprintf(why, sizeof why, "its transfer has been under way for %.1f s", (double)(now - since) * 1e-9);
+    s1f_device_end_fail(end, end->seen_over, why);
+}
+
+static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
+{
+    s1f_wait_reason reason =
+        s1f_device_end_reason(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
+    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK)
+        return;
+    if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
+        s1f_device_end_fail(end, reason.sequence, s1f_last_error());
+        return;
+    }
+    watch_transfer(watchdog, end, now);
+}
+
+static void *watch(void *context)
+{
+    s1f_watchdog *watchdog = context;
+    int relaxed = S1F_CU_CAPTURE_RELAXED; /* so that its queries are allowed while somebody captures a graph */
+    if (s1f_device_enter(watchdog->device) != S1F_OK)
+        return NULL;
+    watchdog->device->driver->capture_mode(&relaxed);
+    pthread_mutex_lock(&watchdog->lock);
+    while (!watchdog->is_ending) {
+        int64_t now = s1f_now_ns(), then = now + WATCH_PERIOD_NS;
+        for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
+            watch_end(watchdog, end, now);
+        if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
+            for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
+                s1f_device_end_abort(end);
+        struct timespec until = {.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
+        while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
+            continue;
+    }
+    pthread_mutex_unlock(&watchdog->lock);
+    s1f_device_leave(watchdog->device);
+    return NULL;
+}
+
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out)
+{
+    s1f_watchdog *watchdog = calloc(1, sizeof *watchdog);
+    if (watchdog == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a watchdog");
+    watchdog->group = group;
+    watchdog->device = device;
+    watchdog->timeout_ns = timeout_ns;
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&watchdog->lock, NULL);
+    pthread_cond_init(&watchdog->ending, &attributes);
+    pthread_condattr_destroy(&attributes);
+    int error = pthread_create(&watchdog->thread, NULL, watch, watchdog);
+    watchdog->has_thread = error == 0;
+    if (error != 0) {
+        s1f_watchdog_free(watchdog);
+        return s1f_fail(S1F_ERR_SYSTEM, "no thread for the watchdog: %s", strerror(error));
+    }
+    *out = watchdog;
+    return S1F_OK;
+}
+
+void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns)
+{
+    pthread_mutex_lock(&watchdog->lock);
+    watchdog->timeout_ns = timeout_ns;
+    pthread_mutex_unlock(&watchdog->lock);
+}
+
+void s1f_watchdog_free(s1f_watchdog *watchdog)
+{
+    if (watchdog == NULL)
+        return;
+    pthread_mutex_lock(&watchdog->lock);
+    watchdog->is_ending = 1;
+    pthread_cond_signal(&watchdog->ending);
+    pthread_mutex_unlock(&watchdog->lock);
+    if (watchdog->has_thread)
+        pthread_join(watchdog->thread, NULL);
+    pthread_cond_destroy(&watchdog->ending);
+    pthread_mutex_destroy(&watchdog->lock);
+    free(watchdog);
+}

@@ -1,0 +1,167 @@
+/* in_time.c - times of products, and the clock. */
+#include "in_time.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* -- the board ----------------------------------------------------------------------------------------------------- */
+
+static int64_t num_cells(const s1f_shape *shape)
+{
+    return (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+}
+
+static int64_t cell(const s1f_board *board, s1f_unit unit)
+{
+    return (int64_t)unit.stage * board->shape.num_microbatches * board->shape.num_segments +
+           s1f_cell(&board->shape, unit);
+}
+
+s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board)
+{
+    *board = (s1f_board){.shape = *shape, .transfer = transfer};
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        if (s1f_shape_makes(shape, (s1f_product)product) &&
+            (board->end[product] = malloc((size_t)num_cells(shape) * sizeof(double))) == NULL) {
+            s1f_board_free(board);
+            return s1f_fail(S1F_ERR_MEMORY, "no memory to order the units of %d stages", shape->num_stages);
+        }
+    s1f_board_clear(board);
+    return S1F_OK;
+}
+
+void s1f_board_free(s1f_board *board)
+{
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++) {
+        free(board->end[product]);
+        board->end[product] = NULL;
+    }
+}
+
+void s1f_board_clear(s1f_board *board)
+{
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        for (int64_t i = 0; board->end[product] != NULL && i < num_cells(&board->shape); i++)
+            board->end[product][i] = INFINITY;
+}
+
+double s1f_board_end(const s1f_board *board, s1f_unit unit, s1f_product product)
+{
+    return board->end[product][cell(board, unit)];
+}
+
+double s1f_board_ready(const s1f_board *board, s1f_unit unit)
+{
+    const int32_t *rank_of_stage = board->shape.rank_of_stage;
+    double ready = 0;
+    s1f_unit_input input;
+    for (s1f_inputs inputs = s1f_inputs_of(&board->shape, unit); s1f_next_input(&inputs, &input);) {
+        int is_message = rank_of_stage[input.maker.stage] != rank_of_stage[unit.stage];
+        ready = fmax(ready, s1f_board_end(board, input.maker, input.product) + (is_message ? board->transfer : 0));
+    }
+    return ready;
+}
+
+void s1f_board_start(s1f_board *board, s1f_unit unit, double end)
+{
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        if (s1f_pass_makes(unit.pass, (s1f_product)product))
+            board->end[product][cell(board, unit)] = end;
+}
+
+/* -- the clock ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    s1f_board *board;
+    s1f_edges *edges;
+    const s1f_clock_rules *rules;
+    void *context;
+    double now, tolerance; /* seconds */
+    double *free;          /* [rank] when its unit ends */
+    s1f_unit *running;     /* [rank] */
+    unsigned char *look;   /* [rank] whether what it may do can have changed since it was looked at last */
+    int64_t num_started;
+} run_in_time;
+
+/* The unit that the rank ran has ended: those that may wait for it look again. */
+static void end_unit(run_in_time *c, int32_t rank)
+{
+    s1f_edge_list out = c->edges->kinds[s1f_kind(c->running[rank])].out;
+    for (int32_t i = 0; i < out.count; i++)
+        c->look[c->edges->edges[out.edges[i]].destination_rank] = 1;
+}
+
+static s1f_status start_unit(run_in_time *c, int32_t rank, s1f_unit unit, double seconds)
+{
+    c->free[rank] = c->now + seconds;
+    c->running[rank] = unit;
+    s1f_board_start(c->board, unit, c->free[rank]);
+    c->num_started++;
+    return c->rules->start(c->context, rank, unit);
+}
+
+/* Starts what can start now, rank after rank; again, where a unit that takes no time woke a rank before its own. */
+static s1f_status start_units(run_in_time *c)
+{
+    s1f_status status = S1F_OK;
+    unsigned char *end = c->look + c->board->shape.num_ranks, *look = c->look;
+    for (;; look++) {
+        look = memchr(look, 1, (size_t)(end - look));
+        if (look == NULL && (look = memchr(c->look, 1, (size_t)(end - c->look))) == NULL)
+            return S1F_OK;
+        int32_t rank = (int32_t)(look - c->look);
+        s1f_unit unit;
+        double seconds;
+        *look = 0;
+        while (c->free[rank] <= c->now + c->tolerance && c->rules->choose(c->context, rank, c->now, &unit, &seconds)) {
+            if ((status = start_unit(c, rank, unit, seconds)) != S1F_OK)
+                return status;
+            if (c->free[rank] <= c->now + c->tolerance)
+                end_unit(c, rank);
+        }
+    }
+}
+
+/* Goes on to the time at which the next unit ends; INFINITY: none runs. */
+static void end_units(run_in_time *c)
+{
+    int32_t num_ranks = c->board->shape.num_ranks;
+    double before = c->now + c->tolerance, next = INFINITY;
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        if (c->free[rank] > before && c->free[rank] < next)
+            next = c->free[rank];
+    c->now = next;
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        if (c->free[rank] > before && c->free[rank] <= next + c->tolerance) {
+            c->look[rank] = 1;
+            end_unit(c, rank);
+        }
+}
+
+s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
+                           void *context)
+{
+    size_t num_ranks = (size_t)board->shape.num_ranks;
+    run_in_time c = {.board = board, .rules = rules, .context = context, .tolerance = tolerance};
+    s1f_status status = s1f_edges_create(&board->shape, &c.edges);
+    c.free = calloc(num_ranks, sizeof *c.free);
+    c.running = calloc(num_ranks, sizeof *c.running);
+    c.look = malloc(num_ranks);
+    if (status == S1F_OK && (c.free == NULL || c.running == NULL || c.look == NULL))
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %zu ranks in time", num_ranks);
+    if (status == S1F_OK)
+        memset(c.look, 1, num_ranks);
+    while (status == S1F_OK && c.num_started < num_units) {
+        if ((status = start_units(&c)) != S1F_OK || c.num_started == num_units)
+            break;
+        end_units(&c);
+        if (isinf(c.now))
+            status = s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other");
+    }
+    free(c.look);
+    free(c.running);
+    free(c.free);
+    s1f_edges_free(c.edges);
+    return status;
+}

@@ -1,0 +1,38 @@
+/* in_time.h - for builders that order units by running them: when the inputs of a unit are there, and a clock under which
+ * every free rank chooses what it does. */
+#ifndef S1F_IN_TIME_H
+#define S1F_IN_TIME_H
+
+#include "../core/edges.h"
+
+/* When each product of each cell is made, as far as is known. */
+typedef struct {
+    s1f_shape shape;
+    double transfer;               /* seconds of a message between two ranks */
+    double *end[S1F_MAX_PRODUCTS]; /* [stage][cell] seconds; INFINITY: not started; NULL: not made at all */
+} s1f_board;
+
+/* Nothing has started. The placement of the shape is borrowed. S1F_ERR_MEMORY. */
+s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board);
+void s1f_board_free(s1f_board *board); /* its arrays */
+void s1f_board_clear(s1f_board *board);
+/* The end of a unit that makes this product. */
+double s1f_board_end(const s1f_board *board, s1f_unit unit, s1f_product product);
+/* When all inputs of a unit are there, 0 if it has none; INFINITY: one of them has not started. */
+double s1f_board_ready(const s1f_board *board, s1f_unit unit);
+/* The unit has started and will end then. */
+void s1f_board_start(s1f_board *board, s1f_unit unit, double end);
+
+typedef struct {
+    /* What a free rank does now, and for how many seconds; 0: it waits. Asked again once a unit has ended that changes
+     * the answer: one of its own, or one that it may wait for. */
+    int (*choose)(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
+    s1f_status (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
+} s1f_clock_rules;
+
+/* Runs num_units units of all ranks, from time 0. Times that differ by at most `tolerance` are one. S1F_ERR_SCHEDULE:
+ * all ranks wait. */
+s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance, const s1f_clock_rules *rules,
+                           void *context);
+
+#endif

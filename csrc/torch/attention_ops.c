@@ -1,0 +1,338 @@
+/* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on torch's
+ * threads. */
+#include "../../kernels/attention.h"
+#include "op_table.h"
+#include "segment_rows.h"
+
+#include <string.h>
+
+static s1f_strides strides_of(const s1f_op_tensor *t)
+{
+    return (s1f_strides){.batch = t->strides[0], .head = t->strides[1], .row = t->strides[2]};
+}
+
+/* (batch, heads, tokens, head_dim) of the call, in its dtype. */
+static int has_shape(const s1f_op_tensor *t, const s1f_attention_args *args, int64_t heads)
+{
+    return t->dtype == args->dtype && t->ndim == 4 && t->sizes[0] == args->batch && t->sizes[1] == heads &&
+           t->sizes[2] == args->segment_len && t->sizes[3] == args->head_dim;
+}
+
+/* What every attention op takes: q's shape, then the options, which follow the tensors in the order of the schema. */
+static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_tensor *slopes, s1f_op_tensor *docs,
+                                  s1f_attention_args *args)
+{
+    s1f_status status = s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q,
+                                       "must be (batch, heads, tokens, head_dim), none of them 0");
+    if (status == S1F_OK)
+        status = s1f_op_require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16 ||
+                                    q->dtype == S1F_FLOAT16,
+                                "q", q, "must be float32, float64, bfloat16 or float16");
+    if (status == S1F_OK)
+        status = s1f_op_unit_last_stride(call, q);
+    if (status != S1F_OK)
+        return status;
+    *args = (s1f_attention_args){
+        .dtype = q->dtype,
+        .batch = q->sizes[0],
+        .heads = q->sizes[1],
+        .segment_len = q->sizes[2],
+        .head_dim = q->sizes[3],
+        .q = q->data,
+        .q_strides = strides_of(q),
+        .scale = s1f_op_float(call->scalars[0]),
+        .window = s1f_op_int(call->scalars[1]),
+        .softcap = s1f_op_float(call->scalars[2]),
+    };
+    if (slopes->numel > 0) {
+        int per_batch = slopes->ndim == 2 && slopes->sizes[0] == args->batch && slopes->sizes[1] == args->heads;
+        status = s1f_op_require(slopes->dtype == S1F_FLOAT32 &&
+                                    (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
+                                "slopes", slopes, "must be (heads) or (batch, heads) of float32");
+        int64_t strides[2];
+        s1f_row_major(slopes->ndim, slopes->sizes, strides);
+        if (status == S1F_OK)
+            status = s1f_op_restride(call, slopes, strides);
+        args->slopes = slopes->data;
+        args->slopes_batch_stride = per_batch ? args->heads : 0;
+    }
+    if (status == S1F_OK && docs->numel > 0)
+        status = s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch &&
+                                    docs->sizes[1] == args->segment_len,
+                                "doc_ids", docs, "must be (batch, tokens) of int32");
+    return status;
+}
+
+/* k and v of q's batch, tokens, head_dim and dtype. */
+static s1f_status take_keys(const s1f_op_tensor *k, const s1f_op_tensor *v, s1f_attention_args *args)
+{
+    s1f_status status = s1f_op_require(k->ndim == 4 && k->numel > 0 && has_shape(k, args, k->sizes[1]) &&
+                                           args->heads % k->sizes[1] == 0,
+                                       "k", k, "must agree with q, and its heads divide q's");
+    if (status == S1F_OK)
+        status = s1f_op_require(has_shape(v, args, k->sizes[1]), "v", v, "must agree with k");
+    if (status == S1F_OK)
+        args->kv_heads = k->sizes[1];
+    return status;
+}
+
+/* What backward takes of the forward: dout, out and lse. */
+static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_tensor *out, s1f_op_tensor *lse,
+                               s1f_attention_args *args)
+{
+    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
+    s1f_row_major(3, lse_sizes, lse_strides);
+    s1f_status status = s1f_op_require(has_shape(dout, args, args->heads), "dout", dout, "must agree with q");
+    if (status == S1F_OK)
+        status = s1f_op_require(has_shape(out, args, args->heads), "out", out, "must agree with q");
+    if (status == S1F_OK)
+        status = s1f_op_require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0 &&
+                                    lse->dtype == s1f_dtype_of_sums(args->dtype),
+                                "lse", lse, "must be (batch, heads, tokens) of float32, float64 for float64");
+    if (status == S1F_OK)
+        status = s1f_op_unit_last_stride(call, dout);
+    if (status == S1F_OK)
+        status = s1f_op_unit_last_stride(call, out);
+    if (status == S1F_OK)
+        status = s1f_op_restride(call, lse, lse_strides);
+    args->dout = dout->data;
+    args->dout_strides = strides_of(dout);
+    args->out = out->data;
+    args->out_strides = strides_of(out);
+    args->lse = lse->data;
+    return status;
+}
+
+/* -- kernels ------------------------------------------------------------------------------------------------------ */
+
+static _Thread_local int parallel_failed;
+
+static void torch_parallel(int64_t begin, int64_t end, int64_t grain, s1f_parallel_body body, void *context)
+{
+    if (s1f_torch.torch_parallel_for(begin, end, grain, body, context) != 0)
+        parallel_failed = 1;
+}
+
+/* Scratch of a call: within a step the KV cache's, else a temporary of torch's. */
+static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *cache, s1f_attention_context *context)
+{
+    context->scratch_bytes = bytes;
+    if (bytes == 0)
+        return S1F_OK;
+    if (cache != NULL)
+        return s1f_kv_cache_scratch(cache, bytes, &context->scratch);
+    int64_t one = 1;
+    s1f_op_tensor temporary = {0};
+    s1f_status status = s1f_op_new_temporary(call, S1F_UINT8, 1, &bytes, &one, &temporary);
+    context->scratch = temporary.data;
+    return status;
+}
+
+/* Runs the kernel on torch's threads. cache: of the step that the call is part of, NULL outside. */
+static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, s1f_kv_cache *cache, int backward)
+{
+    uint32_t num_threads = 1;
+    if (s1f_torch.torch_get_num_threads(&num_threads) != 0)
+        return s1f_torch_failed("torch_get_num_threads");
+    s1f_attention_context context = {.parallel_for = torch_parallel, .num_threads = (int32_t)num_threads};
+    s1f_status status =
+        take_scratch(call, s1f_attention_scratch_bytes(args, context.num_threads, backward), cache, &context);
+    if (status != S1F_OK)
+        return status;
+    parallel_failed = 0;
+    status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
+    return status == S1F_OK && parallel_failed ? s1f_torch_failed("torch_parallel_for") : status;
+}
+
+static s1f_status new_output(s1f_op_call *call, int index, const s1f_attention_args *args, int64_t heads)
+{
+    int64_t sizes[4] = {args->batch, heads, args->segment_len, args->head_dim}, strides[4];
+    s1f_token_major(sizes, strides);
+    return s1f_op_new_tensor(args->dtype, 4, sizes, strides, &call->outputs[index]);
+}
+
+static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
+{
+    int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
+    s1f_row_major(3, lse_sizes, lse_strides);
+    s1f_op_tensor *out = &call->outputs[0], *lse = &call->outputs[1];
+    s1f_status status = new_output(call, 0, args, args->heads);
+    if (status == S1F_OK)
+        status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, lse_strides, lse);
+    if (status != S1F_OK)
+        return status;
+    args->out = out->data;
+    args->out_strides = strides_of(out);
+    args->lse = lse->data;
+    return run_kernel(call, args, cache, 0);
+}
+
+static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
+{
+    s1f_op_tensor *dq = &call->outputs[0];
+    s1f_status status = new_output(call, 0, args, args->heads);
+    if (status != S1F_OK)
+        return status;
+    args->dq = dq->data;
+    args->dq_strides = strides_of(dq);
+    return run_kernel(call, args, cache, 1);
+}
+
+/* The outputs dk and dv, alike in strides. */
+static s1f_status new_key_gradients(s1f_op_call *call, s1f_attention_args *args)
+{
+    for (int i = 1; i <= 2; i++) {
+        s1f_status status = new_output(call, i, args, args->kv_heads);
+        if (status != S1F_OK)
+            return status;
+    }
+    args->own_dk = call->outputs[1].data;
+    args->own_dv = call->outputs[2].data;
+    args->own_dkv_strides = strides_of(&call->outputs[1]);
+    return S1F_OK;
+}
+
+/* -- causal_attention: the whole sequence at once ----------------------------------------------------------------- */
+
+/* The kernels take k and v of the same strides. */
+static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor *v, s1f_op_tensor *docs,
+                             s1f_attention_args *args)
+{
+    s1f_status status = take_keys(k, v, args);
+    if (status == S1F_OK)
+        status = s1f_op_unit_last_stride(call, k);
+    if (status == S1F_OK && !s1f_op_strides_agree(v, k->strides)) {
+        int64_t strides[4];
+        s1f_token_major(k->sizes, strides);
+        status = s1f_op_restride(call, k, strides);
+        if (status == S1F_OK)
+            status = s1f_op_restride(call, v, strides);
+    }
+    if (status == S1F_OK && docs->numel > 0) {
+        int64_t strides[2];
+        s1f_row_major(2, docs->sizes, strides);
+        status = s1f_op_restride(call, docs, strides);
+        args->docs = docs->data;
+        args->docs_batch_stride = strides[0];
+    }
+    args->k = k->data;
+    args->v = v->data;
+    args->kv_strides = strides_of(k);
+    return status;
+}
+
+s1f_status s1f_op_causal_attention(s1f_op_call *call)
+{
+    s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *slopes = &t[3], *docs = &t[4];
+    s1f_attention_args args;
+    s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_whole(call, k, v, docs, &args);
+    return status == S1F_OK ? run_forward(call, &args, NULL) : status;
+}
+
+s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
+{
+    s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *k = &t[2], *v = &t[3], *out = &t[4], *lse = &t[5];
+    s1f_op_tensor *slopes = &t[6], *docs = &t[7], *dk = &call->outputs[1], *dv = &call->outputs[2];
+    s1f_attention_args args;
+    s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_whole(call, k, v, docs, &args);
+    if (status == S1F_OK)
+        status = take_results(call, dout, out, lse, &args);
+    if (status == S1F_OK)
+        status = new_key_gradients(call, &args);
+    if (status != S1F_OK)
+        return status;
+
+    /* 16-bit gradients add up in fp32 and are rounded once. */
+    s1f_op_tensor dk_sum = *dk, dv_sum = *dv;
+    if (s1f_dtype_of_sums(args.dtype) != args.dtype) {
+        status = s1f_op_new_temporary(call, S1F_FLOAT32, 4, dk->sizes, dk->strides, &dk_sum);
+        if (status == S1F_OK)
+            status = s1f_op_new_temporary(call, S1F_FLOAT32, 4, dv->sizes, dv->strides, &dv_sum);
+    } else {
+        args.own_dk = args.own_dv = NULL; /* the sums are the gradients */
+    }
+    args.dk = dk_sum.data;
+    args.dv = dv_sum.data;
+    args.dkv_strides = strides_of(&dk_sum);
+    args.store_kv_grads = 1;
+    return status == S1F_OK ? run_backward(call, &args, NULL) : status;
+}
+
+/* -- segment_attention: one segment over the KV cache ------------------------------------------------------------- */
+
+static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *unit, const s1f_kv_rows *rows)
+{
+    int64_t strides[4];
+    s1f_slab_strides(args->kv_heads, rows->sequence_length, args->head_dim, strides);
+    args->q_start = unit->offset;
+    args->k = rows->k;
+    args->v = rows->v;
+    args->kv_strides = (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
+    args->docs = rows->docs;
+    args->docs_batch_stride = rows->sequence_length;
+}
+
+s1f_status s1f_op_segment_attention(s1f_op_call *call)
+{
+    s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *layer = &t[3], *slopes = &t[4], *docs = &t[5];
+    s1f_attention_args args;
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_kv_rows rows;
+    s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_keys(k, v, &args);
+    if (status == S1F_OK)
+        status = s1f_current_segment(layer, args.segment_len, &unit, &key);
+    if (status != S1F_OK)
+        return status;
+    s1f_layer_shape shape = {
+        .batch = args.batch,
+        .kv_heads = args.kv_heads,
+        .head_dim = args.head_dim,
+        .dtype = args.dtype,
+        .with_docs = docs->numel > 0,
+    };
+    status = s1f_segment_write(unit, key, &shape, k, v, docs, &rows);
+    if (status != S1F_OK)
+        return status;
+    attend_to_rows(&args, unit, &rows);
+    return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
+}
+
+s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
+{
+    s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *out = &t[2], *lse = &t[3], *layer = &t[4];
+    s1f_op_tensor *slopes = &t[5], *docs = &t[6];
+    s1f_attention_args args;
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_layer_shape shape;
+    s1f_kv_rows rows;
+    s1f_kv_grads grads;
+    s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_results(call, dout, out, lse, &args);
+    if (status == S1F_OK)
+        status = s1f_current_segment(layer, args.segment_len, &unit, &key);
+    if (status == S1F_OK)
+        status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
+    if (status != S1F_OK)
+        return status;
+    args.kv_heads = s1f_op_int(call->scalars[3]);
+    status = s1f_segment_check_layer(q, args.kv_heads, key, &shape);
+    if (status != S1F_OK)
+        return status;
+
+    attend_to_rows(&args, unit, &rows);
+    args.dk = grads.dk;
+    args.dv = grads.dv;
+    args.dkv_strides = args.kv_strides;
+    args.store_kv_grads = grads.first;
+    status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
+    return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
+}

@@ -1,0 +1,123 @@
+/* cache_ops.c - the rows of the KV cache as tensors, on any device, for attention by torch's own ops. */
+#include "op_table.h"
+#include "segment_rows.h"
+
+#include <string.h>
+
+/* Slabs of torch's allocator, on the device whose type is the upper and whose index the lower half of `device`. */
+static s1f_status torch_allocate(int64_t device, int64_t bytes, void **data, void **owner)
+{
+    int64_t one = 1;
+    AtenTensorHandle handle = NULL;
+    if (s1f_torch.aoti_torch_empty_strided(1, &bytes, &one, s1f_dtype_to_torch(S1F_UINT8), (int32_t)(device >> 32),
+                                           (int32_t)device, &handle) != 0)
+        return S1F_ERR_MEMORY;
+    if (s1f_torch.aoti_torch_get_data_ptr(handle, data) != 0) {
+        s1f_torch.aoti_torch_delete_tensor_object(handle);
+        return S1F_ERR_SYSTEM;
+    }
+    *owner = handle;
+    return S1F_OK;
+}
+
+static void torch_free(void *owner)
+{
+    s1f_torch.aoti_torch_delete_tensor_object(owner);
+}
+
+static const s1f_slab_memory torch_memory = {torch_allocate, torch_free};
+
+static s1f_status check_devices(s1f_op_call *call, int num_tensors)
+{
+    const s1f_op_tensor *first = &call->inputs[0];
+    for (int i = 1; i < num_tensors; i++)
+        if (call->inputs[i].device_type != first->device_type || call->inputs[i].device_index != first->device_index)
+            return s1f_fail(S1F_ERR_ARG, "q, k, v and doc_ids must be on one device");
+    return S1F_OK;
+}
+
+/* The output becomes a view of rows of ours, borrowed: it is for use before the unit ends. */
+static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int32_t dtype, int64_t ndim,
+                            const int64_t *sizes, const int64_t *strides)
+{
+    return s1f_op_view(memory, dtype, ndim, sizes, strides, 0, &call->inputs[0], &call->outputs[index].handle);
+}
+
+/* Outputs `index` and the one after it: rows [0, end of the segment) of both. */
+static s1f_status view_pair(s1f_op_call *call, int index, void *first, void *second, int32_t dtype,
+                            const s1f_layer_shape *shape, const s1f_current_unit *unit)
+{
+    int64_t sizes[4] = {shape->batch, shape->kv_heads, unit->offset + unit->length, shape->head_dim}, strides[4];
+    s1f_slab_strides(shape->kv_heads, unit->sequence_length, shape->head_dim, strides);
+    s1f_status status = view_rows(call, index, first, dtype, 4, sizes, strides);
+    return status == S1F_OK ? view_rows(call, index + 1, second, dtype, 4, sizes, strides) : status;
+}
+
+/* (batch, end of the segment), or (batch, 0) without document ids. */
+static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *rows, const s1f_layer_shape *shape,
+                            const s1f_current_unit *unit)
+{
+    int64_t sizes[2] = {shape->batch, rows->docs != NULL ? unit->offset + unit->length : 0};
+    int64_t strides[2] = {rows->sequence_length, 1};
+    return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, S1F_INT32, 2, sizes, strides);
+}
+
+s1f_status s1f_op_cache_write(s1f_op_call *call)
+{
+    s1f_op_tensor *t = call->inputs, *k = &t[0], *v = &t[1], *docs = &t[2], *layer = &t[3];
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_kv_rows rows;
+    s1f_status status = s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->dtype == k->dtype &&
+                                           memcmp(v->sizes, k->sizes, 4 * sizeof *k->sizes) == 0,
+                                       "k", k, "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v");
+    if (status == S1F_OK)
+        status = s1f_op_require(docs->numel == 0 || (docs->dtype == S1F_INT32 && docs->ndim == 2 &&
+                                                     docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
+                                "doc_ids", docs, "must be (batch, tokens) of int32");
+    if (status == S1F_OK)
+        status = check_devices(call, 3);
+    if (status == S1F_OK)
+        status = s1f_current_segment(layer, k->sizes[2], &unit, &key);
+    if (status != S1F_OK)
+        return status;
+    s1f_layer_shape shape = {
+        .batch = k->sizes[0],
+        .kv_heads = k->sizes[1],
+        .head_dim = k->sizes[3],
+        .dtype = k->dtype,
+        .with_docs = docs->numel > 0,
+        .memory = &torch_memory,
+        .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
+    };
+    status = s1f_segment_write(unit, key, &shape, k, v, docs, &rows);
+    if (status == S1F_OK)
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+    return status == S1F_OK ? view_docs(call, 2, &rows, &shape, unit) : status;
+}
+
+s1f_status s1f_op_cache_read(s1f_op_call *call)
+{
+    const s1f_op_tensor *q = &call->inputs[0], *layer = &call->inputs[1];
+    const s1f_current_unit *unit = NULL;
+    int64_t key = 0;
+    s1f_layer_shape shape;
+    s1f_kv_rows rows;
+    s1f_kv_grads grads;
+    s1f_status status =
+        s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)");
+    if (status == S1F_OK)
+        status = s1f_current_segment(layer, q->sizes[2], &unit, &key);
+    if (status == S1F_OK)
+        status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
+    if (status == S1F_OK)
+        status = s1f_segment_check_layer(q, s1f_op_int(call->scalars[0]), key, &shape);
+    if (status == S1F_OK)
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+    if (status == S1F_OK)
+        status = view_pair(call, 2, grads.dk, grads.dv, s1f_dtype_of_sums(shape.dtype), &shape, unit);
+    if (status == S1F_OK)
+        status = view_docs(call, 4, &rows, &shape, unit);
+    int64_t held = grads.first ? 0 : unit->offset + unit->length, one = 1;
+    return status == S1F_OK ? view_rows(call, 5, grads.dk, s1f_dtype_of_sums(shape.dtype), 1, &held, &one) : status;
+}

@@ -1,0 +1,60 @@
+/* segment_rows.c - checks that a call belongs to the running unit, and fills its rows. */
+#include "segment_rows.h"
+
+#include <string.h>
+
+s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const s1f_current_unit **unit, int64_t *key)
+{
+    *unit = s1f_current_unit_get();
+    if (*unit == NULL)
+        return s1f_fail(S1F_ERR_STATE, "segment_attention outside a step: there is no current unit whose KV cache it "
+                                       "could use");
+    s1f_status status =
+        s1f_op_require(layer->numel == 1 && layer->dtype == S1F_INT64 && layer->device_type == s1f_torch_device_cpu(),
+                       "layer", layer, "must be a handle made by seq1f1b.layer_handle: one int64 on the CPU");
+    if (status != S1F_OK)
+        return status;
+    memcpy(key, layer->data, sizeof *key);
+    char name[64];
+    s1f_unit_text((*unit)->unit, 1, name, sizeof name);
+    if (tokens != (*unit)->length)
+        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld attends with %lld tokens, the segment has %lld", name,
+                        (long long)*key, (long long)tokens, (long long)(*unit)->length);
+    return S1F_OK;
+}
+
+void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4])
+{
+    const int64_t sizes[4] = {1, kv_heads, sequence_length, head_dim};
+    s1f_row_major(4, sizes, strides);
+}
+
+s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
+                             const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
+                             s1f_kv_rows *rows)
+{
+    s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
+    if (status != S1F_OK)
+        return status;
+    int64_t strides[4], doc_strides[2] = {rows->sequence_length, 1};
+    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, strides);
+    status = s1f_op_copy_into(rows->k, strides, unit->offset * shape->head_dim, k);
+    if (status == S1F_OK)
+        status = s1f_op_copy_into(rows->v, strides, unit->offset * shape->head_dim, v);
+    if (status == S1F_OK && rows->docs != NULL)
+        status = s1f_op_copy_into(rows->docs, doc_strides, unit->offset, docs);
+    return status;
+}
+
+s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, int64_t kv_heads, int64_t key, const s1f_layer_shape *shape)
+{
+    if (shape->batch == q->sizes[0] && shape->kv_heads == kv_heads && shape->head_dim == q->sizes[3] &&
+        shape->dtype == q->dtype)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_ARG,
+                    "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
+                    "%lld, %lld of %lld, %s",
+                    (long long)key, (long long)q->sizes[0], (long long)kv_heads, (long long)q->sizes[3],
+                    s1f_dtype_name(q->dtype), (long long)shape->batch, (long long)shape->kv_heads,
+                    (long long)shape->head_dim, s1f_dtype_name(shape->dtype));
+}

@@ -1,0 +1,23 @@
+/* segment_rows.h - the running unit's segment in the KV cache, as ops find and fill it. */
+#ifndef S1F_SEGMENT_ROWS_H
+#define S1F_SEGMENT_ROWS_H
+
+#include "../run/kv_cache.h"
+#include "op_call.h"
+
+/* The unit that runs and the key in `layer`. S1F_ERR_STATE outside a step, S1F_ERR_ARG if `layer` is no handle or the
+ * segment has another number of tokens. */
+s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const s1f_current_unit **unit, int64_t *key);
+
+/* Strides of [batch][kv_heads][sequence_length][head_dim]. */
+void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4]);
+
+/* k, v and docs go to the segment's rows of the layer's slab. */
+s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
+                             const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
+                             s1f_kv_rows *rows);
+
+/* S1F_ERR_ARG unless the layer's slab holds what a backward of q with so many kv heads needs. */
+s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, int64_t kv_heads, int64_t key, const s1f_layer_shape *shape);
+
+#endif

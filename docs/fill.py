@@ -1,0 +1,307 @@
+"""Copies into the pages what is made elsewhere, so that they can be read as they lie.
+
+    python docs/fill.py            # writes the pages
+    python docs/fill.py --check    # names what is not as it should be, and writes nothing
+
+A page says what goes between two comments, ``<!-- fill: WHAT -->`` and ``<!-- end -->``.
+WHAT is one of these; files are named from the repository's root:
+
+    file FILE            the file as a code block
+    part FILE HEADING    its lines from the comment ``# -- HEADING`` to the next such comment
+    changes FILE FILE    what was changed from the first file to the second
+    timeline 1f1b seq1f1b/2 [transfer=0.25]
+                         a picture of one simulated step of each family, over so many segments
+    families             a table of the schedule families
+    objects              a table of what the ``eval-rst`` block behind this place documents
+    commands             the commands of ``seq1f1b`` with their options
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import io
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+PICTURES = DOCS / "pictures"
+PLACE = re.compile(r"^<!-- fill: (.*?) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json"}
+
+
+def fence(language: str, text: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```\n"
+
+
+def cell(text: str) -> str:
+    """Text for one cell of a table."""
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *(tuple(map(cell, row)) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def whole_file(_page: Path, _rest: str, name: str) -> str:
+    path = ROOT / name
+    return fence(LANGUAGES.get(path.suffix, "text"), path.read_text())
+
+
+def part(_page: Path, _rest: str, name: str, *heading: str) -> str:
+    path = ROOT / name
+    text = re.split(
+        rf"^ *# -- {re.escape(' '.join(heading))}\n", path.read_text(), flags=re.MULTILINE
+    )
+    if len(text) != 2:
+        raise ValueError(f"{name} holds no comment, or several: # -- {' '.join(heading)}")
+    return fence(
+        LANGUAGES[path.suffix],
+        re.split(r"^ *# -- ", text[1], flags=re.MULTILINE)[0].strip("\n"),
+    )
+
+
+def changes(_page: Path, _rest: str, *names: str) -> str:
+    """Without the lines of ``---`` and ``+++``, whose dates and folders say nothing."""
+    old, new = ((ROOT / name).read_text().splitlines(keepends=True) for name in names)
+    return fence("diff", "".join(list(difflib.unified_diff(old, new, n=2))[2:]))
+
+
+def timeline(page: Path, _rest: str, *arguments: str) -> str:
+    """A rank takes 1 s for the forward of a micro-batch and 2 s for its backward.
+
+    The name of a picture holds a digest of the times that it shows, so an order that changes
+    asks for another picture.
+    """
+    import seq1f1b
+    from seq1f1b.schedule import families
+
+    stages = {family.name: family.stages_per_rank for family in families()}
+    options = {
+        key: float(value)
+        for key, value in (item.split("=") for item in arguments if "=" in item)
+    }
+    names = [item for item in arguments if "=" not in item]
+    tracks = {}
+    for item in names:
+        name, _, segments = item.partition("/")
+        k, v = int(segments or 1), stages[name]
+        order = seq1f1b.build_schedule(
+            name, num_ranks=4, num_microbatches=4, num_segments=k, stages_per_rank=v
+        )
+        run = order.simulate(1 / (k * v), 2 / (k * v), transfer=options.get("transfer", 0.0))
+        tracks[name + (f", {k} segments" if k > 1 else "")] = run.timeline
+    times = [
+        f"{heading} {unit} {start:.6f} {stop:.6f}"
+        for heading, ranks in tracks.items()
+        for track in ranks
+        for unit, start, stop in track
+    ]
+    digest = hashlib.sha256("\n".join(times).encode()).hexdigest()[:8]
+    path = PICTURES / f"{'-'.join(name.replace('/', '_') for name in names)}-{digest}.png"
+    if not path.exists() and "--check" not in sys.argv:
+        draw(path, tracks)
+    folder = "../" * len(page.relative_to(DOCS).parent.parts)
+    return f"![Timeline of {', '.join(tracks)}]({folder}pictures/{path.name})\n"
+
+
+def draw(path: Path, tracks: dict[str, Any]) -> None:
+    """With 64 colours: a third of the bytes."""
+    from PIL import Image
+
+    from seq1f1b.view.draw import timeline_png
+
+    path.parent.mkdir(exist_ok=True)
+    timeline_png(path, tracks)
+    picture = io.BytesIO(path.read_bytes())
+    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def families(_page: Path, _rest: str) -> str:
+    from seq1f1b.schedule import families
+
+    return table(
+        ("name", "order", "counts", "options", "source"),
+        [
+            (
+                f"`{f.name}`",
+                f.description,
+                f.validity,
+                ", ".join(f"`{o}`" for o in f.options),
+                f.source,
+            )
+            for f in families()
+        ],
+    )
+
+
+def docstring(module: str, name: str) -> str:
+    """Read from the source where what the module needs is not installed."""
+    try:
+        return inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+    except ModuleNotFoundError:
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None:
+            raise
+        tree = ast.parse(Path(found.origin).read_text())
+        return next(
+            ast.get_docstring(node) or ""
+            for node in tree.body
+            if getattr(node, "name", "") == name
+        )
+
+
+def first_sentence(module: str, name: str) -> str:
+    text = re.split(r"\n\s*\n", docstring(module, name))[0]
+    text = re.sub(r":\w+:`~?([^`]*)`", r"``\1``", text)
+    return re.split(r"(?<=[.!?])\s", re.sub(r"``([^`]*)``", r"`\1`", text))[0]
+
+
+def objects(_page: Path, rest: str) -> str:
+    block = re.match(r"\s*```\{eval-rst\}\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
+    if block is None:
+        raise ValueError("no eval-rst block stands behind this place")
+    module, rows = "", []
+    for directive, name in re.findall(r"^\.\. (\w+):: ([\w.]+)", block[1], re.MULTILINE):
+        if directive == "currentmodule":
+            module = name
+        elif directive == "automodule":
+            found = importlib.import_module(name)
+            rows += [
+                (f"`{name}.{member}`", first_sentence(name, member))
+                for member in found.__all__
+            ]
+        else:
+            home, _, member = name.rpartition(".")
+            home = home or module
+            shown = f"{home}.{member}"
+            rows.append((f"`{shown}`", first_sentence(home, member)))
+    return table(("name", "what it is for"), rows)
+
+
+def option_row(action: argparse.Action) -> tuple[str, str]:
+    """An argument of a command, and its help."""
+    value = ""
+    if action.option_strings and action.nargs != 0 and not action.choices:
+        value = f" {action.metavar or action.dest.upper()}"
+    text = (action.help or "") % {"prog": "seq1f1b", **vars(action)}
+    if action.choices and not action.metavar:
+        text = f"{text} ({', '.join(map(str, action.choices))})".strip()
+    text = re.sub(r"(?<![`\w-])--[a-z][\w-]*", r"`\g<0>`", text)
+    return f"`{', '.join(action.option_strings) or action.dest}{value}`", text
+
+
+def commands(_page: Path, _rest: str) -> str:
+    """Reads the parser, because the form of ``--help`` depends on the version of Python."""
+    from seq1f1b.__main__ import make_parser
+
+    parts = make_parser()._actions
+    choices = next(a for a in parts if isinstance(a, argparse._SubParsersAction))
+    says = {action.dest: action.help or "" for action in choices._choices_actions}
+    rows = [(f"[`{name}`](#{name})", says[name]) for name in choices.choices]
+    text = table(("command", "does"), rows)
+    for name, parser in choices.choices.items():
+        text += f"\n## {name}\n\n`seq1f1b {name}`: {says[name]}.\n"
+        shown = [
+            a for a in parser._actions if a.help != argparse.SUPPRESS and a.dest != "help"
+        ]
+        if shown:
+            text += "\n" + table(("argument", "meaning"), [option_row(a) for a in shown])
+    return text
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "file": whole_file,
+    "part": part,
+    "changes": changes,
+    "timeline": timeline,
+    "families": families,
+    "objects": objects,
+    "commands": commands,
+}
+
+
+def filled(page: Path) -> str:
+    """The page's text as it should be."""
+    text = page.read_text()
+
+    def fill(place: re.Match[str]) -> str:
+        kind, *arguments = shlex.split(place[1])
+        try:
+            made = KINDS[kind](page, text[place.end() :], *arguments)
+        except (KeyError, ValueError, AttributeError, ImportError, OSError) as error:
+            line = text.count("\n", 0, place.start()) + 1
+            raise SystemExit(
+                f"{page.relative_to(ROOT)}:{line}: fill: {place[1]}: {error!r}"
+            ) from error
+        return f"<!-- fill: {place[1]} -->\n{made}<!-- end -->"
+
+    return PLACE.sub(fill, text)
+
+
+def pages() -> Iterator[Path]:
+    yield ROOT / "README.md"
+    yield from sorted(DOCS.rglob("*.md"))
+
+
+def problems() -> Iterator[str]:
+    """What `python docs/fill.py` would change, and what it could not."""
+    shown: set[str] = set()
+    for page in pages():
+        text, wanted = page.read_text(), filled(page)
+        name = str(page.relative_to(ROOT))
+        if text != wanted:
+            changed = difflib.unified_diff(
+                text.splitlines(), wanted.splitlines(), name, "as it should be", lineterm=""
+            )
+            yield "\n".join(changed)
+        if (opened := text.count("<!-- fill: ")) != len(
+            PLACE.findall(text)
+        ) or opened != text.count("<!-- end -->"):
+            yield f"{name}: a place to fill has no end, or an end no beginning"
+        for picture in re.findall(r"\((?:\.\./)*pictures/([^)]*)\)", wanted):
+            shown.add(picture)
+            if not (PICTURES / picture).exists():
+                yield f"{name}: there is no picture docs/pictures/{picture}"
+    for picture in sorted({path.name for path in PICTURES.glob("*")} - shown):
+        yield f"no page shows docs/pictures/{picture}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say what is not as it should be"
+    )
+    if parser.parse_args().check:
+        found = list(problems())
+        print("\n".join(found) or "the pages are as they should be")
+        raise SystemExit(1 if found else 0)
+    texts = {page: filled(page) for page in pages()}
+    for page, text in texts.items():
+        if text != page.read_text():
+            page.write_text(text)
+            print(f"wrote {page.relative_to(ROOT)}")
+    shown = set(re.findall(r"pictures/([^)]*)\)", "".join(texts.values())))
+    for path in PICTURES.glob("*"):
+        if path.name not in shown:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

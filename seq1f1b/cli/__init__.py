@@ -1,0 +1,68 @@
+"""The command line, ``seq1f1b`` or ``python -m seq1f1b``: one file per command, and what they share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from seq1f1b.cli import compare, doctor, draw, plan, profile, simulate
+
+__all__ = ["main", "make_parser"]
+
+COMMANDS = (draw, simulate, compare, plan, profile, doctor)
+DESCRIPTION = "Draws, simulates, compares and plans pipeline schedules for training on long sequences."
+EXAMPLES = """\
+examples:
+  1F1B above Seq1F1B, as text:
+    seq1f1b draw 1f1b seq1f1b
+  the same as a page to zoom into:
+    seq1f1b draw 1f1b seq1f1b --html both.html
+  time, bubble and peak of two schedules:
+    seq1f1b simulate 1f1b seq1f1b --ranks 8 --microbatches 16 --segments 4
+  the same in seconds and bytes of a model on a machine:
+    seq1f1b simulate 1f1b seq1f1b --model llama3-8b --seq 8192
+  all schedules that hold at most 4 micro-batches, fastest first:
+    seq1f1b compare --cap 4
+  the fastest way to train a model that fits in memory:
+    seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16
+  what the layers of a model cost on this machine, measured:
+    seq1f1b profile --model qwen3-4b --seq 4096 --output profile.json
+
+seq1f1b COMMAND --help lists the options of a command.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; the reference page is made from it."""
+    parser = argparse.ArgumentParser(
+        prog="seq1f1b",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for module in COMMANDS:
+        module.add(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. A mistake of the caller is one line on stderr, and exit status 2."""
+    options = make_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()  # a full disk is reported like any other error
+        return status
+    except BrokenPipeError:  # nobody reads on
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError, MemoryError, OverflowError) as error:
+        print(f"seq1f1b: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("seq1f1b: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,67 @@
+"""``seq1f1b compare``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import seq1f1b
+from seq1f1b.cli import workload
+from seq1f1b.cli.values import read_bytes
+from seq1f1b.planning.compare import compare
+
+
+def add(commands: Any) -> None:
+    about = "compare schedules over the same work, within a cap"
+    command = commands.add_parser("compare", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    command.set_defaults(run=run)
+    command.add_argument("schedule", nargs="*", help="names of schedules (default: all)")
+    command.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
+    command.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps for a token")
+    command.add_argument("--message-bytes", metavar="BYTES", help="bytes of a token between two stages")
+    command.add_argument(
+        "--cap",
+        help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
+    )
+    workload.add_order_options(command)
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    workload.check_costs(options)
+    sizes, given = workload.read_sizes(options), dict[str, Any]()
+    segments = workload.wanted_segments(options)
+    if options.model is not None:
+        model, hardware, layout = workload.read_workload(options)
+        layout = replace(layout, recompute=options.recompute)
+        given = {"model": model, "hardware": hardware, "layout": layout, "seq_len": workload.tokens_of(options)}
+    elif sizes is None and options.seq is not None:
+        sizes = seq1f1b.partition_sequence(options.seq, segments, strategy="even")
+    for name in ("bandwidth", "token_bytes", "message_bytes"):
+        if (text := getattr(options, name)) is not None:
+            given[name] = read_bytes(text)
+    cap = options.cap
+    in_bytes = cap is not None and cap.endswith("B")
+    workload.check_size("compare", options, segments, 2 if options.stages is None else options.stages)
+    table = compare(
+        options.schedule,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_segments=segments,
+        stages_per_rank=options.stages,
+        **{name: value for name in workload.SECONDS if (value := getattr(options, name)) is not None},
+        **given,
+        segment_sizes=sizes,
+        cap_microbatches=None if cap is None or in_bytes else read_microbatches(cap),
+        cap_bytes=read_bytes(cap) if in_bytes else None,
+    )
+    print(table.to_json() + "\n" if options.json else table.to_text(), end="")
+    return 0
+
+
+def read_microbatches(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--cap {text}: a cap is written 4 (micro-batches) or 4GiB") from None

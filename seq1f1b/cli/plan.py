@@ -1,0 +1,88 @@
+"""``seq1f1b plan``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from seq1f1b.cli.progress import progress_bar
+from seq1f1b.cli.values import argument, read_bytes, read_counts, read_lengths, read_names
+from seq1f1b.cli.workload import add_model_options, read_workload
+from seq1f1b.planning.search import search_plans
+
+
+def add(commands: Any) -> None:
+    about = "find the fastest schedule, segments and split that fit in memory"
+    command = commands.add_parser("plan", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    command.set_defaults(run=run)
+    add_model_options(command, required=True)
+    command.add_argument("--seq", type=int, metavar="TOKENS", help="tokens of a micro-batch, which is one sequence")
+    command.add_argument(
+        "--lengths",
+        metavar="N:COUNT,...|FILE",
+        help="in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a "
+        "file with a line 'N COUNT' for each length, or 'N' for each sequence",
+    )
+    command.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
+    command.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    command.add_argument(
+        "--memory",
+        type=argument(read_bytes),
+        metavar="BYTES",
+        help="most memory of a device, as 80GiB or 24e9 (default: all that it has)",
+    )
+    command.add_argument(
+        "--schedules", type=read_names, metavar="A,B", help="schedules to try (default: all but auto, which is slow)"
+    )
+    command.add_argument(
+        "--segments", type=argument(read_counts), metavar="K,K", help="numbers of segments to try (default: 1,2,4,8,16)"
+    )
+    command.add_argument(
+        "--stages",
+        type=argument(read_counts),
+        metavar="V,V",
+        default=[1, 2, 4],
+        help="stages per rank to try (default: 1,2,4)",
+    )
+    command.add_argument(
+        "--recompute", type=read_names, metavar="A,B", help="recomputation to try (default: none,ffn,full)"
+    )
+    command.add_argument(
+        "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
+    )
+    command.add_argument("--best", type=int, default=5, metavar="N", help="plans to print (default: 5)")
+    command.add_argument(
+        "--for-engine", action="store_true", help="only orders that PipelineEngine runs: with the backward whole"
+    )
+    command.add_argument("--verbose", action="store_true", help="say of each schedule why it is left out")
+    command.add_argument("--json", action="store_true", help="print the search as JSON")
+    command.add_argument(
+        "--output", metavar="FILE", help="write the best plan for PipelineEngine(plan=FILE); implies --for-engine"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    model, hardware, layout = read_workload(options)
+    with progress_bar(1.0, "the search") as show:
+        found = search_plans(
+            model,
+            hardware,
+            seq_len=options.seq,
+            lengths=None if options.lengths is None else read_lengths(options.lengths),
+            num_ranks=options.ranks,
+            num_microbatches=options.microbatches,
+            memory=options.memory,
+            layout=layout,
+            optimizer_sync=not options.no_optimizer_sync,
+            names=options.schedules,
+            segments=options.segments,
+            stages_per_rank=options.stages,
+            recompute=options.recompute,
+            best=options.best,
+            for_engine=options.for_engine or options.output is not None,
+            progress=None if show is None else lambda done, total: show(done / total),
+        )
+    if options.output:
+        found.plans[0].save(options.output)
+    print(found.to_json() if options.json else found.to_text(options.model, verbose=options.verbose))
+    return 0

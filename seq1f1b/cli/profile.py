@@ -1,0 +1,97 @@
+"""``seq1f1b profile``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from seq1f1b.cli.progress import progress_bar
+from seq1f1b.partition import ModelShape, make_model
+from seq1f1b.planning.hardware import load_model, presets
+from seq1f1b.planning.profile import Profile
+
+__all__ = ["add", "run"]
+
+SIZES = {
+    "hidden": "width of the hidden states",
+    "heads": "attention heads",
+    "kv_heads": "heads of keys and values (default: as many)",
+    "ffn": "inner width of the feed-forward",
+    "vocab": "words of the embedding and the output head",
+    "head_dim": "size of a head (default: hidden / heads)",
+}
+
+
+def add(commands: Any) -> None:
+    about = "measure what a model's layers and ends cost on this machine"
+    command = commands.add_parser("profile", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    command.set_defaults(run=run)
+    command.add_argument(
+        "--model", help=f"{', '.join(presets('models'))}; or a .json file of the same form; or give the sizes below"
+    )
+    for name, meaning in SIZES.items():
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
+    command.add_argument(
+        "--seq", type=int, required=True, metavar="TOKENS", help="tokens of the longest sequence to measure"
+    )
+    command.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast over fp32 weights (default: fp32)"
+    )
+    command.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each process (default: 1)")
+    command.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that measure at the same time, as ranks share a machine (default: 1)",
+    )
+    command.add_argument(
+        "--layers", type=int, default=2, metavar="N", help="layers of the stage that is measured (default: 2)"
+    )
+    command.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="measured steps for each number of segments (default: 5)"
+    )
+    command.add_argument(
+        "--output", metavar="FILE", required=True, help="the profile to write, for plan --profile FILE"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        decoder = importlib.import_module("seq1f1b.planning.decoder")
+    except ModuleNotFoundError as error:
+        raise ImportError("profile needs torch, which is not installed") from error
+    model = read_model(options)
+    settings: dict[str, Any] = {
+        "seq_len": options.seq,
+        "layers": options.layers,
+        "repeats": options.repeats,
+        "processes": options.processes,
+        "threads": options.threads,
+        "bf16": options.dtype == "bf16",
+    }
+    print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
+    with progress_bar(1.0, "the work") as progress:
+        found: Profile = decoder.profile_decoder(model, **settings, progress=progress)
+    found.save(options.output)
+    print(found.to_text())
+    return 0
+
+
+def read_model(options: argparse.Namespace) -> ModelShape:
+    sizes = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+    if (options.model is None) == (not sizes):
+        raise ValueError("profile needs --model, or the sizes of a model (--hidden, --heads, ...), one of the two")
+    if options.model is not None:
+        return load_model(options.model)
+    return make_model({"layers": 1, "kv_heads": sizes.get("heads"), **sizes}, "sizes of the model")
+
+
+def duration(seconds: float) -> str:
+    """Roughly: 20 seconds, 3 minutes."""
+    if seconds < 55:
+        return f"{max(5, 5 * round(seconds / 5))} seconds"
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}"

@@ -1,0 +1,97 @@
+"""``seq1f1b simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from seq1f1b import Schedule, Simulation
+from seq1f1b.cli import workload
+from seq1f1b.cli.progress import progress_bar
+from seq1f1b.view.table import rounded, table_text
+
+MOST_RUN = 1_000_000_000  # units over all steps: a minute or two
+
+
+def add(commands: Any) -> None:
+    about = "print makespan, bubble and peaks of schedules"
+    command = commands.add_parser("simulate", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    command.set_defaults(run=run)
+    command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
+    command.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="steps in a row, for the time from step to step (default: 1)"
+    )
+    command.add_argument(
+        "--optimizer",
+        type=float,
+        metavar="S",
+        help="seconds of the optimizer after a step (default: 0, or the model's)",
+    )
+    command.add_argument(
+        "--sync", action="store_true", help="the optimizer waits for all ranks, as a norm over all makes it"
+    )
+    workload.add_order_options(command)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    workload.add_variation_options(command)
+
+
+def run(options: argparse.Namespace) -> int:
+    workload.check_costs(options)
+    found = []
+    for name in options.schedule:
+        schedule = workload.make_schedule(name, options)
+        arguments = workload.simulation_arguments(schedule, options)
+        arguments |= {"steps": options.steps, "optimizer_sync": options.sync}
+        num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
+        if num_units > MOST_RUN:
+            raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_RUN}")
+        with progress_bar(num_units, f"{num_units:.3g} units") as progress:
+            found.append((name, schedule, schedule.simulate(**arguments, progress=progress)))
+    if options.json:
+        print(json.dumps([simulation_json(*each) for each in found], indent=1))
+    else:
+        print(table_text(table_rows(found, is_model=options.model is not None)), end="")
+    return 0
+
+
+def table_rows(found: list[tuple[str, Schedule, Simulation]], *, is_model: bool) -> list[tuple[str, ...]]:
+    """A head and a row for each schedule. A model's rates are good for three digits."""
+
+    def seconds(value: float | None) -> str:
+        return "" if value is None else rounded(value) if is_model else f"{value:.3f}"
+
+    unit = " s" if is_model else ""
+    rows: list[tuple[str, ...]] = [
+        ("schedule", "k", f"makespan{unit}", f"period{unit}", "bubble", "peak units", "= micro-batches", "GiB")
+    ]
+    shows_segments = any(schedule.num_segments > 1 for _, schedule, _ in found)
+    for name, schedule, simulation in found:
+        peak = max(simulation.peak)
+        rows.append(
+            (
+                name,
+                str(schedule.num_segments) if shows_segments else "",
+                seconds(simulation.makespan),
+                seconds(simulation.period),
+                f"{simulation.bubble_ratio:.1%}",
+                str(peak),
+                f"{peak / workload.units_per_microbatch(schedule):.2f}",
+                "" if simulation.memory is None else f"{max(simulation.memory.total) / 2**30:.1f}",
+            )
+        )
+    return rows
+
+
+def simulation_json(name: str, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
+    """Times in seconds, memory in bytes; lists hold one value per rank."""
+    figures = ("makespan", "period", "bubble_ratio", "span", "busy", "wait", "bubble", "peak")
+    counts = ("num_ranks", "num_stages", "num_microbatches", "num_segments")
+    return {
+        "schedule": name,
+        **{count: getattr(schedule, count) for count in counts},
+        **{figure: getattr(simulation, figure) for figure in figures},
+        "peak_microbatches": max(simulation.peak) / workload.units_per_microbatch(schedule),
+        "memory": None if simulation.memory is None else asdict(simulation.memory),
+    }

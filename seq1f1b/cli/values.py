@@ -1,0 +1,61 @@
+"""How the values of options are written: bytes, lists of numbers, lists of names, histograms of lengths."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any
+
+
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same reader for argparse, which shows the message of this error alone."""
+
+    def read_argument(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_argument
+
+
+def read_bytes(text: str) -> int:
+    """4096, 1.5e9, 80GiB or 25GB."""
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    size = 0.0
+    if match is not None:
+        number, prefix, binary = match.groups()
+        size = float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    if not 1 <= size < 1 << 60:
+        raise ValueError(f"{text!r} is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB")
+    return int(size)
+
+
+def read_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def read_counts(text: str) -> list[int]:
+    if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", text):
+        raise ValueError(f"{text!r}: whole numbers are written 1,2,4")
+    return [int(count) for count in text.split(",")]
+
+
+def read_lengths(text: str) -> dict[int, int]:
+    """How many sequences have each length: from a histogram 4096:7,512:90 or from a file."""
+    if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
+        where, lines = "--lengths", text.replace(":", " ").split(",")
+    else:
+        with open(text) as file:
+            where, lines = text, [line.partition("#")[0].strip() for line in file]
+    lengths: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not re.fullmatch(r"(\d+(\s+\d+)?)?", line, re.ASCII):
+            raise ValueError(f"{where}, line {number}: {line[:40]!r} must be a length, or a length and a count")
+        if line:
+            length, count = (*map(int, line.split()), 1)[:2]
+            lengths[length] = lengths.get(length, 0) + count
+    if not lengths:
+        raise ValueError(f"{where}: there is no length")
+    return lengths

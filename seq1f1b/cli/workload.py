@@ -1,0 +1,290 @@
+"""What the commands work on: a model on a machine, and schedules with their counts and costs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import seq1f1b
+from seq1f1b import Schedule
+from seq1f1b.cli.values import argument, read_counts
+from seq1f1b.partition import ModelShape
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import RECOMPUTE, CostModel
+from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
+from seq1f1b.planning.profile import Profile
+from seq1f1b.schedule import families, nearest_name
+
+MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
+SEGMENTS = 4  # unless asked for, of families that cut micro-batches into segments
+SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
+OF_A_MODEL = {  # options that say nothing without a model, with their defaults
+    **dict.fromkeys(("hardware", "profile", "documents")),
+    **dict.fromkeys(("tensor", "context", "expert", "data"), 1),
+    "all_logits": False,
+    "recompute": "none",
+}
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def add_order_options(command: argparse.ArgumentParser) -> None:
+    """The counts and costs of draw, simulate and compare."""
+    command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
+    command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
+    command.add_argument(
+        "--segments",
+        type=int,
+        metavar="K",
+        help=f"segments of each micro-batch (default: {SEGMENTS}); schedules without segments run whole micro-batches",
+    )
+    command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the schedule's least)")
+    command.add_argument(
+        "--forward", type=float, metavar="S", help="seconds that a rank takes for F of a micro-batch (default: 1)"
+    )
+    command.add_argument("--backward", type=float, metavar="S", help="seconds that it takes for B (default: 2)")
+    command.add_argument(
+        "--weight", type=float, metavar="S", help="the part of B that a split backward puts off as W (default: half)"
+    )
+    command.add_argument(
+        "--transfer", type=float, metavar="S", help="seconds of a message between two stages (default: 0)"
+    )
+    command.add_argument("--seq", type=int, metavar="TOKENS", help="tokens of a micro-batch, which is one sequence")
+    command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
+    costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
+    add_model_options(costs)
+    costs.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
+
+
+def add_variation_options(command: argparse.ArgumentParser) -> None:
+    """The noise and the family options of draw and simulate."""
+    command.add_argument(
+        "--jitter", type=float, default=0.0, metavar="X", help="vary the seconds of each unit by up to this share"
+    )
+    command.add_argument(
+        "--transfer-jitter", type=float, default=0.0, metavar="X", help="vary the time of each message likewise"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that noise (default: 0)")
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="an option of the schedule; "
+        + "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
+    )
+
+
+def schedule_kinds() -> str:
+    """What a schedule may be, for help texts."""
+    return f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
+
+
+def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
+    """A model, a machine, and how the one lies on the other."""
+    models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
+    command.add_argument("--model", required=required, help=f"{models}; or a .json file of the same form")
+    command.add_argument("--hardware", help=f"{machines}; or a .json file of the same form (default: h100)")
+    command.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="measured seconds and bytes, from seq1f1b profile; memory, links and optimizer still come from --hardware "
+        "(whose default is then cpu-zen5)",
+    )
+    for degree in ("tensor", "context", "expert", "data"):
+        command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
+    command.add_argument(
+        "--documents", type=argument(read_counts), metavar="N,N", help="tokens of the documents packed in a sequence"
+    )
+    command.add_argument(
+        "--all-logits",
+        action="store_true",
+        help="count the logits of all live segments: the output head is not inside the loss",
+    )
+
+
+def check_costs(options: argparse.Namespace) -> None:
+    """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
+    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer"):
+        seconds = getattr(options, name, None)
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
+        if seconds is not None and name in SECONDS:
+            if options.model is not None:
+                raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
+        elif name in SECONDS:
+            setattr(options, name, SECONDS[name])
+    if options.model is None:
+        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
+        if options.command in ("draw", "simulate"):
+            unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
+        if unused:
+            raise ValueError(f"--{unused[0].replace('_', '-')} says nothing without --model")
+
+
+# -- a model on a machine ----------------------------------------------------------------------------------------------
+
+
+def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, Layout]:
+    model = load_model(options.model)
+    hardware = load_hardware(options.hardware or ("cpu-zen5" if options.profile else "h100"))
+    if options.profile:
+        hardware = ProfiledHardware.of(Profile.load(options.profile), hardware)
+    layout = Layout(
+        tensor=options.tensor,
+        context=options.context,
+        expert=options.expert,
+        data=options.data,
+        documents=tuple(options.documents) if options.documents else None,
+        head_in_loss=not options.all_logits,
+    )
+    return model, hardware, layout
+
+
+def read_sizes(options: argparse.Namespace) -> list[int] | None:
+    if options.sizes is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
+        raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
+    return [int(size) for size in options.sizes.split(",")]
+
+
+def tokens_of(options: argparse.Namespace) -> int:
+    """The tokens of a micro-batch, which a model needs."""
+    sizes = read_sizes(options)
+    if sizes is None and options.seq is None:
+        raise ValueError("--model needs --seq, the tokens of a micro-batch")
+    if sizes is not None and options.seq not in (None, sum(sizes)):
+        raise ValueError(f"--sizes holds {sum(sizes)} tokens, --seq is {options.seq}")
+    return options.seq if sizes is None else sum(sizes)
+
+
+def cost_of(
+    options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int
+) -> tuple[CostModel, list[int]]:
+    """The model over the stages, and the tokens of the segments."""
+    model, hardware, layout = read_workload(options)
+    sizes, seq_len = read_sizes(options), tokens_of(options)
+    cost = CostModel.balanced(
+        model,
+        hardware,
+        num_ranks=num_ranks,
+        stages_per_rank=stages_per_rank,
+        seq_len=seq_len,
+        layout=replace(layout, recompute=options.recompute),
+    )
+    if num_segments == 1:  # of a schedule that cuts none
+        sizes = [seq_len]
+    if sizes is None:
+        sizes = cost.split(num_segments)
+    if len(sizes) != num_segments:
+        raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
+    return cost, sizes
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def wanted_segments(options: argparse.Namespace) -> int:
+    """k of the families that cut micro-batches into segments."""
+    if options.segments is not None:
+        return int(options.segments)
+    sizes = read_sizes(options)
+    return SEGMENTS if sizes is None else len(sizes)
+
+
+def check_size(name: str, options: argparse.Namespace, num_segments: int, stages_per_rank: int) -> None:
+    num_units = 2 * options.ranks * stages_per_rank * options.microbatches * num_segments
+    if num_units > MOST_UNITS:
+        raise ValueError(f"{name}: {num_units} units, more than the {MOST_UNITS} that the command line takes")
+
+
+def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
+    """A named family with the counts and costs asked for, or the order in a file."""
+    if name not in seq1f1b.schedules():
+        if os.path.isfile(name):
+            return read_schedule(name, 1 if options.segments is None else options.segments)
+        raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
+    known = next(family for family in families() if family.name == name)
+    stages = known.stages_per_rank if options.stages is None else options.stages
+    segments = wanted_segments(options) if known.has_segments else 1
+    check_size(name, options, segments, stages)
+    counts = {"num_ranks": options.ranks, "num_segments": segments, "stages_per_rank": stages}
+    given: dict[str, Any] = dict(map(read_option, options.option))
+    if "costs" in known.options and min(counts.values()) > 0:
+        given["costs"] = pass_costs(options, **counts)
+    if "transfer" in known.options and options.model is None:
+        given.setdefault("transfer", options.transfer)
+    return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts)
+
+
+def read_schedule(name: str, num_segments: int) -> Schedule:
+    """An order from a file: torch's CSV or our text."""
+    try:
+        with open(name) as file:
+            text = file.read()
+        schedule = (
+            Schedule.from_csv(text, num_segments=num_segments) if name.endswith(".csv") else Schedule.from_text(text)
+        )
+        schedule.check()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return schedule
+
+
+def read_option(text: str) -> tuple[str, int | str]:
+    name, _, value = text.partition("=")
+    if name == "costs":
+        raise ValueError(f"--option {text}: costs come from --forward, --backward and --weight, or from --model")
+    if name in ("placement", "backward"):
+        return name, value
+    if not re.fullmatch(r"[0-9]+", value):
+        raise ValueError(f"--option {text}: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole")
+    return name, int(value)
+
+
+def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Sequence[Any]:
+    """Seconds of F, I and W, for families that make their order from them."""
+    if options.model is not None:
+        cost, sizes = cost_of(options, num_ranks, num_segments, stages_per_rank)
+        return tuple(cost.unit_seconds(sizes, split_backward=True))
+    weight = options.backward / 2 if options.weight is None else options.weight
+    parts = stages_per_rank * num_segments
+    return [seconds / parts for seconds in (options.forward, max(options.backward - weight, 0.0), weight)]
+
+
+def units_per_microbatch(schedule: Schedule) -> int:
+    """Units of one pass that a rank runs for a micro-batch."""
+    return schedule.num_segments * schedule.num_stages // schedule.num_ranks
+
+
+def simulation_arguments(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
+    """What :meth:`Schedule.simulate` is given. Without a model all segments cost the same, and so do all stages."""
+    arguments = {name: getattr(options, name) for name in ("jitter", "transfer_jitter", "seed")}
+    optimizer = getattr(options, "optimizer", None)
+    if options.model is None:
+        parts = units_per_microbatch(schedule)
+        weight = None if options.weight is None else options.weight / parts
+        return arguments | {
+            "forward": options.forward / parts,
+            "backward": options.backward / parts,
+            "weight": weight,
+            "transfer": options.transfer,
+            "optimizer": optimizer or 0.0,
+        }
+    if schedule.num_stages % schedule.num_ranks != 0:
+        raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
+    stages = schedule.num_stages // schedule.num_ranks
+    cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
+    is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
+    return {
+        **arguments,
+        **cost.simulation_arguments(schedule, sizes, split_backward=is_split),
+        "memory": cost.step_memory(sizes),
+        **({} if optimizer is None else {"optimizer": optimizer}),
+    }

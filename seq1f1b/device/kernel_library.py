@@ -1,0 +1,197 @@
+"""The package's own CUDA kernels: the library that holds them, and when attention takes one.
+
+By default a kernel runs only where ``data/kernels/verified.json`` says so: checked on this architecture against float64
+and found faster there than torch's ops, with the very source and compiler that the library at hand was built from.
+``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call; ``library``
+never.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seq1f1b import _C
+from seq1f1b.files import read
+
+__all__: list[str] = []
+
+_PACKAGE = Path(__file__).parents[1]
+LIBRARY = _PACKAGE / "libseq1f1b_cuda.so"
+VERIFIED = _PACKAGE / "data" / "kernels" / "verified.json"
+OPERATIONS = ("attention_forward", "attention_backward")
+
+
+class Kernel(NamedTuple):
+    """A row of a library's table: one operation in one shape."""
+
+    name: str
+    dtype: str
+    head_dim: int
+    query_rows: int  # tile of a block
+    key_rows: int
+    warps: int
+    stages: int
+    shared_bytes: int
+    shared_limit: int
+
+
+class Operation(NamedTuple):
+    name: str
+    source: str  # sha256 of what it was compiled from
+    compiler: str
+    architectures: str  # "sm_80 sm_90 compute_80"
+    kernels: tuple[Kernel, ...]
+    library: object
+
+
+class Verified(NamedTuple):
+    """A record that an operation is right and faster than torch's ops, on one architecture and from one library."""
+
+    architecture: str  # "sm_90"
+    operation: str
+    dtype: str
+    head_dim: int
+    source: str
+    compiler: str
+
+
+def verified(path: Path = VERIFIED) -> frozenset[Verified]:
+    """Raises:
+    ValueError: the file is not as benchmarks/gpu.py writes it.
+    """
+
+    def parse(text: str) -> frozenset[Verified]:
+        records: list[dict[str, Any]] = json.loads(text)
+        try:
+            return frozenset(Verified(*(record[name] for name in Verified._fields)) for record in records)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"each record needs {', '.join(Verified._fields)}: {error!r}") from None
+
+    return read(path, parse)
+
+
+_verified = functools.cache(verified)
+
+
+@functools.cache
+def operations(path: Path | None = None) -> dict[str, Operation]:
+    """The library's operations by name; none if it was not built.
+
+    Raises:
+        OSError, ValueError: there is one, and it cannot be used.
+    """
+    path = path or LIBRARY
+    if not path.exists():
+        return {}
+    library = _C.cuda_library_open(str(path))
+    found = {}
+    for name in OPERATIONS:
+        source, compiler, architectures, rows = _C.cuda_operation(library, name)
+        kernels = tuple(Kernel(*row) for row in rows)
+        found[name] = Operation(name, source, compiler, architectures, kernels, library)
+    return found
+
+
+def preference() -> str:
+    wish = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
+    if wish not in ("", "own", "library"):
+        raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {wish!r}, must be 'own', 'library' or unset")
+    return wish
+
+
+def choose(name: str, q: Tensor) -> Operation | None:
+    """The operation of ours that is to be launched for such queries; None: torch's ops are.
+
+    Raises:
+        RuntimeError: ours are asked for by the environment, and there is no library of them.
+    """
+    wish = preference()
+    if wish == "library" or (wish == "" and not _verified()):
+        return None
+    found = operations()
+    if not found and wish == "own":
+        raise RuntimeError(
+            f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
+        )
+    operation, dtype, head_dim = found.get(name), str(q.dtype).removeprefix("torch."), q.shape[3]
+    if operation is None or not any((k.dtype, k.head_dim) == (dtype, head_dim) for k in operation.kernels):
+        return None
+    key = Verified(architecture(q.device), name, dtype, head_dim, operation.source, operation.compiler)
+    return operation if wish == "own" or key in _verified() else None
+
+
+def architecture(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "emulated"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def launch_attention(
+    operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
+    softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
+    store: bool = False, kernel: int = -1, num_parts: int = 0,
+) -> None:  # fmt: skip
+    """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
+
+    Args:
+        q, out, dout, dq: (batch, heads, tokens, head_dim); k, v, dk, dv: (batch, kv_heads, N, head_dim), k and v of the
+            same strides, dk and dv too, float32. The last query is token N - 1.
+        own_dk, own_dv: (batch, kv_heads, tokens, head_dim), of q's dtype and the same strides: the sums of the last
+            rows of dk and dv, which then hold nothing of use.
+        store: dk and dv hold nothing yet; else they are added to.
+        lse: (batch, heads, tokens), contiguous, float32.
+        docs: (batch, N), int32; empty: none.
+        kernel: index of ``operation.kernels``; -1: the launcher chooses.
+        num_parts: of the keys; 0: the launcher chooses.
+    """
+    batch, heads, tokens, head_dim = q.shape
+
+    def rows(t: Tensor | None) -> tuple[int, int, int, int] | None:
+        return None if t is None else (t.data_ptr(), t.stride(0), t.stride(1), t.stride(2))
+
+    docs = docs if docs.stride(-1) == 1 else docs.contiguous()
+    arguments = (
+        str(q.dtype).removeprefix("torch."), batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+        scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
+        rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
+        rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
+        store, torch.are_deterministic_algorithms_enabled(), num_parts,
+    )  # fmt: skip
+    scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
+        scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
+        _C.cuda_attention(
+            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, stream
+        )
+
+
+def describe() -> list[str]:
+    """Lines for ``seq1f1b doctor``: what there is, and what its absence costs."""
+    try:
+        found = operations()
+    except (OSError, ValueError) as error:
+        return [f"own CUDA kernels: unusable, torch's ops instead: {error}"]
+    if not found:
+        return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
+    lines = []
+    for operation in found.values():
+        shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
+        records = [r for r in _verified() if (r.operation, r.source) == (operation.name, operation.source)]
+        where = ", ".join(sorted({f"{r.architecture} {r.dtype} d{r.head_dim}" for r in records}))
+        lines.append(
+            f"own CUDA kernel {operation.name}: {', '.join(shapes)}; {operation.architectures}, nvcc "
+            f"{operation.compiler}; "
+            + (f"default on {where}" if where else "on no architecture verified, so torch's ops are the default")
+        )
+    return lines

@@ -1,0 +1,74 @@
+"""Placement of a step on the GPU that its stages lie on. Stages on the CPU need none of this.
+
+Messages between stages go through host memory, whatever transport is behind an edge: correct on every machine, and as
+slow as two copies over PCIe that the host waits for. Nobody has run this on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+
+def common_device(modules: Sequence[Any]) -> torch.device:
+    """The device of the parameters of a rank's stages; the CPU if there are none."""
+    devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"parameters lie on {device}: the engine runs on the CPU and on CUDA devices")
+    return device
+
+
+@contextmanager
+def step_on(device: torch.device) -> Iterator[None]:
+    """Around a step. Autograd would run backward of a device in a thread that all ranks of a process share; ranks that
+    are threads, and errors of ops, need it in their own."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """A step's arguments, as they may lie anywhere: the tensors in nested tuples, lists and dicts on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(move(item, device) for item in value)
+    if isinstance(value, list):
+        return [move(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: move(item, device) for key, item in value.items()}
+    return value
+
+
+def through_host(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A unit's callback whose messages come from host memory and go there.
+
+    Both copies block: what is sent has been computed when the transport reads it, and a place has been read when it is
+    written again.
+    """
+
+    def unit(kind: int, stage: int, m: int, s: int, received: Any) -> Any:
+        if received is not None:
+            received = tuple(
+                ([None if t is None else t.to(device) for t in tensors], requires_grad)
+                for tensors, requires_grad in received
+            )
+        sent = run(kind, stage, m, s, received)
+        return None if sent is None else tuple([None if t is None else _to_host(t) for t in sent])
+
+    return unit
+
+
+def _to_host(t: Tensor) -> Tensor:
+    return t.detach().cpu().requires_grad_(t.requires_grad)  # the message says whether it requires grad

@@ -1,0 +1,204 @@
+"""A plan: one way to train a model, and the file that ``seq1f1b plan`` writes and ``PipelineEngine(plan=...)`` runs.
+
+Needs nothing of :mod:`seq1f1b.planning`, which finds plans.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from seq1f1b.files import json_fields, read, write_whole
+from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
+from seq1f1b.schedule import Schedule, build_schedule
+
+__all__ = ["Layout", "Plan", "StepLength"]
+
+_FORMAT = "seq1f1b plan 1"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is laid over devices, beside the pipeline.
+
+    Attributes:
+        tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
+            parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
+            ``data`` ones; the optimizer's state is sharded over ``data``.
+        layers: of every stage; None: as even as can be, earlier stages have one more.
+        recompute: one of ``seq1f1b.planning.cost.RECOMPUTE``.
+        documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
+        head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
+            all live segments.
+        copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
+            instead of a cache per micro-batch.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    layers: tuple[int, ...] | None = None
+    recompute: str = "none"
+    documents: tuple[int, ...] | None = None
+    head_in_loss: bool = True
+    copies_prefix: bool = False
+
+
+@dataclass(frozen=True)
+class StepLength:
+    """Steps of one length, of a plan for a mix of lengths.
+
+    Attributes:
+        seq_len: tokens that the sequences of such a step are padded to.
+        share: of the steps, and of the sequences.
+        tokens: of a sequence in the mean, without padding.
+        segment_sizes: of the padded one.
+        seconds, tokens_per_second: of such a step; padding does not count as tokens.
+        peak: bytes of each rank.
+    """
+
+    seq_len: int
+    share: float
+    tokens: float
+    segment_sizes: tuple[int, ...]
+    seconds: float
+    tokens_per_second: float
+    peak: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, and what it should cost. :meth:`save` writes the file that ``PipelineEngine(plan=...)`` runs.
+
+    Attributes:
+        model, hardware, seq_len, layout: what was planned for.
+        schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options: of
+            :func:`seq1f1b.build_schedule`.
+        segment_sizes: tokens.
+        mix: balance of the split, 1 equal time, 0 equal length.
+        seconds, low, high: of a step among others like it, optimizer included (its period); the ends of the interval
+            take the uncertain terms to be independent.
+        bubble: share of that time in which ranks neither compute nor update.
+        tokens_per_second: of all data-parallel replicas.
+        optimizer_sync: whether the optimizer waits for all ranks.
+        peak: bytes of each rank.
+        peak_high: with the uncertain bytes at their high ends.
+        cap: planned for.
+        prefetch: receive places beyond the peak of live ones.
+        lengths: of a mix, ascending; () where all steps have ``seq_len``. Then ``seq_len``, ``segment_sizes`` and
+            ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
+    """
+
+    model: ModelShape
+    hardware: str
+    seq_len: int
+    layout: Layout
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_segments: int
+    stages_per_rank: int
+    segment_sizes: tuple[int, ...]
+    mix: float
+    seconds: float
+    low: float
+    high: float
+    bubble: float
+    tokens_per_second: float
+    peak: tuple[int, ...]
+    peak_high: tuple[int, ...]
+    cap: int
+    optimizer_sync: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prefetch: int = 1
+    lengths: tuple[StepLength, ...] = ()
+
+    @property
+    def margin(self) -> tuple[int, ...]:
+        """Bytes that each rank leaves of the cap."""
+        return tuple(self.cap - peak for peak in self.peak)
+
+    def build(self) -> Schedule:
+        """The order."""
+        return build_schedule(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=self.num_segments,
+            stages_per_rank=self.stages_per_rank,
+            options=self.options,
+        )
+
+    def to_json(self) -> str:
+        """The text of a plan file."""
+        return json.dumps({"format": _FORMAT, **asdict(self), "model": self.model._asdict()}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads what :meth:`to_json` writes.
+
+        Raises:
+            ValueError: not such a text; names the field.
+            ScheduleError: the order cannot be built.
+        """
+        data = json_fields(text, "plan", _FORMAT)
+        try:
+            given = data.pop("layout").items()
+            layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
+            for key in ("segment_sizes", "peak", "peak_high"):
+                data[key] = tuple(data[key])
+            data["lengths"] = tuple(
+                StepLength(**{**each, "segment_sizes": tuple(each["segment_sizes"]), "peak": tuple(each["peak"])})
+                for each in data.get("lengths", ())
+            )
+            plan = cls(**{**data, "model": make_model(data["model"], "model of the plan"), "layout": Layout(**layout)})
+            numbers = (plan.seconds, plan.low, plan.high, plan.bubble, plan.tokens_per_second, plan.mix)
+            if not all(isinstance(x, (int, float)) for x in (*numbers, *plan.peak, *plan.peak_high, plan.cap)):
+                raise TypeError("times, rates and bytes must be numbers")
+            if not isinstance(plan.prefetch, int) or plan.prefetch < 0:
+                raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
+            check_segment_sizes(plan.segment_sizes, plan.seq_len)
+            for each in plan.lengths:
+                check_segment_sizes(each.segment_sizes, each.seq_len)
+            plan.build()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a plan has wrong fields: {error}") from None
+        for sizes in (plan.segment_sizes, *(each.segment_sizes for each in plan.lengths)):
+            if len(sizes) != plan.num_segments:
+                raise ValueError(f"a plan of {plan.num_segments} segments has {len(sizes)} segment_sizes")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file whole, or not at all."""
+        write_whole(path, (self.to_json() + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
+        return read(path, cls.from_json)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``PipelineEngine``.
+
+        Raises:
+            ValueError: the plan needs what the engine does not do; names it.
+        """
+        layout = self.layout
+        if layout.recompute != "none":
+            raise ValueError(
+                f"the plan recomputes ({layout.recompute!r}), which the engine leaves to the module: plan with "
+                "recompute 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
+                "schedule, num_microbatches, num_segments and segment_sizes"
+            )
+        return {
+            "schedule": self.build(),
+            "num_microbatches": self.num_microbatches,
+            "num_segments": self.num_segments,
+            "segment_sizes": {each.seq_len: list(each.segment_sizes) for each in self.lengths}
+            or list(self.segment_sizes),
+            "prefetch": self.prefetch,
+        }

@@ -1,0 +1,259 @@
+"""Profiles a decoder of a given shape, in as many processes as will share the machine: ``seq1f1b profile``."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, wait
+from threading import BrokenBarrierError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seq1f1b.ops.attention as ops
+from seq1f1b.partition import ModelShape
+from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.profiler import (
+    SEGMENTS,
+    WARM_UP,
+    WARM_UP_ALONE,
+    Measured,
+    cuts_of,
+    make_profile,
+    measure_stage,
+)
+
+__all__ = ["check_decoder", "expected_seconds", "profile_decoder", "profile_model"]
+
+
+class _Block(nn.Module):
+    """One layer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    def __init__(self, model: ModelShape, index: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = model.heads, model.kv_heads
+        self.head_dim = model.head_dim or model.hidden // model.heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(model.hidden), nn.RMSNorm(model.hidden)
+        self.qkv = nn.Linear(model.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, model.hidden, bias=False)
+        self.gate_up = nn.Linear(model.hidden, 2 * model.ffn, bias=False) if model.ffn else None
+        self.down = nn.Linear(model.ffn, model.hidden, bias=False) if model.ffn else None
+        self.layer = ops.layer_handle(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        half = self.head_dim // 2
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.outer(ops.positions(x).float(), rates).to(q.dtype)
+        q, k = _rotate(q, angles), _rotate(k, angles)
+        attended = ops.causal_attention(q, k, v, layer=self.layer)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        if self.gate_up is not None and self.down is not None:
+            gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
+            x = x + self.down(F.silu(gate) * up)
+        return x
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def check_decoder(model: ModelShape, seq_len: int) -> None:
+    """Raises ``ValueError`` unless :func:`profile_model` can build this shape and cut so many tokens."""
+    model.flops(0, seq_len)  # raises unless the shape is sound
+    cuts_of(seq_len, SEGMENTS)
+    if model.experts > 1:
+        raise ValueError(
+            f"the model has {model.experts} experts: there is no built-in layer for them; give your own stage to "
+            "seq1f1b.planning.profiler.measure_stage"
+        )
+    if (model.head_dim or model.hidden // model.heads) % 2:
+        raise ValueError(f"rotary positions need an even head size, this is {model.head_dim or model.hidden}")
+
+
+def profile_model(
+    model: ModelShape,
+    *,
+    seq_len: int,
+    layers: int = 2,
+    repeats: int = 5,
+    wait: Callable[[], object] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Measured]:
+    """Measures a decoder of this shape: a stage of ``layers`` layers, the embedding, and norm, head and loss.
+
+    Returns:
+        What :func:`make_profile` takes, by name; no ends where the shape has no vocabulary.
+    Raises:
+        ValueError: the shape is unsound, its head size is odd, or it has experts; or as :func:`measure_stage`.
+    """
+    check_decoder(model, seq_len)
+    blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
+    settings: dict[str, Any] = {"seq_len": seq_len, "repeats": repeats, "wait": wait, "progress": progress}
+
+    def hidden(tokens: int) -> Tensor:
+        return torch.randn(1, tokens, model.hidden)
+
+    def words(tokens: int) -> Tensor:
+        return torch.randint(model.vocab, (1, tokens))
+
+    found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
+    if model.vocab:
+        found["embedding"] = measure_stage(nn.Embedding(model.vocab, model.hidden), words, **settings)
+        head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
+        found["head"] = measure_stage(head, hidden, loss_fn=_cross_entropy, make_target=words, **settings)
+    return found
+
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+_STARTUP = 6.0  # seconds until the processes have imported torch, and of the first step
+_BESIDE_PRODUCTS = 1.5  # time of a pass over that of its products at the rate of a product alone
+
+
+def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int) -> list[float]:
+    """FLOP of everything that :func:`profile_model` measures, an entry for each call of its ``progress``."""
+    cuts = cuts_of(seq_len, SEGMENTS)
+
+    def of_part(flops: Callable[[int], float]) -> list[float]:
+        steps = [3 * (WARM_UP + repeats) * flops(seq_len)] * len(cuts)  # F, and B of twice as much
+        alone = [5 * (WARM_UP_ALONE + repeats) * flops(seq_len // k) for k in cuts]  # F, B and its two halves
+        return steps + alone
+
+    stage = model._replace(layers=layers, vocab=0)
+    work = of_part(lambda tokens: stage.flops(0, tokens))
+    if model.vocab:
+        work += of_part(lambda tokens: 0.0)  # an embedding multiplies nothing
+        work += of_part(lambda tokens: 2.0 * model.hidden * model.vocab * tokens)
+    return work
+
+
+def expected_seconds(
+    model: ModelShape,
+    *,
+    seq_len: int,
+    layers: int = 2,
+    repeats: int = 5,
+    processes: int = 1,
+    threads: int = 1,
+    bf16: bool = False,
+) -> float:
+    """About how long :func:`profile_decoder` takes: its FLOP at the rate of a matrix product, timed here and now.
+
+    Raises:
+        ValueError: as :func:`profile_decoder`.
+    """
+    _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
+    check_decoder(model, seq_len)
+    rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
+    x, weight = torch.randn(rows, model.hidden), torch.randn(model.hidden, inner)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            times = []
+            for _ in range(4):
+                begin = time.perf_counter()
+                x @ weight
+                times.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    rate = 2.0 * rows * model.hidden * inner / min(times)
+    sharing = max(1.0, processes * threads / (os.cpu_count() or 1))
+    return _STARTUP + _BESIDE_PRODUCTS * sharing * sum(_work_in_order(model, seq_len, layers, repeats)) / rate
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+_barrier: Any = None  # shared by the worker processes of profile_decoder, set as each of them starts
+_done: Any = None  # FLOP that the first of them to get there has measured
+
+
+def _start_worker(barrier: Any, done: Any, threads: int) -> None:
+    global _barrier, _done
+    _barrier, _done = barrier, done
+    torch.set_num_threads(threads)
+
+
+def _work(model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool) -> dict[str, Measured]:
+    torch.manual_seed(0)
+    done = itertools.accumulate(_work_in_order(model, seq_len, layers, repeats))
+
+    def progress() -> None:
+        _done.value = max(_done.value, next(done))
+
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return profile_model(
+                model, seq_len=seq_len, layers=layers, repeats=repeats, wait=_barrier.wait, progress=progress
+            )
+    except BaseException:
+        _barrier.abort()  # the others wait for this one
+        raise
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+
+
+def profile_decoder(
+    model: ModelShape,
+    *,
+    seq_len: int,
+    layers: int = 2,
+    repeats: int = 5,
+    processes: int = 1,
+    threads: int = 1,
+    bf16: bool = False,
+    progress: Callable[[float], object] | None = None,
+) -> Profile:
+    """Runs :func:`profile_model` in several processes at the same time.
+
+    There should be as many as the ranks that will share this machine, since they share its caches, its memory and its
+    clock.
+
+    Args:
+        threads: of each process.
+        bf16: measure under autocast.
+        progress: called now and then with the share of the work that is done.
+    Raises:
+        ValueError: a count below 1; or as :func:`profile_model`.
+    """
+    _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
+    check_decoder(model, seq_len)
+    total = sum(_work_in_order(model, seq_len, layers, repeats))
+    begin = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    barrier, done = context.Barrier(processes), context.Value("d", 0.0)
+    with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, threads)) as pool:
+        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16) for _ in range(processes)]
+        while wait(tasks, timeout=0.5).not_done:
+            if progress is not None:
+                progress(done.value / total)
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
+        found = [task.result() for task in tasks]
+    parts = {name: [each[name] for each in found] for name in found[0]}
+    return make_profile(
+        model,
+        **parts,
+        seq_len=seq_len,
+        threads=threads,
+        dtype="bfloat16 autocast" if bf16 else "float32",
+        seconds=time.perf_counter() - begin,
+    )

@@ -1,0 +1,187 @@
+"""Machines and model shapes by name: data files with the source of every number beside it.
+
+``data/models`` holds shapes, ``data/hardware`` machines. A number that is not certain has a range; what a machine does
+not state comes from ``default.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from seq1f1b.partition import ModelShape, make_model
+from seq1f1b.planning.profile import Profile
+from seq1f1b.schedule import nearest_name
+
+__all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and what joins it to others. Rates per second, in FLOP and bytes; times in seconds.
+
+    Attributes:
+        memory: bytes of a device.
+        peak: rate of matrix products in the training dtype.
+        bandwidth: of its memory.
+        node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
+        link_efficiency: share of a link's rate that messages and collectives reach.
+        linear_efficiency, attention_*_efficiency: shares of ``peak``.
+        launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
+        unit_overhead: the engine's own time per unit.
+        split_backward_extra: share by which I + W take longer than B.
+        *_exposed: share of that parallelism's communication that no computation hides.
+        activation_factor: saved activations over the tensors counted here.
+        allocator_reserve: share of what changes during a step that fragments lose.
+        context_bytes: held beside tensors.
+        element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
+        spread: (low, high) of every field that is not certain.
+        sources: where each field comes from.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    bandwidth: float
+    node_size: float
+    inside_bandwidth: float
+    between_bandwidth: float
+    inside_latency: float
+    between_latency: float
+    link_efficiency: float
+    linear_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    launch: float
+    forward_kernels: float
+    input_kernels: float
+    weight_kernels: float
+    unit_overhead: float
+    split_backward_extra: float
+    tensor_exposed: float
+    expert_exposed: float
+    data_exposed: float
+    activation_factor: float
+    allocator_reserve: float
+    context_bytes: float
+    element_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfiledHardware(Hardware):
+    """A machine on which the units of a model were measured: ``profile`` stands for rates, launches and efficiencies.
+
+    Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
+
+    Attributes:
+        measured_forward, measured_backward, measured_ends: factors on the measured seconds of a layer's F and of its
+            B, and of embedding and head; 1, within the spread of the fit and of the runs.
+    """
+
+    profile: Profile | None = None
+    measured_forward: float = 1.0
+    measured_backward: float = 1.0
+    measured_ends: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
+        """The profile, and of the machine what no profile measures."""
+        spread = dict(machine.spread)
+        for passes in ("forward", "backward", "ends"):
+            share = min(profile.spread(passes), 0.99)
+            if share > 0:
+                spread[f"measured_{passes}"] = (1 - share, 1 + share)
+        for name in ("unit_overhead", "activation_factor"):
+            spread.pop(name, None)
+        values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
+        values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
+        return cls(**values, profile=profile)
+
+
+def presets(kind: str) -> tuple[str, ...]:
+    """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
+    folder = resources.files("seq1f1b") / "data" / kind
+    names = sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return tuple(name for name in names if name != "default")
+
+
+def _read(kind: str, name: str) -> dict[str, Any]:
+    """A preset by its name, or any file whose path ends in .json."""
+    if name.endswith(".json"):
+        try:
+            text = Path(name).read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: not JSON: {error}") from None
+    elif name in presets(kind) or name == "default":
+        text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
+    else:
+        raise ValueError(
+            f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
+        )
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: must hold an object of named fields")
+    return data
+
+
+def load_model(name: str) -> ModelShape:
+    """A shape of ``data/models``, or of a file of the same form.
+
+    Raises:
+        ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field.
+        OSError: the file cannot be read.
+    """
+    data = _read("models", name)
+    data.pop("source", None)
+    return make_model(data, name)
+
+
+def load_hardware(name: str) -> Hardware:
+    """A machine of ``data/hardware``, or of a file of the same form, over the defaults.
+
+    A field is ``{"value": number, "source": text}``, with ``"low"`` and ``"high"`` where it is not certain.
+
+    Raises:
+        ValueError: no such preset; a field that is unknown, missing, not a number, or outside its range.
+        OSError: the file cannot be read.
+    """
+    data = {**_read("hardware", "default"), **_read("hardware", name)}
+    numbers = [f.name for f in fields(Hardware) if f.name not in ("name", "spread", "sources")]
+    unknown, missing = sorted(set(data) - set(numbers)), [f for f in numbers if f not in data]
+    if unknown or missing:
+        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(numbers)}")
+    values, spread, sources = {}, {}, {}
+    for key, entry in data.items():
+        if not isinstance(entry, dict) or not set(entry) <= {"value", "low", "high", "source"} or "value" not in entry:
+            raise ValueError(f'{name}: {key} is {entry!r}, must be {{"value": number, "source": text}}')
+        ends: tuple[Any, ...] = tuple(entry.get(part, entry["value"]) for part in ("low", "value", "high"))
+        low, value, high = ends
+        if not all(type(x) in (int, float) and math.isfinite(x) for x in (low, value, high)):
+            raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
+        if not 0 <= low <= value <= high or (value == 0 and key not in _MAY_BE_ZERO):
+            raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")
+        values[key], sources[key] = float(value), str(entry.get("source", ""))
+        if low < high:
+            spread[key] = (float(low), float(high))
+    return Hardware(name=name, spread=spread, sources=sources, **values)
+
+
+_MAY_BE_ZERO = frozenset(
+    {
+        *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
+        *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes"),
+    }
+)

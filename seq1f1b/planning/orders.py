@@ -1,0 +1,94 @@
+"""Orders that are made for the costs of their units: W where bubbles are, and as many live units as memory allows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from seq1f1b import ScheduleError
+from seq1f1b.planning.cost import CostModel, RankBytes
+from seq1f1b.schedule import Family, Schedule, build_schedule
+
+__all__ = ["EARLY_PREFETCH", "Made", "order_for_costs", "splits_backward"]
+
+EARLY_PREFETCH = 4  # of orders made for costs: messages come early, and from so many places on wait for none
+_CAP_TRIES = 4  # orders for one cap
+
+
+class Made(NamedTuple):
+    """An order, the options that it was built with, and its bytes."""
+
+    schedule: Schedule
+    options: dict[str, Any]
+    ranks: list[RankBytes]
+
+    @property
+    def peak(self) -> int:
+        return max(rank.total for rank in self.ranks)
+
+
+def order_for_costs(
+    family: Family,
+    cost: CostModel,
+    sizes: Sequence[int],
+    cap: float,
+    build: Callable[[dict[str, Any]], Schedule],
+    seconds: Callable[[Schedule], float],
+    *,
+    leave_whole: bool = False,
+    prefetch: int = 1,
+) -> Made:
+    """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
+    fastest by ``seconds`` that fits in ``cap``, of several made for what the one before left of it.
+
+    Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
+    cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
+
+    leave_whole: the family is told to leave the backward whole. prefetch: receive places that bytes are counted for.
+    """
+    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=not leave_whole))}
+    if leave_whole:
+        options["backward"] = "whole"
+    if "transfer" in family.options:
+        latencies, rates = cost.links(range(cost.num_ranks))
+        message = statistics.fmean(cost.message_bytes(sizes))
+        times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
+        options["transfer"] = statistics.fmean(times) if times else 0.0
+    schedule = build(options)
+    made = Made(schedule, options, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
+    if made.peak <= cap or "cap_bytes" not in family.options:
+        return made
+    held, share = cost.held_bytes(sizes), 1 + cost.hardware.allocator_reserve
+    least = [0] * cost.num_ranks  # one micro-batch
+    for rank, row in zip(schedule.rank_of_stage, held, strict=True):
+        least[rank] += sum(row)
+    room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
+    orders: list[tuple[float, int, Made]] = []
+    for _ in range(_CAP_TRIES):
+        left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
+        room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
+        given = options | {"unit_bytes": held, "cap_bytes": room}
+        schedule = build(given)
+        made = Made(schedule, given, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
+        orders.append((seconds(schedule) if made.peak <= cap else math.inf, made.peak, made))
+        aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower where one held too much
+    return min(orders, key=lambda order: order[:2])[2]
+
+
+def splits_backward(family: Family) -> bool:
+    """Whether the family's orders have I and W, by one of them."""
+    for microbatches, segments in ((4, 1), (2, 1), (4, 2)):
+        try:
+            order = build_schedule(
+                family.name,
+                num_ranks=2,
+                num_microbatches=microbatches,
+                num_segments=segments,
+                stages_per_rank=family.stages_per_rank,
+            )
+        except ScheduleError:
+            continue
+        return any(unit.kind == "W" for rank in order.ranks for unit in rank)
+    return True

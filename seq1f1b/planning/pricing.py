@@ -1,0 +1,459 @@
+"""The price of one way to train: its seconds from step to step, its bytes, and why a family is not among the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from seq1f1b.partition import ModelShape
+from seq1f1b.plan import Layout, Plan, StepLength
+from seq1f1b.planning.cost import CostModel, RankBytes
+from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import EARLY_PREFETCH, Made, order_for_costs, splits_backward
+from seq1f1b.schedule import Family, Schedule, build_schedule
+from seq1f1b.view.table import rounded
+
+__all__ = ["GIB", "STEPS", "Candidate", "Found", "Length", "Pricing", "Uncertain", "group_lengths"]
+
+GIB = 1 << 30
+STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
+_MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
+_MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
+_MOST_LENGTHS = 8  # that sequences are padded to, where they have more
+_UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
+
+
+class Uncertain(NamedTuple):
+    """A number of the machine that is not certain: its ends, and the seconds by which they move the step."""
+
+    name: str
+    low: float
+    high: float
+    change_at_low: float
+    change_at_high: float
+
+
+class Length(NamedTuple):
+    """Steps of one length: what sequences are padded to, their share of all steps, tokens of a sequence in the mean."""
+
+    seq_len: int
+    share: float
+    tokens: float
+
+
+def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout: Layout | None) -> list[Length]:
+    """Ascending, at most ``_MOST_LENGTHS``."""
+    if (seq_len is None) == (lengths is None):
+        raise ValueError("give seq_len, or lengths where sequences differ: one of the two")
+    if lengths is None:
+        lengths = {seq_len or 0: 1}
+    elif layout is not None and layout.documents is not None:
+        raise ValueError("documents are packed into sequences of one length: give seq_len, not lengths")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(
+            f"{'seq_len' if seq_len is not None else 'a length'} is {min(lengths, default=0)}, must be at least 1"
+        )
+    if min(lengths.values()) < 1:
+        raise ValueError(f"a length has {min(lengths.values())} sequences, must have at least 1")
+    total, before = sum(length * count for length, count in lengths.items()), 0
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for number, (length, count) in enumerate(sorted(lengths.items())):
+        group = number if len(lengths) <= _MOST_LENGTHS else _MOST_LENGTHS * before // total
+        groups.setdefault(group, []).append((length, count))
+        before += length * count
+    grouped = []
+    for members in groups.values():
+        sequences = sum(count for _, count in members)
+        tokens = sum(length * count for length, count in members)
+        grouped.append(Length(members[-1][0], sequences / sum(lengths.values()), tokens / sequences))
+    return grouped
+
+
+class Candidate(NamedTuple):
+    family: Family
+    stages_per_rank: int
+    num_segments: int
+    mix: float
+    recompute: str
+    balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
+
+    def __str__(self) -> str:
+        return f"{self.family.name} with k {self.num_segments}, v {self.stages_per_rank}, recompute {self.recompute}"
+
+
+@dataclass(eq=False)
+class Found:
+    """A candidate with its order and price."""
+
+    candidate: Candidate
+    periods: list[float]  # of the step of each length
+    seconds: float
+    bubble: float
+    made: Made
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Breaks ties (times equal to four digits) by peak memory."""
+        return float(f"{self.seconds:.4g}"), self.made.peak
+
+
+class Pricing:
+    """The price of candidates, and what became of each family."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        lengths: Sequence[Length],
+        num_ranks: int,
+        num_microbatches: int,
+        layout: Layout,
+        optimizer_sync: bool,
+        for_engine: bool,
+    ) -> None:
+        self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
+        self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
+        self.for_engine = for_engine
+        self.num_simulated = 0
+        self._costs: dict[tuple[int, str, int, int], CostModel] = {}
+        self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
+        self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
+        self._split_backward: dict[str, bool] = {}
+        self._rules: dict[tuple[str, int, int], str | None] = {}
+        self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
+        self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
+        self.longest = lengths[-1].seq_len
+        alone = [
+            self._cost_of_layout(each.seq_len, 1, self.layout, hardware) for each in lengths
+        ]  # raises unless all is sound
+        seconds = [
+            each.share * sum(cost.layer_seconds(0, each.seq_len)) for each, cost in zip(lengths, alone, strict=True)
+        ]
+        main = lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
+        self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
+
+    def rule(self, candidate: Candidate) -> str | None:
+        """What the counts break, of the family's rules or the model's layers."""
+        v, k = candidate.stages_per_rank, candidate.num_segments
+        key = (candidate.family.name, v, k)
+        if key not in self._rules:
+            if self.num_ranks * v > self.model.layers:
+                broken: str | None = f"P v <= {self.model.layers} layers"
+            elif 2 * self.num_ranks * v * self.num_microbatches * k > _MOST_UNITS:
+                broken = f"2 P v M k <= {_MOST_UNITS} units"
+            else:
+                broken = candidate.family.broken_rule(
+                    num_ranks=self.num_ranks, num_microbatches=self.num_microbatches, num_segments=k, stages_per_rank=v
+                )
+            self._rules[key] = broken
+        return self._rules[key]
+
+    def _cost_of_layout(self, seq_len: int, stages_per_rank: int, layout: Layout, hardware: Hardware) -> CostModel:
+        return CostModel(
+            self.model,
+            hardware,
+            num_ranks=self.num_ranks,
+            stages_per_rank=stages_per_rank,
+            seq_len=seq_len,
+            layout=layout,
+        )
+
+    def _cost(self, candidate: Candidate, seq_len: int) -> CostModel:
+        v, balance = candidate.stages_per_rank, candidate.balance
+        key = (v, candidate.recompute, balance, seq_len)
+        if key not in self._costs:
+            layout = replace(self.layout, recompute=candidate.recompute, layers=None)
+            if balance:
+                balanced = self._cost_of_layout(balance, v, layout, self.hardware)
+                layout = replace(layout, layers=balanced.balanced_layers())
+            self._costs[key] = self._cost_of_layout(seq_len, v, layout, self.hardware)
+        return self._costs[key]
+
+    def is_repeated(self, candidate: Candidate) -> bool:
+        """Whether its layers are those of a balance before it."""
+        before = self.balances[: self.balances.index(candidate.balance)]
+        layers = self._cost(candidate, self.longest).layers
+        return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
+
+    def _is_left_whole(self, family: Family) -> bool:
+        """Whether the family is told to leave the backward whole, which it otherwise splits."""
+        return self.for_engine and "backward" in family.options
+
+    def _prefetch(self, family: Family) -> int:
+        return EARLY_PREFETCH if self._is_left_whole(family) else 1
+
+    def is_split(self, family: Family) -> bool:
+        """Whether its orders have I and W."""
+        if self._is_left_whole(family):
+            return False
+        if family.name not in self._split_backward:
+            self._split_backward[family.name] = splits_backward(family)
+        return self._split_backward[family.name]
+
+    def _split(self, candidate: Candidate, seq_len: int) -> list[int]:
+        key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute)
+        if key not in self._sizes:
+            step = math.lcm(self.layout.tensor * self.layout.context, 128)
+            if seq_len < 8 * step * candidate.num_segments:
+                step = 1
+            cost = self._cost(candidate, seq_len)
+            self._sizes[key] = cost.split(candidate.num_segments, mix=candidate.mix, multiple_of=step)
+        return self._sizes[key]
+
+    def _mean(self, values: Iterable[float]) -> float:
+        """Over the steps, of one value for each length."""
+        return sum(each.share * value for each, value in zip(self.lengths, values, strict=True))
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that no order of these units can beat, in the mean over the steps."""
+        return self._mean(self._bound(candidate, each.seq_len) for each in self.lengths)
+
+    def _bound(self, candidate: Candidate, seq_len: int) -> float:
+        """Of the steps of one length: the mean of the ranks' work, and the work of each stage, where steps do not
+        overlap with the first segment's way down to it and the way back up."""
+        cost = self._cost(candidate, seq_len)
+        is_split = self.is_split(candidate.family)
+        seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
+        optimizer = cost.optimizer_seconds()
+        work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
+        least = (sum(map(sum, work)) + sum(optimizer)) / self.num_ranks
+        down, up = optimizer[0], 0.0
+        for stage in range(cost.num_stages):
+            forward, back, weight = (part[stage] for part in work)
+            least = max(least, optimizer[stage] + forward + back + weight)
+            if self.optimizer_sync:  # a W that is its own unit may run beside the way up
+                least = max(least, down + forward + back + (0.0 if is_split else weight) + up)
+            down += seconds.forward[stage][0]
+            up += seconds.input[stage][0] + (0.0 if is_split else seconds.weight[stage][0])
+        return least
+
+    def consider(self, candidate: Candidate, fitting: list[Found], cap: int, best: int, within: float) -> None:
+        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is."""
+        name, bound = candidate.family.name, self.bound(candidate)
+        limit = within * fitting[0].seconds if fitting else math.inf
+        if len(fitting) >= best:
+            limit = min(limit, fitting[-1].seconds)
+        if bound >= limit:
+            if bound < self._slower.get(name, (math.inf, True))[0]:
+                self._slower[name] = (bound, True)
+            return
+        found = self._price(candidate, cap)
+        if isinstance(found, int):
+            if found < self._least.get(name, (math.inf, candidate))[0]:
+                self._least[name] = (found, candidate)
+            return
+        if found.seconds < self._slower.get(name, (math.inf, True))[0] or self._slower[name][1]:
+            self._slower[name] = (found.seconds, False)
+        alike = [other for other in fitting if other.candidate._replace(mix=candidate.mix) == candidate]
+        if any(other.place <= found.place for other in alike):
+            return  # another mix of the same is as good
+        fitting[:] = [other for other in fitting if other not in alike]
+        fitting.append(found)
+        fitting.sort(key=lambda each: each.place)
+        fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
+
+    def _price(self, candidate: Candidate, cap: int) -> Found | int:
+        """The candidate simulated, or the bytes that it needs where they are more than the cap."""
+        made = self._order(candidate, cap)
+        if made.peak > cap:
+            return made.peak
+        runs = self._periods(candidate, made.schedule)
+        self.num_simulated += 1
+        # A few steps in a row may still be settling.
+        periods = [
+            max(period, self._bound(candidate, each.seq_len))
+            for each, (period, _) in zip(self.lengths, runs, strict=True)
+        ]
+        seconds = self._mean(periods)
+        bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
+        return Found(candidate, periods, seconds, bubble, made)
+
+    def _order(self, candidate: Candidate, cap: int) -> Made:
+        """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
+        most of any length."""
+        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
+        if "costs" not in candidate.family.options:
+            schedule = self._shared_order(candidate)
+            made = Made(schedule, {}, cost.rank_bytes(schedule, sizes))
+        else:
+
+            def build(options: dict[str, Any]) -> Schedule:
+                return self._build(candidate, options)
+
+            def seconds(schedule: Schedule) -> float:
+                return self._mean(period for period, _ in self._periods(candidate, schedule))
+
+            made = order_for_costs(
+                candidate.family,
+                cost,
+                sizes,
+                cap,
+                build,
+                seconds,
+                leave_whole=self._is_left_whole(candidate.family),
+                prefetch=self._prefetch(candidate.family),
+            )
+        shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
+        most = [max(ranks, key=lambda rank: rank.total) for ranks in zip(made.ranks, *shorter, strict=True)]
+        return made._replace(ranks=most)
+
+    def _ranks(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
+        cost = self._on(candidate, seq_len, hardware)
+        return cost.rank_bytes(schedule, self._split(candidate, seq_len), prefetch=self._prefetch(candidate.family))
+
+    def _on(self, candidate: Candidate, seq_len: int, hardware: Hardware) -> CostModel:
+        """The candidate with its layers on another machine."""
+        cost = self._cost(candidate, seq_len)
+        if hardware is self.hardware:
+            return cost
+        return self._cost_of_layout(seq_len, candidate.stages_per_rank, cost.layout, hardware)
+
+    def _build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
+        return build_schedule(
+            candidate.family.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=candidate.num_segments,
+            stages_per_rank=candidate.stages_per_rank,
+            options=options,
+        )
+
+    def _shared_order(self, candidate: Candidate) -> Schedule:
+        """An order that does not depend on costs: that of all candidates which differ in recomputation, layers or split
+        alone. The oldest kept ones go first."""
+        key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
+        if key not in self._orders:
+            self._orders[key] = self._build(candidate, {})
+            while len(self._orders) > 1 and sum(map(self._num_units, self._orders)) > _MOST_KEPT:
+                del self._orders[next(iter(self._orders))]
+        return self._orders[key]
+
+    def _num_units(self, key: tuple[str, int, int]) -> int:
+        _, v, k = key
+        return 2 * self.num_ranks * v * self.num_microbatches * k
+
+    def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
+        arguments = self._on(candidate, seq_len, hardware).simulation_arguments(
+            schedule, self._split(candidate, seq_len), split_backward=self.is_split(candidate.family)
+        )
+        return arguments | {"prefetch": self._prefetch(candidate.family)}
+
+    def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
+        run = schedule.simulate(**arguments, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
+        assert run.period is not None
+        return run.period, 1 - (sum(run.busy) + sum(arguments["optimizer"])) / (run.period * self.num_ranks)
+
+    def _periods(self, candidate: Candidate, schedule: Schedule) -> list[tuple[float, float]]:
+        """Of the steps of each length."""
+        return [
+            self._period(schedule, self._arguments(candidate, schedule, each.seq_len, self.hardware))
+            for each in self.lengths
+        ]
+
+    def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
+        """Terms that move the step, largest first, each alone at its ends."""
+        candidate, schedule = found.candidate, found.made.schedule
+        known = [self._arguments(candidate, schedule, each.seq_len, self.hardware) for each in self.lengths]
+        periods = [self._period(schedule, arguments)[0] for arguments in known]
+
+        def change(name: str, end: float) -> float:
+            hardware, changes = _with(self.hardware, {name: end}), []
+            for each, before, period in zip(self.lengths, known, periods, strict=True):
+                arguments = self._arguments(candidate, schedule, each.seq_len, hardware)
+                changes.append(0.0 if arguments == before else self._period(schedule, arguments)[0] - period)
+            return self._mean(changes)
+
+        terms = []
+        for name, ends in self.hardware.spread.items():
+            changes = [change(name, end) for end in ends]
+            if any(changes):
+                terms.append(Uncertain(name, *ends, *changes))
+        return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
+
+    def plan(self, found: Found, cap: int, uncertain: tuple[Uncertain, ...]) -> Plan:
+        faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
+        slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
+        candidate = found.candidate
+        cost, schedule = self._cost(candidate, self.longest), found.made.schedule
+        ends = {name: high for name, (_, high) in self.hardware.spread.items() if name in _UNCERTAIN_BYTES}
+        high = self._ranks(candidate, schedule, self.longest, _with(self.hardware, ends))
+        sequences = self.num_microbatches * self.layout.data
+        lengths = [
+            StepLength(
+                each.seq_len,
+                each.share,
+                each.tokens,
+                tuple(self._split(candidate, each.seq_len)),
+                period,
+                sequences * each.tokens / period,
+                tuple(rank.total for rank in self._ranks(candidate, schedule, each.seq_len, self.hardware)),
+            )
+            for each, period in zip(self.lengths, found.periods, strict=True)
+        ]
+        return Plan(
+            model=self.model,
+            hardware=self.hardware.name,
+            seq_len=self.longest,
+            layout=replace(cost.layout, layers=cost.layers),
+            schedule=candidate.family.name,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=candidate.num_segments,
+            stages_per_rank=candidate.stages_per_rank,
+            segment_sizes=lengths[-1].segment_sizes,
+            mix=candidate.mix,
+            seconds=found.seconds,
+            low=max(0.0, found.seconds - faster),
+            high=found.seconds + slower,
+            bubble=found.bubble,
+            tokens_per_second=sequences * self._mean(each.tokens for each in self.lengths) / found.seconds,
+            peak=tuple(rank.total for rank in found.made.ranks),
+            peak_high=tuple(rank.total for rank in high),
+            cap=cap,
+            optimizer_sync=self.optimizer_sync,
+            options=found.made.options,
+            prefetch=self._prefetch(candidate.family),
+            lengths=tuple(lengths) if len(lengths) > 1 else (),
+        )
+
+    def explain_nothing(self, cap: int) -> str:
+        """Why there is no plan."""
+        if not self._least:
+            rules = sorted({f"{name} needs {rule}" for (name, _, _), rule in self._rules.items() if rule})
+            return f"no schedule can be built for these counts: {'; '.join(rules)}"
+        peak, candidate = min(self._least.values(), key=lambda least: least[0])
+        return (
+            f"nothing fits in {cap / GIB:.2f} GiB: the least possible is {peak / GIB:.2f} GiB, {candidate}; "
+            "more ranks, a higher tensor or context degree, or more segments need less"
+        )
+
+    def reasons(self, slowest: float) -> dict[str, str]:
+        """Why each family is not among the best: a kind of reason, a colon, and what says it."""
+        broken: dict[str, dict[str, None]] = {}
+        for (name, _, _), rule in self._rules.items():
+            if rule is not None:
+                broken.setdefault(name, {})[rule] = None
+        reasons = {name: f"cannot be built: needs {', and '.join(rules)}" for name, rules in broken.items()}
+        too_large = {
+            name: f"too large: at least {peak / GIB:.1f} GiB (k {candidate.num_segments}, "
+            f"v {candidate.stages_per_rank}, recompute {candidate.recompute})"
+            for name, (peak, candidate) in self._least.items()
+        }
+        reasons |= too_large
+        last = rounded(slowest)
+        for name, (seconds, is_bound) in self._slower.items():
+            reason = f"slower: {'at least ' if is_bound else ''}{rounded(seconds)} s against {last} s"
+            if not is_bound and rounded(seconds) == last:
+                reason = f"slower: as fast as the last to three digits, {last} s"
+                if f"{seconds:.4g}" == f"{slowest:.4g}":
+                    reason = f"as fast: {last} s like the last, in more memory"
+            reasons[name] = f"{reason}; or {too_large[name]}" if name in too_large else reason
+        return reasons
+
+
+def _with(hardware: Hardware, values: Mapping[str, Any]) -> Hardware:
+    """The machine with other numbers."""
+    return replace(hardware, **values)

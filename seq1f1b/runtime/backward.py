@@ -1,0 +1,55 @@
+"""The backward of one unit: where it starts, and what it leaves to the segment and the stage before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from seq1f1b.ops.context import LiveUnit
+
+__all__: list[str] = []
+
+
+def start_of(
+    unit: LiveUnit, gradients: Sequence[Tensor | None], auxiliary_seed: float
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Roots of the unit's backward, and the gradient of each.
+
+    Args:
+        gradients: what the next stage sent for the unit's outputs; not read where the unit has seeds of its own.
+        auxiliary_seed: the gradient of each auxiliary loss.
+    """
+    roots, seeds = unit.roots, unit.seeds
+    if seeds is None:
+        seeds = tuple(gradients)  # not the cached views themselves: roots are added below
+        if None in roots or any(g is None for g in gradients):
+            pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
+            roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
+    if unit.auxiliary is not None:
+        roots += tuple(unit.auxiliary)
+        seeds += tuple([torch.full_like(a, auxiliary_seed) for a in unit.auxiliary])
+    if unit.carried_out is not None and unit.carried_back is not None:
+        for name, leaf in unit.carried_back.items():
+            if leaf.grad is not None:
+                roots += (get_gradient_edge(unit.carried_out[name]),)
+                seeds += (leaf.grad,)
+    return roots, seeds
+
+
+def carry_back(unit: LiveUnit) -> None:
+    """Leaves the gradients of what the unit carried in to the segment that carried it out."""
+    if unit.carried_in is not None and unit.previous is not None:
+        unit.previous.carried_back = unit.carried_in
+
+
+def input_gradients(unit: LiveUnit) -> tuple[Tensor | None, ...]:
+    """Gradients of the unit's inputs, for the stage before; contiguous, as messages are."""
+    return tuple([_contiguous(leaf.grad) for leaf in unit.leaves])
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()

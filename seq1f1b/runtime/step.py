@@ -1,0 +1,249 @@
+"""One step of an engine on one rank: its arguments, split for the units of this rank's stages, and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seq1f1b.device.placement import move, through_host
+from seq1f1b.ops.packing import document_lengths
+from seq1f1b.runtime.arguments import Options, check_number
+from seq1f1b.runtime.splitting import (
+    Leaves,
+    check_count,
+    check_rules,
+    microbatches,
+    sequence_length,
+    shard_sizes,
+    split_inputs,
+    split_kwargs,
+    split_sequence,
+)
+from seq1f1b.runtime.stage import Received, Stage, StageArguments, StageStep
+from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """What the caller gives to one step; :meth:`seq1f1b.PipelineEngine.step` says what it means."""
+
+    training: bool
+    inputs: Any
+    target: Any
+    kwargs: Any
+    loss_weight: float | None = None
+    gradient_scale: float = 1.0
+    loss_kwargs: Mapping[str, Any] | None = None
+    return_outputs: bool = False
+
+
+class Step:
+    """Made for one step and dropped at its end, with everything that units left behind.
+
+    Args:
+        options, stages, num_stages, device: of the engine.
+        enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
+    """
+
+    def __init__(
+        self,
+        arguments: StepArguments,
+        options: Options,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        device: torch.device,
+        enter_shape: Callable[[tuple[bool, int]], bool],
+    ) -> None:
+        self.training = arguments.training
+        self._arguments, self._options, self._stages = arguments, options, stages
+        self._first, self._last = stages.get(0), stages.get(num_stages - 1)
+        self._device, self._enter_shape = device, enter_shape
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._inputs, self._target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
+        if device.type != "cpu":
+            self._inputs, self._target, self._kwargs = (
+                move(value, device) for value in (self._inputs, self._target, self._kwargs)
+            )
+        self._leaves = Leaves()
+        self.length, self.sizes = 0, [0] * options.num_segments
+        self._weights: list[list[float]] = []
+        self._parts: dict[int, StageStep] = {}
+        self._passes: dict[int, tuple[Callable[..., Any], ...]] = {}
+
+    def prepare(self) -> None:
+        """Checks the arguments. The first stage's rank knows all then; others :meth:`learn` from the first message."""
+        options, target = self._options, self._target
+        if self.training and not torch.is_grad_enabled():
+            raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
+        if self._last is not None and self.training and (options.loss_fn is None or target is None):
+            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
+        if self._last is not None and target is not None and options.loss_fn is None:
+            raise ValueError("target was given, but the engine has no loss_fn")
+        if self._arguments.loss_weight is not None:
+            check_number("loss_weight", self._arguments.loss_weight)
+        check_rules(self._kwargs, options.arg_rules, is_split=options.num_segments == 1)
+        if self._last is not None and target is not None:
+            self._target = microbatches(target, options.num_microbatches, "target")
+        if self._first is not None:
+            if self._inputs is None:
+                raise ValueError("inputs are needed on the rank of the first stage")
+            check_count(self._inputs, options.num_microbatches, "inputs")
+            self._inputs = self._leaves.replace(self._inputs)
+            self.learn(sequence_length(self._inputs, options.seq_dim))
+
+    # -- the executor's ----------------------------------------------------------------------------------------------
+
+    def choose_run(self, *, host_messages: bool) -> Callable[..., Any]:
+        """What the executor calls for every unit.
+
+        Args:
+            host_messages: messages of stages on a device come from and go to host memory.
+        """
+        passes = self._passes
+
+        def run(kind: int, stage: int, m: int, s: int, received: Received) -> Any:
+            return passes[stage][kind](m, s, received)
+
+        return through_host(run, self._device) if host_messages and self._device.type != "cpu" else run
+
+    def learn(self, length: int) -> list[int]:
+        """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
+        options, arguments = self._options, self._arguments
+        M, dim, shard = options.num_microbatches, options.seq_dim, options.shard
+        self.length, self.sizes = length, options.sizes_of(length, self._documents())
+        is_known = self._enter_shape((self.training, length))
+        inputs = None if self._first is None else split_inputs(self._inputs, M, self.sizes, dim, shard)
+        kwargs = None
+        if self._kwargs or options.arg_rules:
+            kwargs = split_kwargs(self._leaves.replace(self._kwargs), options.arg_rules, M, self.sizes, dim, shard)
+        targets = seeds = segment_shares = None
+        if self._last is not None and self._target is not None:
+            targets = self._split_targets()
+            segment_shares, seeds = self._weigh(self._last)
+        scale = arguments.gradient_scale / (M if options.scale_grads and arguments.loss_weight is None else 1.0)
+        mean = options.loss_reduction == "mean"
+        for index, stage in self._stages.items():
+            part = stage.begin(
+                StageArguments(
+                    training=self.training,
+                    sizes=self.sizes,
+                    inputs=inputs if stage.is_first else None,
+                    kwargs=kwargs,
+                    targets=targets if stage.is_last else None,
+                    seeds=seeds if stage.is_last else None,
+                    shares=segment_shares if stage.is_last else None,
+                    loss_kwargs=arguments.loss_kwargs or {},
+                    auxiliary_seeds=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
+                    keep_outputs=arguments.return_outputs and stage.is_last,
+                    measures=self.training and not is_known,
+                ),
+            )
+            self._parts[index] = part
+            # Autocast is for forwards: a backward runs in the dtypes of its forward.
+            forward, *others = part.passes
+            self._passes[index] = (forward, *(self._outside_autocast(run) if self._autocast else run for run in others))
+        for index, part in self._parts.items():
+            part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
+        return self.sizes
+
+    def _outside_autocast(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def outside(m: int, s: int, received: Received) -> Any:
+            with torch.autocast(self._device.type, enabled=False):
+                return run(m, s, received)
+
+        return outside
+
+    def _documents(self) -> list[int] | None:
+        """Lengths of the packed documents of all rows, where segments are balanced by them."""
+        options = self._options
+        if options.segment_sizes != "balanced" or options.arg_rules.get("doc_ids") != "slice":
+            return None
+        kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
+        rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]
+        return [length for doc_ids in rows for length in document_lengths(doc_ids)] or None
+
+    def _split_targets(self) -> list[list[Any]]:
+        options = self._options
+        if options.num_segments * options.shard[1] == 1:
+            return [[target] for target in self._target]
+        return [
+            split_sequence(target, self.sizes, options.seq_dim, f"target of micro-batch {m}", options.shard)
+            for m, target in enumerate(self._target)
+        ]
+
+    def _weigh(self, last: Stage) -> tuple[list[list[float]], list[list[Tensor]]]:
+        """Shares of this rank's segments in their micro-batch's loss, and the seeds of their backwards.
+
+        Where segments are cut into shards, each rank's share counts as many times as there are shards: the mean over
+        the shards is to be the loss.
+        """
+        options, arguments = self._options, self._arguments
+        M, k, (rank, num_shards) = options.num_microbatches, options.num_segments, options.shard
+        if options.loss_reduction == "sum":
+            counts = segment_shares = [[1.0] * k for _ in range(M)]
+        else:
+            pieces = shard_sizes(self.sizes, options.shard)
+            all_counts = count_targets(self._target, pieces, options.seq_dim, options.loss_weight)
+            counts, segment_shares = (
+                [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
+            )
+        self._weights = [[num_shards * share for share in row] for row in segment_shares]
+        if arguments.loss_weight is not None:
+            divisor = last.gradient_divisor
+            scale = arguments.gradient_scale * (num_shards if divisor is None else divisor)
+            seeds = [[scale * count / arguments.loss_weight for count in row] for row in counts]
+        else:
+            scale = arguments.gradient_scale / (M if options.scale_grads else 1.0)
+            seeds = [[weight * scale for weight in row] for row in self._weights]
+        return self._weights, make_seeds(seeds, self._device)
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def propagate(self) -> None:
+        """Carries the summed gradients of arguments that require grad to where they come from."""
+        self._leaves.propagate()
+
+    def end(self) -> None:
+        """After the last unit, or an error."""
+        for part in self._parts.values():
+            part.end()
+
+    def losses(self) -> list[Tensor]:
+        part = self._last_part()
+        if part is None or self._target is None:
+            return []
+        return combine(part.losses, self._weights, self._device)
+
+    def outputs(self) -> list[Any] | None:
+        """Of the M micro-batches, on the rank of the last stage."""
+        part = self._last_part()
+        if part is None:
+            return None
+        M, k = self._options.num_microbatches, self._options.num_segments
+        return [merge([part.units[m * k + s].output for s in range(k)], self._options.seq_dim) for m in range(M)]
+
+    def activations(self) -> dict[int, tuple[float, int]]:
+        """Bytes that graphs kept, per token and at the peak, of the stages where they were measured."""
+        return {
+            index: (part.saved_bytes / part.saved_tokens, part.peak_saved_bytes)
+            for index, part in self._parts.items()
+            if part.saved_tokens
+        }
+
+    def _last_part(self) -> StageStep | None:
+        return None if self._last is None else self._parts.get(self._last.index)
+
+
+def merge(parts: list[Any], dim: int) -> Any:
+    """One output from those of segments or micro-batches; tensors in nested tuples and dicts are joined."""
+    if isinstance(parts[0], (tuple, list)):
+        return tuple(merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
+    if isinstance(parts[0], dict):
+        return {key: merge([part[key] for part in parts], dim) for key in parts[0]}
+    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]

@@ -1,0 +1,71 @@
+"""What all drawings of a timeline share: their limits, the names and colours of units, the unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from seq1f1b.schedule import Timeline, Unit
+
+MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
+MOST_TRACED = 1_000_000  # 170 MB of JSON
+
+PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def check_size(what: str, num_units: int) -> None:
+    """Refuses a picture, page or trace that would take minutes and help nobody."""
+    most = MOST_TRACED if what == "trace" else MOST_UNITS
+    if num_units > most:
+        raise ValueError(
+            f"a {what} of {num_units} units, more than the {most} that it shows in good time; draw fewer "
+            "micro-batches, ranks or segments, the pattern repeats"
+        )
+
+
+def count_units(timelines: Iterable[Timeline]) -> int:
+    """Of all together."""
+    return sum(len(track) for timeline in timelines for track in timeline)
+
+
+def extent(timeline: Timeline) -> tuple[float, float]:
+    """First start and last end."""
+    if not any(timeline):
+        raise ValueError("the timeline holds no unit")
+    begin = min(start for track in timeline for _, start, _ in track)
+    end = max(stop for track in timeline for _, _, stop in track)
+    return begin, end
+
+
+def first_stages(timeline: Timeline) -> list[int]:
+    """Per rank, the first of its stages: the others are marked."""
+    return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds per unit, and the unit in which a time of this size reads well."""
+    return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
+
+
+def seconds_text(seconds: float) -> str:
+    size, name = time_unit(seconds)
+    return f"{seconds / size:.3g} {name}"
+
+
+MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
+                      "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
+STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+
+
+def color_of(unit: Unit) -> tuple[float, ...]:
+    """The micro-batch's hue: pale forward, full backward, between the two where the backward is split."""
+    color = MICROBATCH_COLORS[unit.microbatch % len(MICROBATCH_COLORS)]
+    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return tuple(1 - STRENGTH[unit.kind] * (1 - channel) for channel in channels)
+
+
+def ink_on(color: Sequence[float]) -> str:
+    """Of a label on that colour: dark where it is light (relative luminance, ITU-R BT.709)."""
+    red, green, blue = color
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"

@@ -1,0 +1,446 @@
+/* attention_sequence.c - see attention_sequence.h. */
+#include "attention_sequence.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+int64_t num_failed, num_checks;
+
+void check(int ok, const char *what)
+{
+    num_checks++;
+    if (!ok && num_failed++ < 40)
+        printf("FAILED: %s\n", what);
+}
+
+void *allocate(int64_t bytes)
+{
+    void *memory = malloc((size_t)(bytes ? bytes : 1));
+    if (!memory)
+        abort();
+    return memory;
+}
+
+/* ---- random numbers and elements ---- */
+
+static uint64_t random_state = 1;
+
+uint32_t random_bits(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(random_state >> 32);
+}
+
+static double random_normal(void) /* roughly: variance 1 */
+{
+    double sum = 0;
+    for (int i = 0; i < 12; i++)
+        sum += random_bits() * 0x1p-32;
+    return sum - 6;
+}
+
+double get(int32_t dtype, const void *x, int64_t i)
+{
+    switch (dtype) {
+    case S1F_FLOAT64: return ((const double *)x)[i];
+    case S1F_FLOAT32: return ((const float *)x)[i];
+    case S1F_BFLOAT16: return s1f_from_bf16(((const uint16_t *)x)[i]);
+    default: return s1f_from_fp16(((const uint16_t *)x)[i]);
+    }
+}
+
+void put(int32_t dtype, void *x, int64_t i, double value)
+{
+    switch (dtype) {
+    case S1F_FLOAT64: ((double *)x)[i] = value; break;
+    case S1F_FLOAT32: ((float *)x)[i] = (float)value; break;
+    case S1F_BFLOAT16: ((uint16_t *)x)[i] = s1f_to_bf16((float)value); break;
+    default: ((uint16_t *)x)[i] = s1f_to_fp16((float)value); break;
+    }
+}
+
+/* ---- one sequence, of which the rows [first, length) are queries ---- */
+
+int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+{
+    return s1f_at(x->q_strides, b, h, row);
+}
+
+int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+{
+    return s1f_at(x->kv_strides, b, h, row);
+}
+
+static s1f_strides strides_of(int tokens_outside, int64_t heads, int64_t rows, int64_t head_dim)
+{
+    if (tokens_outside) /* three spare columns per head, so that no two strides agree by accident */
+        return (s1f_strides){rows * heads * (head_dim + 3), head_dim + 3, heads * (head_dim + 3)};
+    return (s1f_strides){heads * rows * head_dim, rows * head_dim, head_dim};
+}
+
+void fill(int32_t dtype, void *x, int64_t elements, double value)
+{
+    for (int64_t i = 0; i < elements; i++)
+        put(dtype, x, i, value);
+}
+
+void clear_results(sequence *x)
+{
+    fill(x->s.dtype, x->out, x->q_elements, NAN);
+    fill(x->s.dtype, x->dq, x->q_elements, NAN);
+    fill(s1f_dtype_of_sums(x->s.dtype), x->dk, x->kv_elements, NAN);
+    fill(s1f_dtype_of_sums(x->s.dtype), x->dv, x->kv_elements, NAN);
+    fill(s1f_dtype_of_sums(x->s.dtype), x->lse, x->s.batch * x->s.heads * x->s.length, NAN);
+}
+
+static int32_t document(const shape *s, int64_t batch, int64_t row)
+{
+    int64_t index = (row + 3 * batch) * s->num_docs / s->length;
+    return s->docs_return ? (index & 1 ? INT32_MAX : INT32_MIN) : (int32_t)(index - batch);
+}
+
+sequence sequence_new(shape s)
+{
+    sequence x = {.s = s, .kv_rows = s.length + SPARE_ROWS};
+    int64_t bytes = s1f_dtype_bytes(s.dtype), sum_bytes = s1f_dtype_bytes(s1f_dtype_of_sums(s.dtype));
+    double size = s.logits > 0 ? sqrt(s.logits) : 1;
+
+    x.q_strides = strides_of(s.tokens_outside, s.heads, s.length, s.head_dim);
+    x.kv_strides = strides_of(s.tokens_outside, s.kv_heads, x.kv_rows, s.head_dim);
+    x.q_elements = s.batch * x.q_strides.batch;
+    x.kv_elements = s.batch * x.kv_strides.batch;
+    x.q = allocate(x.q_elements * bytes);
+    x.out = allocate(x.q_elements * bytes);
+    x.dout = allocate(x.q_elements * bytes);
+    x.dq = allocate(x.q_elements * bytes);
+    x.k = allocate(x.kv_elements * bytes);
+    x.v = allocate(x.kv_elements * bytes);
+    x.dk = allocate(x.kv_elements * sum_bytes);
+    x.dv = allocate(x.kv_elements * sum_bytes);
+    x.lse = allocate(s.batch * s.heads * s.length * sum_bytes);
+    fill(s.dtype, x.k, x.kv_elements, NAN);
+    fill(s.dtype, x.v, x.kv_elements, NAN);
+    for (int64_t i = 0; i < x.q_elements; i++) {
+        put(s.dtype, x.q, i, size * random_normal());
+        put(s.dtype, x.dout, i, random_normal());
+    }
+    for (int64_t b = 0; b < s.batch; b++)
+        for (int64_t h = 0; h < s.kv_heads; h++)
+            for (int64_t row = 0; row < s.length; row++)
+                for (int64_t c = 0; c < s.head_dim; c++) {
+                    double key =
+                        s.same_keys && row > 0 ? get(s.dtype, x.k, kv_at(&x, b, h, 0) + c) : size * random_normal();
+                    put(s.dtype, x.k, kv_at(&x, b, h, row) + c, key);
+                    put(s.dtype, x.v, kv_at(&x, b, h, row) + c, random_normal());
+                }
+    if (s.alibi != 0) {
+        x.slopes = allocate(s.batch * s.heads * (int64_t)sizeof(float));
+        for (int64_t i = 0; i < s.batch * s.heads; i++)
+            x.slopes[i] = (float)(s.alibi / (double)(1 + i));
+    }
+    if (s.num_docs > 0) {
+        x.docs = allocate(s.batch * s.length * (int64_t)sizeof(int32_t));
+        for (int64_t b = 0; b < s.batch; b++)
+            for (int64_t row = 0; row < s.length; row++)
+                x.docs[b * s.length + row] = document(&s, b, row);
+    }
+    clear_results(&x);
+    return x;
+}
+
+void sequence_free(sequence *x)
+{
+    void *all[] = {x->q, x->k, x->v, x->out, x->dout, x->dq, x->dk, x->dv, x->lse, x->slopes, x->docs};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+static double scale_of(const shape *s)
+{
+    return (s->scaling == ZERO ? 0 : s->scaling == NEGATIVE ? -1 : 1) / sqrt((double)s->head_dim);
+}
+
+s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, int store)
+{
+    const shape *s = &x->s;
+    int64_t bytes = s1f_dtype_bytes(s->dtype), from = begin * x->q_strides.row * bytes;
+    return (s1f_attention_args){
+        .dtype = s->dtype,
+        .batch = s->batch,
+        .heads = s->heads,
+        .kv_heads = s->kv_heads,
+        .segment_len = end - begin,
+        .head_dim = s->head_dim,
+        .q_start = begin,
+        .q = (const char *)x->q + from,
+        .k = x->k,
+        .v = x->v,
+        .out = (char *)x->out + from,
+        .q_strides = x->q_strides,
+        .kv_strides = x->kv_strides,
+        .out_strides = x->q_strides,
+        .lse = (char *)x->lse + s->batch * s->heads * begin * s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype)),
+        .scale = scale_of(s),
+        .window = s->window,
+        .softcap = s->softcap,
+        .slopes = x->slopes,
+        .slopes_batch_stride = x->slopes ? s->heads : 0,
+        .docs = x->docs,
+        .docs_batch_stride = s->length,
+        .dout = (const char *)x->dout + from,
+        .dout_strides = x->q_strides,
+        .dq = (char *)x->dq + from,
+        .dq_strides = x->q_strides,
+        .dk = x->dk,
+        .dv = x->dv,
+        .dkv_strides = x->kv_strides,
+        .store_kv_grads = store,
+    };
+}
+
+/* ---- the naive computation, in double ----
+ *
+ * For a 16-bit dtype, dout . out is taken from the out that is stored in the sequence, as attention.h defines it: its
+ * rounding is part of the result. Otherwise from the sum of p dp, which is the same where nothing is rounded. */
+
+static int rounds_products(const shape *s)
+{
+    return s->dtype == S1F_BFLOAT16 && strcmp(s1f_attention_isa(), "avx512bf16") == 0;
+}
+
+double *zeros(int64_t count)
+{
+    double *x = calloc((size_t)count, sizeof *x);
+    if (!x)
+        abort();
+    return x;
+}
+
+int is_half(int32_t dtype)
+{
+    return dtype == S1F_BFLOAT16 || dtype == S1F_FLOAT16;
+}
+
+/* One head of a tensor as (rows, D) doubles. */
+static double *head_of(const sequence *x, const void *tensor, s1f_strides strides, int64_t b, int64_t h)
+{
+    int64_t D = x->s.head_dim;
+    double *rows = zeros(x->s.length * D);
+    for (int64_t i = 0; i < x->s.length * D; i++)
+        rows[i] = get(x->s.dtype, tensor, s1f_at(strides, b, h, i / D) + i % D);
+    return rows;
+}
+
+static double product(const double *a, const double *b, int64_t n)
+{
+    double even = 0, odd = 0;
+    for (int64_t c = 0; c < n; c++)
+        *(c & 1 ? &odd : &even) += a[c] * b[c];
+    return even + odd;
+}
+
+/* sums[c] += |factor row[c]| */
+static void add_sizes(double *sums, double factor, const double *row, int64_t n)
+{
+    for (int64_t c = 0; c < n; c++)
+        sums[c] += fabs(factor * row[c]);
+}
+
+static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r)
+{
+    const shape *s = &x->s;
+    int64_t N = s->length, D = s->head_dim, kv = h / (s->heads / s->kv_heads);
+    double *q = head_of(x, x->q, x->q_strides, b, h), *k = head_of(x, x->k, x->kv_strides, b, kv);
+    double *v = head_of(x, x->v, x->kv_strides, b, kv), *dout = head_of(x, x->dout, x->q_strides, b, h);
+    double *stored_out = head_of(x, x->out, x->q_strides, b, h), *p = zeros(N), *dp = zeros(N), *chain = zeros(N);
+    double *out = r->out + (b * s->heads + h) * N * D, *dq = r->dq + (b * s->heads + h) * N * D;
+    double *dk = r->dk + (b * s->kv_heads + kv) * N * D, *dv = r->dv + (b * s->kv_heads + kv) * N * D;
+    int64_t q_head = (b * s->heads + h) * N * D, kv_head = (b * s->kv_heads + kv) * N * D;
+
+    for (int64_t i = s->first; i < N; i++) {
+        double total = 0, highest = -INFINITY, mean = 0;
+        for (int64_t j = 0; j <= i; j++) {
+            p[j] = scale_of(s) * product(q + i * D, k + j * D, D);
+            chain[j] = 1;
+            if (s->softcap > 0) {
+                p[j] = s->softcap * tanh(p[j] / s->softcap);
+                chain[j] = 1 - pow(p[j] / s->softcap, 2);
+            }
+            if (x->slopes)
+                p[j] -= (double)x->slopes[b * s->heads + h] * (double)(i - j);
+            if ((s->window && j <= i - s->window) || (x->docs && x->docs[b * N + j] != x->docs[b * N + i]))
+                p[j] = -INFINITY;
+            highest = fmax(highest, p[j]);
+        }
+        for (int64_t j = 0; j <= i; j++)
+            total += exp(p[j] - highest);
+        r->lse[(b * s->heads + h) * N + i] = highest + log(total);
+        for (int64_t j = 0; j <= i; j++) {
+            p[j] = exp(p[j] - highest) / total;
+            dp[j] = product(dout + i * D, v + j * D, D);
+            mean += p[j] * dp[j];
+            for (int64_t c = 0; c < D; c++) {
+                out[i * D + c] += p[j] * v[j * D + c];
+                dv[j * D + c] += p[j] * dout[i * D + c];
+            }
+            if (r->out_terms) {
+                add_sizes(r->out_terms + q_head + i * D, p[j], v + j * D, D);
+                add_sizes(r->dv_terms + kv_head + j * D, p[j], dout + i * D, D);
+            }
+        }
+        if (is_half(s->dtype))
+            mean = product(dout + i * D, stored_out + i * D, D);
+        for (int64_t j = 0; j <= i; j++) {
+            double ds = p[j] * (dp[j] - mean) * chain[j] * scale_of(s);
+            for (int64_t c = 0; c < D; c++) {
+                dq[i * D + c] += ds * k[j * D + c];
+                dk[j * D + c] += ds * q[i * D + c];
+            }
+            if (r->out_terms) {
+                add_sizes(r->dq_terms + q_head + i * D, ds, k + j * D, D);
+                add_sizes(r->dk_terms + kv_head + j * D, ds, q + i * D, D);
+            }
+        }
+    }
+    double *all[] = {q, k, v, dout, stored_out, p, dp, chain};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+naive_results naive_new(const sequence *x)
+{
+    const shape *s = &x->s;
+    int64_t rows = s->batch * s->heads * s->length, kv_rows = s->batch * s->kv_heads * s->length;
+    int64_t q_elements = rows * s->head_dim, kv_elements = kv_rows * s->head_dim;
+    naive_results r = {.out = zeros(q_elements),
+                       .lse = zeros(rows),
+                       .dq = zeros(q_elements),
+                       .dk = zeros(kv_elements),
+                       .dv = zeros(kv_elements)};
+    if (rounds_products(s)) {
+        r.out_terms = zeros(q_elements);
+        r.dq_terms = zeros(q_elements);
+        r.dk_terms = zeros(kv_elements);
+        r.dv_terms = zeros(kv_elements);
+    }
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->heads; h++)
+            naive_head(x, b, h, &r);
+    return r;
+}
+
+void naive_free(naive_results *r)
+{
+    double *all[] = {r->out, r->lse, r->dq, r->dk, r->dv, r->out_terms, r->dq_terms, r->dk_terms, r->dv_terms};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]);
+}
+
+/* ---- comparing ---- */
+
+const char *describe(const shape *s, const char *what)
+{
+    static char text[400];
+    snprintf(text, sizeof text,
+             "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, layout %d, window %lld, softcap %g, "
+             "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, isa %s",
+             what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
+             (long long)s->first, (long long)s->length, (long long)s->head_dim, s->tokens_outside, (long long)s->window,
+             s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys, (int)s->scaling,
+             s1f_attention_isa());
+    return text;
+}
+
+/* terms: size of the terms that were rounded to bf16, see naive_results. */
+static void compare(difference *d, double got, double want, double terms)
+{
+    double error = fabs(got - want) - 0x1p-8 * terms;
+    if (error > d->error || error != error)
+        d->error = error;
+    d->largest = fmax(d->largest, fabs(want));
+}
+
+void check_difference(const sequence *x, const char *what, difference d, double tolerance)
+{
+    char text[500];
+    snprintf(text, sizeof text, "%s: error %.3g of %.3g, allowed %.3g", describe(&x->s, what), d.error, d.largest,
+             tolerance * fmax(d.largest, 1));
+    check(d.error <= tolerance * fmax(d.largest, 1), text); /* false on NaN */
+}
+
+difference q_difference(const sequence *x, const void *got, const double *want, const double *terms)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->heads; h++)
+            for (int64_t row = s->first; row < s->length; row++)
+                for (int64_t c = 0; c < s->head_dim; c++) {
+                    int64_t i = ((b * s->heads + h) * s->length + row) * s->head_dim + c;
+                    compare(&d, get(s->dtype, got, q_at(x, b, h, row) + c), want[i], terms ? terms[i] : 0);
+                }
+    return d;
+}
+
+difference kv_difference(const sequence *x, const void *got, const double *want, const double *terms, double times,
+                         double plus)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t h = 0; h < s->kv_heads; h++)
+            for (int64_t row = 0; row < s->length; row++)
+                for (int64_t c = 0; c < s->head_dim; c++) {
+                    int64_t i = ((b * s->kv_heads + h) * s->length + row) * s->head_dim + c;
+                    compare(&d, get(s1f_dtype_of_sums(s->dtype), got, kv_at(x, b, h, row) + c), times * want[i] + plus,
+                            terms ? times * terms[i] : 0);
+                }
+    return d;
+}
+
+difference lse_difference(const sequence *x, const double *want)
+{
+    const shape *s = &x->s;
+    difference d = {0, 0};
+    int64_t rows = s->length - s->first;
+    for (int64_t bh = 0; bh < s->batch * s->heads; bh++)
+        for (int64_t row = 0; row < rows; row++)
+            compare(&d, get(s1f_dtype_of_sums(s->dtype), x->lse, s->batch * s->heads * s->first + bh * rows + row),
+                    want[bh * s->length + s->first + row], 0);
+    return d;
+}
+
+int spare_rows_untouched(const sequence *x)
+{
+    const void *all[] = {x->dk, x->dv};
+    for (int which = 0; which < 2; which++)
+        for (int64_t b = 0; b < x->s.batch; b++)
+            for (int64_t h = 0; h < x->s.kv_heads; h++)
+                for (int64_t row = x->s.length; row < x->kv_rows; row++)
+                    for (int64_t c = 0; c < x->s.head_dim; c++)
+                        if (!isnan(get(s1f_dtype_of_sums(x->s.dtype), all[which], kv_at(x, b, h, row) + c)))
+                            return 0;
+    return 1;
+}
+
+/* ---- running ---- */
+
+int64_t cut(const shape *s, int64_t parts, int64_t i)
+{
+    if (parts == s->parts && i > 0)
+        return s->cuts[i - 1];
+    return s->first + (s->length - s->first) * i / parts;
+}
+
+void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context)
+{
+    for (int64_t i = 0; i < parts; i++) {
+        s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), 0);
+        check(forward(&args, context) == S1F_OK, describe(&x->s, "forward refused"));
+    }
+    for (int64_t i = parts - 1; i >= 0; i--) {
+        s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), i == parts - 1);
+        check(backward(&args, context) == S1F_OK, describe(&x->s, "backward refused"));
+    }
+}

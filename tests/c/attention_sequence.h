@@ -1,0 +1,84 @@
+/* attention_sequence.h - one sequence for the tests of attention: its tensors, what attention of them must be, computed
+ * naively in double by code that the kernels share nothing with, and how far results are from that. */
+#ifndef S1F_TESTS_ATTENTION_SEQUENCE_H
+#define S1F_TESTS_ATTENTION_SEQUENCE_H
+
+#include "../../kernels/attention_internal.h"
+
+extern int64_t num_failed, num_checks;
+
+typedef struct {
+    int32_t dtype;
+    int64_t batch, heads, kv_heads, first, length, head_dim;
+    int tokens_outside; /* layout (B, rows, H, D) and not (B, H, rows, D) */
+    int64_t window;
+    double softcap, alibi, logits; /* alibi: slope of head 0, 0 for none; logits: their rough size, 0 for 1 */
+    int64_t num_docs;              /* documents of the sequence, 0 for no ids */
+    int docs_return;               /* there are two ids, by turns */
+    int same_keys;                 /* all rows of k are one */
+    enum { BY_HEAD_DIM, NEGATIVE, ZERO } scaling;
+    int64_t parts; /* segments, 0 for 3 of about equal length; else `cuts` says where each ends */
+    const int64_t *cuts;
+} shape;
+
+/* The rows [first, length) are queries. */
+typedef struct {
+    shape s;
+    s1f_strides q_strides, kv_strides;
+    int64_t q_elements, kv_elements, kv_rows; /* kv_rows: more than the length; those from it on hold NaN */
+    void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
+    float *slopes;
+    int32_t *docs;
+} sequence;
+
+enum { SPARE_ROWS = 5 };
+
+typedef struct { /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
+    double *out, *lse, *dq, *dk, *dv;
+    /* Where products are of bf16: the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
+     * multiplied, each by up to 2^-8 of itself, so that a sum is off by up to 2^-8 of this. */
+    double *out_terms, *dq_terms, *dk_terms, *dv_terms;
+} naive_results;
+
+typedef struct {
+    double error, largest; /* largest |got - want| beyond what the rounding of its terms allows, NaN if any is NaN;
+                            * largest |want| */
+} difference;
+
+typedef s1f_status (*kernel)(const s1f_attention_args *, const s1f_attention_context *);
+
+void check(int ok, const char *what);
+void *allocate(int64_t bytes);
+uint32_t random_bits(void);
+double get(int32_t dtype, const void *x, int64_t i);
+void put(int32_t dtype, void *x, int64_t i, double value);
+int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row);
+int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row);
+void fill(int32_t dtype, void *x, int64_t elements, double value);
+/* Results start as NaN, so whatever is left unwritten shows. */
+void clear_results(sequence *x);
+sequence sequence_new(shape s);
+void sequence_free(sequence *x);
+/* Arguments of the segment [begin, end). Its lse stands at B Hq begin, as (B, Hq, end - begin). */
+s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, int store);
+double *zeros(int64_t count);
+int is_half(int32_t dtype);
+naive_results naive_new(const sequence *x);
+void naive_free(naive_results *r);
+const char *describe(const shape *s, const char *what);
+void check_difference(const sequence *x, const char *what, difference d, double tolerance);
+/* A (B, H, N, D) result in `got`, rows [first, N), against plain doubles. terms: as wide, or NULL. */
+difference q_difference(const sequence *x, const void *got, const double *want, const double *terms);
+difference kv_difference(const sequence *x, const void *got, const double *want, const double *terms, double times,
+                         double plus);
+/* lse of the one segment [first, N). */
+difference lse_difference(const sequence *x, const double *want);
+/* Rows from the length on were never written. */
+int spare_rows_untouched(const sequence *x);
+/* Begin of segment i of `parts`, and the end of the one before. */
+int64_t cut(const shape *s, int64_t parts, int64_t i);
+/* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all rows
+ * it sees, the others add, as a stage does. */
+void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context);
+
+#endif

@@ -1,0 +1,304 @@
+"""Is attention of CUDA tensors right, as far as that can be told without a GPU?
+
+All of device/cuda.py and of the cache runs here on CPU tensors, over stand-ins of aten's CUDA-only ops; what the
+real ops do is for benchmarks/gpu.py to show, on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
+from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
+from simulated_step import SimulatedStep
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor
+
+import seq1f1b
+import seq1f1b.runtime.engine
+import seq1f1b.transport
+from seq1f1b import _C
+from seq1f1b.device import cuda_attention, placement
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
+
+HEADS = [(4, 4), (4, 2), (4, 1)]
+WAYS = {"flash": torch.bfloat16, "efficient": torch.float32, "plain": torch.float64}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 3)
+    monkeypatch.setattr(cuda_attention, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
+    with cuda_kernels_on_the_cpu() as calls:
+        yield calls
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_of_the_installed_torch(name: str) -> None:
+    assert schema_drift(name) == ""
+
+
+def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor) -> None:
+    """Against fp64 of the same numbers; a 16-bit result as far off as the formula in 16 bit, at most."""
+    dtype = qkv[0].dtype
+    truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (*qkv, dout)))
+    assert all(t.dtype == dtype for t in got)
+    if dtype in (torch.float64, torch.float32):
+        assert max(errors(got, truth)) < (1e-12 if dtype == torch.float64 else 2e-6)
+        return
+    peer = gradients(lambda *t: formula(*t, **options), *qkv, dout)
+    for ours, theirs in zip(errors(got, truth), errors(peer, truth), strict=True):
+        assert ours <= 1.5 * theirs + torch.finfo(dtype).eps / 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_segments_equal_the_formula(
+    name: str, heads: int, kv_heads: int, dtype: torch.dtype, calls: list[Call]
+) -> None:
+    qkv, dout = (random_qkv(heads, kv_heads, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
+    for sizes in [5, 2, 4, 1], [1, 11]:
+        check(segmented(sizes, OPTIONS[name], [qkv], [dout[0]])[0], OPTIONS[name], qkv, dout[0])
+    whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout[0])
+    check(whole, OPTIONS[name], qkv, dout[0])
+    used = {call[0] for call in calls}
+    plain = name in ("softcap", "slopes", "slopes per batch", "documents", "all") or dtype == torch.float64
+    plain |= dtype == torch.float32 and name.startswith("window")
+    family = "_efficient" if dtype == torch.float32 else "_flash"
+    assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_plain_way_over_ranges_of_keys(name: str, calls: list[Call]) -> None:
+    """Ranges that end before, within and behind the segment, and rows that see none of a range."""
+    qkv, dout = (random_qkv(4, 2, tokens=60, seed=seed) for seed in (0, 1))
+    options = dict(OPTIONS[name])
+    if "doc_ids" in options:
+        options["doc_ids"] = torch.arange(120).view(2, 60) // 25
+    check(segmented([25, 3, 32], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
+    check(gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout[0]), options, qkv, dout[0])
+    assert calls == []
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 30])
+def test_windows_over_ranges_of_keys(window: int, calls: list[Call]) -> None:
+    """Every place of a window's end in a range, and ranges that no row sees."""
+    qkv, dout = (random_qkv(2, 1, tokens=24, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    for sizes in [15, 9], [4, 7, 13], [23, 1]:
+        calls.clear()
+        check(segmented(sizes, {"window": window}, [qkv], [dout[0]])[0], {"window": window}, qkv, dout[0])
+        keys = [shape[1] for name, shape, *_ in calls if name == "_flash_attention_backward"]
+        own = sorted(sizes)
+        assert sorted(key for key in keys if key > 3) == [size for size in own if size > 3]
+        prefix_ranges = len(keys) - len(sizes)
+        seen = sum(min(window - 1, sum(sizes[:s])) for s in range(len(sizes)))
+        assert prefix_ranges <= seen  # none is asked for that nobody sees
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_microbatches_do_not_mix_and_reruns_are_equal(name: str, calls: list[Call]) -> None:
+    many = [random_qkv(4, 2, head_dim=8, dtype=WAYS[name], seed=seed) for seed in range(4)]
+    douts = [random_qkv(4, 2, head_dim=8, dtype=WAYS[name], seed=9 + seed)[0] for seed in range(4)]
+    for got, qkv, dout in zip(segmented([5, 6, 1], {}, many, douts), many, douts, strict=True):
+        alone = segmented([5, 6, 1], {}, [qkv], [dout])[0]
+        assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+
+
+def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
+    """No copy of the prefix: each forward reads the slab from its start, with its strides."""
+    qkv, dout = (random_qkv(4, 2, tokens=40, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    segmented([10, 20, 10], {}, [qkv], [dout[0]])
+    forwards = [call for call in calls if call[0] == "_flash_attention_forward"]
+    assert [shape for _, shape, _, _ in forwards] == [(2, tokens, 2, 8) for tokens in (10, 30, 40)]
+    assert {strides for _, _, strides, _ in forwards} == {(2 * 40 * 8, 8, 40 * 8, 1)}
+    (slab,) = {address for _, _, _, address in forwards}
+    starts = {(address - slab) // 16 for name, _, _, address in calls if name == "_flash_attention_backward"}
+    assert starts == {0, 3, 6, 9, 10, 12, *range(15, 30, 3)} | {30}
+
+
+def test_gradients_add_up_in_float32(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many segments contribute, dK and dV are rounded twice: a contribution by the op, and the sum."""
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8192)
+    tokens, sizes = 96, [6] * 16
+    qkv, dout = (random_qkv(2, 2, tokens=tokens, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    truth = gradients(formula, *(t.double() for t in (*qkv, dout[0])))
+    split = errors(segmented(sizes, {}, [qkv], [dout[0]])[0], truth)
+    whole = errors(gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0]), truth)
+    for of_segments, of_whole in zip(split, whole, strict=True):  # the whole has one contribution: sqrt(2) expected
+        assert of_segments <= 1.5 * of_whole
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_any_strides(in_step: bool, calls: list[Call]) -> None:
+    """Slices of one projection, a last stride that is not 1, rows that are not 16 bytes apart, an odd address."""
+    q, k, v = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)
+    dout = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=1)[0]
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], -1).split([32, 16, 16], -1)
+    layouts = [
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        [t.unflatten(2, (-1, 8)).transpose(1, 2) for t in fused],
+        [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)],
+        [torch.cat([t, t[..., :3]], -1)[..., :8] for t in (q, k, v)],
+        [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (q, k, v)],
+    ]
+    results = []
+    for tensors in layouts:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        step = SimulatedStep([12]) if in_step else None
+        if step is None:
+            out = causal_attention(*leaves, layer=0)
+            out.backward(dout)
+        else:
+            with step.unit("F", 0, 0):
+                out = causal_attention(*leaves, layer=0)
+            with step.unit("B", 0, 0):
+                out.backward(dout)
+        assert out.transpose(1, 2).is_contiguous()
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+def test_layouts_are_those_of_the_fake_kernels(calls: list[Call]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for dtype in WAYS.values():
+        qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
+        ops, none = torch.ops.seq1f1b, torch.empty(0)
+        real = ops.causal_attention(*qkv, none, none, 0.5, 0, 0.0)
+        real = *real, *ops.causal_attention_backward(dout[0], *qkv, *real, none, none, 0.5, 0, 0.0)
+        with FakeTensorMode() as mode:
+            fake_qkv, fake_dout = [mode.from_tensor(t) for t in qkv], mode.from_tensor(dout[0])
+            fake = ops.causal_attention(*fake_qkv, torch.empty(0), torch.empty(0), 0.5, 0, 0.0)
+            grads = ops.causal_attention_backward(
+                fake_dout, *fake_qkv, *fake, torch.empty(0), torch.empty(0), 0.5, 0, 0.0
+            )
+        for a, b in zip(real, (*fake, *grads), strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_positions(calls: list[Call]) -> None:
+    step = SimulatedStep([3, 5])
+    assert positions(torch.zeros(2, 4)).tolist() == [0, 1, 2, 3]
+    starts = torch.tensor([[0, 0, 0, 3], [0, 1, 2, 2]], dtype=torch.int32)
+    assert positions(torch.zeros(2, 4), doc_ids=starts).tolist() == [[0, 1, 2, 0], [0, 0, 0, 1]]
+    with pytest.raises(RuntimeError, match="document_starts"):
+        positions(torch.zeros(2, 4), doc_ids=starts + 1)
+    with step.unit("F", 0, 0):
+        pass
+    with step.unit("F", 0, 1):
+        assert positions(torch.zeros(2, 5)).tolist() == [3, 4, 5, 6, 7]
+        goes_on = torch.tensor([[1, 1, 5, 5, 5]], dtype=torch.int32)
+        assert positions(torch.zeros(1, 5), doc_ids=goes_on).tolist() == [[2, 3, 0, 1, 2]]
+        with pytest.raises(ValueError, match="positions of dimension 1, which has 4 elements; the segment has 5"):
+            positions(torch.zeros(2, 4))
+
+
+def test_errors_of_the_cache(calls: list[Call]) -> None:
+    q, k, v = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="outside a step"):
+        torch.ops.seq1f1b.cache_write(k, v, torch.empty(0), layer_handle(0))
+    step = SimulatedStep([12])
+    with step.unit("F", 0, 0):
+        causal_attention(q, k, v, layer=0)
+        with pytest.raises(RuntimeError, match="layer 0 is used twice in one forward"):
+            causal_attention(q, k, v, layer=0)
+        with pytest.raises(RuntimeError, match="layer 1 attends with 11 tokens, the segment has 12"):
+            causal_attention(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], layer=1)
+        with pytest.raises(RuntimeError, match=r"k is .* as v"):
+            torch.ops.seq1f1b.cache_write(k, v[:, :1], torch.empty(0), layer_handle(2))
+        with pytest.raises(RuntimeError, match="must be on one device"):
+            torch.ops.seq1f1b.cache_write(k, v, torch.empty(0, device="meta"), layer_handle(2))
+
+
+def test_slabs_are_allocated_once(calls: list[Call]) -> None:
+    cache = _C.kv_cache_create()
+    held = []
+    for _ in range(3):
+        step = SimulatedStep([5, 7], cache=cache)
+        qkv = [t.requires_grad_() for t in random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)]
+        outs = []
+        for s in range(2):
+            with step.unit("F", 0, s):
+                outs.append(causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=0))
+        for s in (1, 0):
+            with step.unit("B", 0, s):
+                outs[s].sum().backward()
+        held.append(_C.kv_cache_bytes(cache))
+    elements = 2 * 2 * 12 * 8
+    assert held == [(2 * 2 * elements, 2 * 4 * elements)] * 3
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
+    """A step of the engine over these kernels against the whole model over the CPU's, in fp32 and the same numbers."""
+    config = Config(kv_heads=2, checkpoint=checkpoint)
+    model = whole_model(config)
+    tokens, target = batch(config, 3, 20)
+    losses, truth = run_whole(model, tokens, target, 3)
+    narrow = whole_model(config, torch.float32)
+
+    def rank(group: Any) -> Any:
+        stage = stage_of(narrow, config, group.rank, num_ranks)
+        engine = seq1f1b.PipelineEngine(
+            stage, num_microbatches=3, num_segments=3, segment_sizes=[9, 4, 7], loss_fn=cross_entropy, group=group
+        )
+        found = engine.step(tokens, target=target)
+        return found, {name: p.grad for name, p in engine.named_parameters()}
+
+    results = run_ranks(num_ranks, rank)
+    assert any(call[0] == "_efficient_attention_backward" for call in calls)
+    torch.testing.assert_close(torch.stack(results[-1][0]).double(), torch.stack(losses), rtol=1e-6, atol=1e-6)
+    assert gradient_error({name: g for _, grads in results for name, g in grads.items()}, truth) < 1e-5
+
+
+def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a step makes or is given is on the stages' device: torch refuses to mix the CPU with the meta device."""
+    monkeypatch.setattr(seq1f1b.runtime.engine, "common_device", lambda modules: torch.device("meta"))
+    monkeypatch.setattr(seq1f1b.runtime.engine, "step_on", lambda device: nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no meta device
+    config = Config(kv_heads=2)
+    tokens, target = batch(config, 3, 20)
+    model = whole_model(config).to("meta")
+    engine = seq1f1b.PipelineEngine(
+        model, num_microbatches=3, num_segments=3, loss_fn=cross_entropy, loss_weight=lambda target: target.numel()
+    )
+    losses = engine.step(tokens, target=target)
+    assert {loss.device.type for loss in losses} == {p.grad.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_messages_through_host_memory() -> None:
+    """The copies keep what a message says of its tensors: the same bits come out as without them."""
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 3, 20)
+
+    def rank(group: Any, copies: bool) -> Any:
+        engine = seq1f1b.PipelineEngine(
+            stage_of(model, config, group.rank, 2), num_microbatches=3, num_segments=2, loss_fn=cross_entropy,
+            group=group,
+        )  # fmt: skip
+        if copies:
+            for name in "_forward", "_backward":
+                setattr(engine, name, placement.through_host(getattr(engine, name), torch.device("cpu")))
+        engine.step(tokens, target=target)
+        return [p.grad for p in engine.parameters()]
+
+    plain, copied = (run_ranks(2, functools.partial(rank, copies=copies)) for copies in (False, True))
+    assert all(torch.equal(a, b) for p, c in zip(plain, copied, strict=True) for a, b in zip(p, c, strict=True))
+
+
+def test_a_group_without_cpu_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend_config", "cuda:nccl")):
+        monkeypatch.setattr(torch.distributed, name, lambda group, value=value: value)
+    with pytest.raises(ValueError, match=r"no backend for CPU tensors \(cuda:nccl\)"):
+        seq1f1b.transport.connect(None)

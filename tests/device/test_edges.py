@@ -1,0 +1,241 @@
+"""Does the engine train over edges between GPUs (stand-ins), without allocating or waiting; do faults end a step?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import re
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from stand_in_engine import StandInEngine
+from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch.multiprocessing import ProcessExitedException
+
+from seq1f1b import _C, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b.device import edges
+from seq1f1b.testing import run_ranks
+
+LENGTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
+    gc.collect()  # what an engine of the last test still holds goes before the stand-ins forget it
+
+
+def reset(seed: int, **options: int) -> None:
+    stand_in().reset(seed, foreign_memory=1, **options)  # what is sent is torch's memory
+
+
+def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **options: Any) -> StandInEngine:
+    """The engine of a rank, four micro-batches of two segments unless told otherwise."""
+    stages = [stage_of(model, config, i, P * v) for i in range(rank, P * v, P)]
+    defaults = {"num_microbatches": 4, "num_segments": 2, "loss_fn": cross_entropy}
+    return StandInEngine(stages, **defaults | options)
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize(("schedule", "P", "v"), [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)])
+@pytest.mark.parametrize("transport", edges.TRANSPORTS)
+def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
+    reset(P * queues, queues=queues)
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * P, LENGTH)
+    losses, truth = run_whole(model, tokens, target, 2 * P)
+
+    def run(group):
+        engine = make_engine(
+            model, config, group.rank, P, v, schedule=schedule, num_microbatches=2 * P, segment_sizes=[9, 7],
+            group=group, transport=transport,
+        )  # fmt: skip
+        for _ in range(2):
+            for p in engine.parameters():
+                p.grad = None
+            found = engine.step(tokens, target=target)
+        evaluated = engine.eval(tokens, target=target)
+        gradients = {name: p.grad for name, p in engine.named_parameters()}
+        edges = {edge.transport for edge in engine.edges}
+        engine.close()
+        return found, evaluated, gradients, edges
+
+    results = run_ranks(P, run)
+    assert stand_in().complaints() == []
+    gradients = {}
+    for rank, (found, evaluated, of_rank, carried_by) in enumerate(results):
+        gradients |= of_rank
+        assert carried_by == {transport}
+        for losses_of_rank in (found, evaluated):
+            assert len(losses_of_rank) == (2 * P if rank == P - 1 else 0)
+            for mine, theirs in zip(losses_of_rank, losses, strict=False):
+                assert torch.allclose(mine, theirs, rtol=1e-12)
+    assert gradient_error(gradients, truth) < 1e-10
+    del results
+    gc.collect()
+    for kind in ("allocations", "communicators", "streams", "events"):
+        assert stand_in().count(f"live_{kind}") == 0
+
+
+@pytest.mark.parametrize("transport", edges.TRANSPORTS)
+def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
+    """From the third step on the only waits are the stand-in engine's own."""
+    reset(5)
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, LENGTH)
+
+    def run(group):
+        engine = make_engine(model, config, group.rank, 2, group=group, transport=transport)
+        counts = []
+        for _ in range(5):
+            engine.step(tokens, target=target)
+            waits = sum(engine.all_gather_object(engine.num_waits))
+            counts.append((stand_in().count("cuMemAlloc_v2"), stand_in().count("synchronisations") - waits))
+            engine.all_gather_object(None)  # nobody is in the next step before all have counted
+        engine.close()
+        return counts
+
+    for counts in run_ranks(2, run):
+        assert counts[1] == counts[4] and counts[1][0] > 0
+
+
+FAULTS = {
+    "sender is lost": SENDER_LOST,
+    "receiver is lost": RECEIVER_LOST,
+    "sender fails": SENDER_FAILS,
+    "receiver fails": RECEIVER_FAILS,
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
+    """The error names edge and unit; whoever would go on to the optimizer has raised before."""
+    reset(11)
+    stand_in().fault(FAULTS[kind], 1, 2, 3)
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, LENGTH)
+
+    def run(group):
+        limits = {"timeout": 1.0, "first_step_timeout": 1.0}
+        engine = make_engine(model, config, group.rank, 3, group=group, transport="nccl", **limits)
+        try:
+            engine.step(tokens, target=target)
+        except PipelineError as error:
+            return str(error), error.edge, error.unit
+        finally:
+            engine.close()
+        return None
+
+    results = run_ranks(3, run)
+    assert all(result is not None for result in results), results
+    for text, edge, unit in results:
+        assert re.search(rf"{edge}, message \d+", text) and unit in text, text
+        assert re.match(r"[FB]\d\.\d", unit), unit
+        if "fails" in kind:  # what is lost stops the transfers behind it as well, and one of these may be late first
+            assert edge == "activations of stage 1 to stage 2"
+
+
+def two_processes(rank: int, world: int, folder: str) -> None:
+    """Memory and events of each process by handles; then one dies while the other waits for it on its device."""
+    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 4, LENGTH)
+    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", timeout=30.0)
+    for _ in range(4):
+        for p in engine.parameters():
+            p.grad = None
+        engine.step(tokens, target=target)
+    gradients = {name: p.grad for name, p in engine.named_parameters()}
+    for theirs in engine.all_gather_object({name: g.tolist() for name, g in gradients.items()}):
+        gradients |= {name: torch.tensor(g, dtype=torch.float64) for name, g in theirs.items()}
+    assert gradient_error(gradients, run_whole(model, tokens, target, 4)[1]) < 1e-10
+    assert stand_in().complaints() == []
+    if rank == 1:
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(PipelineError, match="rank 1 is gone") as caught:
+        engine.step(tokens, target=target)
+    assert caught.value.edge is not None and time.monotonic() - began < 20
+    engine.close()
+    Path(folder, "told").touch()
+    os._exit(0)  # torch's own group misses rank 1
+
+
+def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> None:
+    with contextlib.suppress(ProcessExitedException):
+        run_processes(2, two_processes, str(tmp_path))
+    assert (tmp_path / "told").exists()
+
+
+def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: the 2 streams"):
+        edges._warn_of_few_queues(2)
+    for enough in ("", "4", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", enough)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            edges._warn_of_few_queues(2)
+
+
+def test_stages_on_the_cpu_are_refused() -> None:
+    config = Config()
+
+    def run(group):
+        PipelineEngine(
+            stage_of(whole_model(config), config, group.rank, 2),
+            num_microbatches=2,
+            loss_fn=cross_entropy,
+            group=group,
+            transport="nccl",
+        )
+
+    with pytest.raises(ValueError, match="moves messages between GPUs, the stages lie on cpu"):
+        run_ranks(2, run)
+
+
+def test_missing_libraries_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no CUDA driver: .*libnothing\.so"):
+        _C.device_create("libnothing.so", 0)
+    with pytest.raises(RuntimeError, match=r"no NCCL: .*libnothing\.so"):
+        _C.nccl_find("libnothing.so")
+    with pytest.raises(RuntimeError, match=r"libc\.so\.6 has no ncclGetVersion: it is too old, or another library"):
+        _C.nccl_find("libc.so.6")
+    old = shutil.copy(stand_in().path, tmp_path / "libnccl.so.2")
+    StandIn(Path(old)).reset(0, nccl_version=21701)
+    with pytest.raises(RuntimeError, match="is NCCL 21701, at least 21800 is needed"):
+        _C.nccl_find(str(old))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.nccl") is None,
+    reason="needs NCCL's Python package (pip install nvidia-nccl-cu13), of 200 MB",
+)
+def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version and ids; and what it says of a communicator where there is no GPU."""
+    monkeypatch.delenv("SEQ1F1B_NCCL")
+    path = edges.find_nccl()
+    version, found = _C.nccl_find(path)
+    assert version >= 21800 and found.endswith("libnccl.so.2")
+    first, second = _C.nccl_unique_id(path), _C.nccl_unique_id(path)
+    assert len(first) == len(second) == 128 and first != second
+    reset(1)
+    group = LoopbackGroup(2)[0]
+    control = group.edge_end(0, 1, 1, False, "activations of stage 0 to stage 1")
+    device = _C.device_create(stand_in().path, 0)
+    watchdog = _C.watchdog_create(group.group, device, 5.0)
+    with pytest.raises(RuntimeError, match=r"activations of stage 0 to stage 1: ncclCommInitRankConfig: .*\(1\), Cuda"):
+        _C.nccl_end(path, first, control, watchdog)
