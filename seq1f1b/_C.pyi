@@ -17,7 +17,7 @@ class PipelineError(RuntimeError):
 PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
 OPCODES: tuple[str, ...]  # of instructions; position as above
 DTYPES: tuple[str, ...]  # names in torch; position as above
-KEEP_TIMELINE: int  # what tape_simulate keeps
+KEEP_TIMELINE: int  # what program_simulate keeps
 KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
 GATHER_BYTES: int  # most that one rank gives to group_gather

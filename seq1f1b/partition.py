@@ -10,7 +10,7 @@ from seq1f1b import _C
 __all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
 
 
-_PIECES = 1024  # of the sequence whose costs a split by a profile balances
+_PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
 
 
 class PieceCosts(Protocol):

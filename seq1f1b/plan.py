@@ -28,7 +28,7 @@ class Layout:
         tensor, context, expert, data: degrees. Tensor parallelism shards activations along the sequence too; context
             parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
             ``data`` ones; the optimizer's state is sharded over ``data``.
-        layers: of every stage; None: as even as can be, earlier stages have one more.
+        layers: number of layers of every stage; None: as even as possible, earlier stages have one more.
         recompute: one of ``seq1f1b.planning.cost.RECOMPUTE``.
         documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
         head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
@@ -50,14 +50,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class StepLength:
-    """Steps of one length, of a plan for a mix of lengths.
+    """Steps of one length, in a plan for a mix of lengths.
 
     Attributes:
         seq_len: tokens that the sequences of such a step are padded to.
-        share: of the steps, and of the sequences.
-        tokens: of a sequence in the mean, without padding.
-        segment_sizes: of the padded one.
-        seconds, tokens_per_second: of such a step; padding does not count as tokens.
+        share: their share of all steps, and of all sequences.
+        tokens: mean tokens of a sequence, without padding.
+        segment_sizes: segments of the padded sequence.
+        seconds, tokens_per_second: time and rate of such a step; padding does not count as tokens.
         peak: bytes of each rank.
     """
 
@@ -80,17 +80,17 @@ class Plan:
             :func:`seq1f1b.build_schedule`.
         segment_sizes: tokens.
         mix: balance of the split, 1 equal time, 0 equal length.
-        seconds, low, high: of a step among others like it, optimizer included (its period); the ends of the interval
-            take the uncertain terms to be independent.
+        seconds, low, high: time of a step among others like it, including the optimizer (its period); the ends of the
+            interval take the uncertain terms to be independent.
         bubble: share of that time in which ranks neither compute nor update.
-        tokens_per_second: of all data-parallel replicas.
+        tokens_per_second: rate of all data-parallel replicas together.
         optimizer_sync: whether the optimizer waits for all ranks.
         peak: bytes of each rank.
-        peak_high: with the uncertain bytes at their high ends.
-        cap: planned for.
+        peak_high: the same with the uncertain bytes at their high ends.
+        cap: bytes of a device that the plan was made for.
         prefetch: receive places beyond the peak of live ones.
-        lengths: of a mix, ascending; () where all steps have ``seq_len``. Then ``seq_len``, ``segment_sizes`` and
-            ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
+        lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
+            and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
 
     model: ModelShape

@@ -1,7 +1,7 @@
 /* arguments.c - from Python's arguments to the core's types, and from the core's results to Python's. */
 #include "binding.h"
 
-#include "../core/lower.h"
+#include "../core/program.h"
 #include "../device/copy_end.h"
 #include "../device/kernel_library.h"
 #include "../run/arena.h"

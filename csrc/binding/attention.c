@@ -41,9 +41,10 @@ static PyObject *torch_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     return s1f_tuple_of(sizeof names / sizeof names[0], s1f_name_item, names);
 }
 
-PyDoc_STRVAR(take_op_failure_doc,
-             "take_op_failure() -> Exception | None\n\nThe exception that the status of this thread's last failed op "
-             "calls for, once; through torch it came as RuntimeError.");
+PyDoc_STRVAR(
+    take_op_failure_doc,
+    "take_op_failure() -> Exception | None\n\nThe exception of the op that failed last on this thread; a second "
+    "call returns None. Torch has turned it into a RuntimeError.");
 
 static PyObject *take_op_failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
@@ -101,7 +102,7 @@ static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(n
                          (long long)unit->length, (long long)unit->sequence_length);
 }
 
-/* -- KV cache: the engine's executor calls the core directly; these stand in for it where there is no engine ------ */
+/* -- KV cache: for use without an engine, whose executor calls the core directly ------------------------------- */
 
 PyDoc_STRVAR(kv_cache_create_doc, "kv_cache_create() -> capsule\n\nAn empty KV cache.");
 
@@ -276,7 +277,8 @@ static PyObject *attention_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
     return PyUnicode_FromString(s1f_attention_isa());
 }
 
-PyDoc_STRVAR(attention_set_isa_doc, "attention_set_isa(name) -> None\n\nForces one, for tests; None: the fastest.");
+PyDoc_STRVAR(attention_set_isa_doc,
+             "attention_set_isa(name) -> None\n\nForces an instruction set, for tests; None: the fastest.");
 
 static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *args)
 {

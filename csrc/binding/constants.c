@@ -2,7 +2,7 @@
 #include "binding.h"
 
 #include "../core/dtype.h"
-#include "../core/lower.h"
+#include "../core/program.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
 

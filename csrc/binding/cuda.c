@@ -56,7 +56,7 @@ static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* -- attention ------------------------------------------------------------------------------------------------- */
 
-typedef struct { /* of a tensor (batch, heads, rows, head_dim) */
+typedef struct { /* a tensor (batch, heads, rows, head_dim) and its strides */
     void *address;
     long long batch, head, row;
 } tensor_rows;

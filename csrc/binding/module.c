@@ -51,7 +51,7 @@ static int module_exec(PyObject *module)
                       &s1f_schedule_error) < 0)
         return -1;
     if (add_exception(module, "PipelineError", "seq1f1b.PipelineError",
-                      "A peer was lost, made no progress in time, or ended the step; see .rank, .unit and .edge.",
+                      "A peer was lost, made no progress in time, or ended the step: see .rank, .unit and .edge.",
                       PyExc_RuntimeError, &s1f_pipeline_error) < 0)
         return -1;
     static const char *const attributes[] = {"rank", "unit", "edge"}; /* None where unknown */

@@ -100,8 +100,9 @@ static PyObject *partition_documents(PyObject *Py_UNUSED(module), PyObject *args
     return result;
 }
 
-PyDoc_STRVAR(partition_profiled_doc, "partition_profiled(seq_len, num_segments, costs, mix, multiple_of, /)\n--\n\n"
-                                     "Sizes of equal measured cost; costs[i] is that of piece i of len(costs).");
+PyDoc_STRVAR(partition_profiled_doc,
+             "partition_profiled(seq_len, num_segments, costs, mix, multiple_of, /)\n--\n\n"
+             "Sizes of equal measured cost; costs[i] is the cost of the i-th of len(costs) equal pieces.");
 
 static PyObject *partition_profiled(PyObject *Py_UNUSED(module), PyObject *args)
 {

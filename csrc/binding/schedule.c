@@ -371,9 +371,8 @@ static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arg
 static PyObject *edge_item(const void *edges, int64_t i)
 {
     const s1f_edge *edge = (const s1f_edge *)edges + i;
-    return Py_BuildValue("(iiiiNiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
-                         edge->destination_rank, PyLong_FromLong(edge->channel), edge->num_places,
-                         (long long)edge->num_messages);
+    return Py_BuildValue("(iiiiiiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
+                         edge->destination_rank, (int)edge->channel, edge->num_places, (long long)edge->num_messages);
 }
 
 static PyObject *program_edges(PyObject *Py_UNUSED(module), PyObject *handle)

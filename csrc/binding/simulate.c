@@ -242,6 +242,6 @@ PyMethodDef s1f_simulate_methods[] = {
      "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, peak "
-     "of units and of the bytes of each kind, and of all together."},
+     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, the "
+     "peaks of units, of the bytes of each kind, and of their total."},
     {NULL, NULL, 0, NULL}};

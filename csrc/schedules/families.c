@@ -1,4 +1,4 @@
-/* families.c - the table of names, what may be asked of them, and what they share. */
+/* families.c - the table of the families, the checks of a request, and what families share. */
 #include "families.h"
 
 #include <math.h>
@@ -145,7 +145,7 @@ static s1f_status check_options(const s1f_request *request)
     return has_costs ? check_costs(request) : S1F_OK;
 }
 
-/* Everything but the rules. */
+/* Checks everything but the family's rules. */
 static s1f_status check_request(const char *name, s1f_request *request)
 {
     s1f_status status;

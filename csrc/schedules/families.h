@@ -18,15 +18,16 @@ typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *s
 
 struct s1f_family {
     s1f_family_facts facts;
-    /* As text, static or valid until the next call of this thread; NULL: none; a NULL function: any counts. */
+    /* The first rule that the request breaks, as text (static, or valid until the next call of this thread); NULL where
+     * it breaks none. A NULL function: the family takes any counts. */
     const char *(*broken_rule)(const s1f_request *request);
-    /* Builds the order of every rank; no rule is broken. *out is owned by the caller and untouched on error. NULL: the
-     * placement is a loop and order_of_rank writes each rank. */
+    /* Builds the order of every rank of a request that breaks no rule. *out is owned by the caller and untouched on
+     * error. NULL: the placement is a loop and order_of_rank writes each rank. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
     s1f_order_of_rank *order_of_rank;
-    /* The same family over segments, where this one takes whole micro-batches only: its first rule is k = 1. */
+    /* Set where the family takes whole micro-batches only (rule k = 1): its form over segments. */
     const s1f_family *over_segments;
-    const void *numbers; /* of the row, for families that differ in numbers only */
+    const void *numbers; /* what the family's file reads, where its families differ in numbers only */
 };
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
@@ -55,22 +56,22 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
 typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, int64_t context, int64_t i);
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
                                   s1f_append *forward, s1f_append *backward, int64_t context);
-/* The same over groups of `size` units in plain order, each of which goes forward, and back, as a whole. `size` divides
- * M k. */
+/* The same where an item is a group of `size` units in plain order, which goes forward, and back, as a whole. `size`
+ * divides M k. */
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
-/* Stages behind this one, times 1 + option extra_warmup: groups that go forward before one can come back. */
+/* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
 
-/* `v = 1`, broken where a rank is to hold several stages. */
+/* The rule v = 1: broken where a rank is to hold several stages. */
 const char *s1f_rule_one_stage_per_rank(const s1f_request *request);
 
-/* What a family with a split backward needs, as text. */
+/* Texts of the rules of a family whose backward is split. */
 typedef struct {
     const char *micro_batches; /* where k = 1 */
     const char *units;         /* for any k */
     const char *cap;           /* if option cap is given */
 } s1f_split_rules;
-/* The first rule broken: M k is at least least_units, option cap, where given, at least least_cap. */
+/* The first of two rules that is broken: M k is at least least_units; option cap, where given, is at least least_cap. */
 const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
                            int64_t least_cap);
 

@@ -7,7 +7,7 @@
  * the first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2.
  *
  * SlimPipe's order [arXiv:2504.14519] is this one with k >= P, where a round is one micro-batch, and with v = 1, too.
- * What else makes SlimPipe is no matter of order: slices of equal length, whose attention ranks then even out between
+ * The rest of SlimPipe is not in the order: its slices have equal length, and ranks even out their attention between
  * them.
  *
  * Breadth-first [arXiv:2211.05953; torch's LoopedBFS] is one round, all forwards first: every micro-batch through one
@@ -69,7 +69,7 @@ static const char *broken_rule(const s1f_request *request)
     return NULL;
 }
 
-/* A round of one micro-batch, on one stage per rank, too. */
+/* A round is one micro-batch; one stage per rank is allowed. */
 static const char *broken_rule_slices(const s1f_request *request)
 {
     return request->num_segments >= request->num_ranks ? NULL : "k >= P";

@@ -34,7 +34,7 @@ def _count_segments(n_segments: int | None, num_segments: int | None) -> int:
 
 
 class _Segmented:
-    """What both have in common: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
+    """The common part of both schedules: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
 
     _n_microbatches: int
     _loss_fn: Callable[..., Tensor] | None
@@ -45,7 +45,7 @@ class _Segmented:
     _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
 
     def _plan(self, name: str, stages: Sequence[Any], n_microbatches: int, n_segments: int, **options: Any) -> None:
-        """Before torch's constructor, which asks for the order."""
+        """Builds the order; called before torch's constructor, which asks for it."""
         for taken in _TAKEN:
             if taken in options:
                 raise TypeError(f"{taken}= is an argument of PipelineEngine that {type(self).__name__} sets itself")
@@ -103,12 +103,12 @@ class _Segmented:
         """One step over the whole batch, as torch's schedules take it.
 
         Args:
-            args, kwargs: of the whole batch; args on the first stage's rank. Split into micro-batches along dimension 0
+            args, kwargs: the whole batch; args on the first stage's rank. Split into micro-batches along dimension 0
                 or by the chunk specs, then into segments along ``seq_dim``: args all, kwargs by ``arg_rules``.
-            target: of the whole batch, on the last stage's rank.
+            target: targets of the whole batch, on the last stage's rank.
             losses: gets the M losses.
             return_outputs: whether to keep what the last stage returns; False saves its memory.
-            loss_kwargs: of ``loss_fn``, given with every segment.
+            loss_kwargs: keyword arguments of ``loss_fn``, given with every segment.
             arg_mbs, kwarg_mbs, target_mbs: lists of M micro-batches, in place of args, kwargs and target.
         Returns:
             The last stage's output for the whole batch on its rank, None elsewhere.
@@ -128,7 +128,7 @@ class _Segmented:
         return self._merge_outputs(rows) if rows is not None else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forward only and without gradients; arguments as of ``step``."""
+        """Forward only and without gradients; arguments as in ``step``."""
         has_backward, self._has_backward = self._has_backward, False
         try:
             return self.step(*args, target=target, losses=losses, **kwargs)

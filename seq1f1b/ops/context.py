@@ -27,17 +27,17 @@ class LiveUnit:
 
     forward = True  # False while B runs: recomputation reads and never writes
     leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
-    roots: tuple[Any, ...] = ()  # of B: losses, or edges of the outputs that were handed over
+    roots: tuple[Any, ...] = ()  # where B starts: losses, or edges of the outputs that were handed over
     seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
     handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
-    outputs: tuple[Tensor, ...] = ()  # of the step's last B, where DDP looks for unused parameters
+    outputs: tuple[Tensor, ...] = ()  # kept for the step's last B: DDP finds unused parameters by them
     carried_in: dict[int, Tensor] | None = None
     carried_out: dict[int, Tensor] | None = None
     carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
     auxiliary: list[Tensor] | None = None
     saved_bytes = 0  # held by its graph, in the steps that measure
     loss: Tensor | None = None
-    output: Any = None  # of the last stage, where the caller asked for it
+    output: Any = None  # what the last stage returned, if the caller asked for it
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""What an engine is asked for: checked once, then the same for every step; and what all ranks must ask for alike."""
+"""An engine's arguments: checked once, then the same in every step; and which of them all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Disagreement(ValueError):
 
 
 def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
-    """What all ranks of a pipeline must be given alike: by argument, what is compared and how an error shows it."""
+    """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
     digest = hashlib.sha256(schedule.to_text().encode()).hexdigest()[:12]
     shown = repr(asked) if isinstance(asked, str) else "a Schedule"
     found = {"version": (__version__,) * 2}

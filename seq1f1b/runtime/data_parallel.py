@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class Ddp:
-    """Of one module, for the time of an engine."""
+    """What a stage under DDP needs around its passes, for the life of an engine."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         if module.static_graph:
@@ -27,7 +27,7 @@ class Ddp:
 
     @property
     def divisor(self) -> float:
-        """What the sum of the replicas' gradients is divided by."""
+        """The number by which DDP divides the sum of the replicas' gradients."""
         return dist.get_world_size(self._module.process_group)
 
     def begin_step(self) -> None:
@@ -37,7 +37,11 @@ class Ddp:
         return self._module.no_sync()
 
     def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Around a backward. outputs: of the module, in the last backward: the reducer looks for unused parameters."""
+        """Returns a context to run a backward in.
+
+        Args:
+            outputs: the module's, for the last backward; the reducer finds unused parameters by them.
+        """
         if not is_last:
             return self._module.no_sync()
         self._module.reducer.prepare_for_backward(list(outputs))
@@ -48,9 +52,10 @@ class Ddp:
 
 
 class Fsdp:
-    """Parameters stay whole from their first use in a step to the last backward, in an evaluation to its end.
+    """What a stage under FSDP2 needs around its passes.
 
-    So replicas gather equally often, also where a loss that holds the head is not called for segments without targets.
+    Parameters stay whole from their first use in a step to the last backward, and in an evaluation to its end. So all
+    replicas gather equally often, even if a loss that holds the head is not called for segments without targets.
     """
 
     def __init__(self, module: Any) -> None:
@@ -58,7 +63,7 @@ class Fsdp:
 
     @property
     def divisor(self) -> float:
-        """What the sum of the replicas' gradients is divided by: torch has a setter for it only."""
+        """The number by which FSDP2 divides the sum of the replicas' gradients. Torch has only a setter for it."""
         for module in self._module.modules():
             state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
             for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
@@ -93,7 +98,7 @@ class Fsdp:
 
 
 def data_parallel(module: Any) -> Ddp | Fsdp | None:
-    """What a stage needs around its passes; None for a module that is neither."""
+    """The part of this file that a module needs; None for a module that is under neither DDP nor FSDP2."""
     if isinstance(module, DistributedDataParallel):
         return Ddp(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever wrapped the module has imported it

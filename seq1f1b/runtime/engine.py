@@ -48,15 +48,17 @@ class PipelineEngine:
             parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
             what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
             ranks that hold the same stage, gradients are reduced once: in the last backward.
-            Of parameters that a stage lists in an attribute ``tied_parameters``, a dict by name, other stages hold
-            copies under the same name: at a step's end all get the sum of their gradients, and a norm counts it once.
+            A stage may list parameters by name in a dict attribute ``tied_parameters``. Stages that list the same name
+            hold copies of one parameter: at a step's end all copies get the sum of their gradients, and a norm counts
+            it once.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
-        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``), of the documents
-            where a step has a sliced keyword argument ``doc_ids``, on every rank then; k token counts; or, where steps
-            differ in length, a mapping from the tokens of a sequence to its k token counts.
-        model_shape: of the whole model, for ``"balanced"``.
+        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); k token counts;
+            or a mapping from the tokens of a sequence to its k token counts, if steps differ in length. ``"balanced"``
+            counts the packed documents' FLOPs if a step has a sliced keyword argument ``doc_ids``; every rank needs it
+            then.
+        model_shape: shape of the whole model, for ``"balanced"``.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. A module that holds
@@ -65,7 +67,9 @@ class PipelineEngine:
             segments are added.
         loss_weight: counts the targets of a segment; default: elements that are not -100.
         scale_grads: gradients of the mean of the M losses; False: of their sum.
-        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1.
+        group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
+            ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
+            that names the argument and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; ``"shm"`` or
             ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
             within a host, leave them on the GPUs: these two have run over stand-ins only, never on a GPU.
@@ -73,15 +77,15 @@ class PipelineEngine:
         timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
-        prefetch: receive places beyond the peak of live ones.
+        prefetch: receive places beyond the most that the order needs at once.
         spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
         shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
-            parallelism, :func:`seq1f1b.ulysses_attention`). Each is given whole sequences and runs its part of each
-            segment. Losses and gradients are such that their mean over these ranks is that of the whole, as in data
-            parallelism: put the stage under DDP or FSDP2 over them.
-        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote: stands for schedule, num_microbatches,
-            num_segments and segment_sizes, and for a prefetch below its own. Refused by name where it needs what the
-            engine does not do.
+            parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
+            each segment. The mean of their losses and gradients is that of the whole, as in data parallelism: put the
+            stage under DDP or FSDP2 over them.
+        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
+            num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
+            does not do is refused by name.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -144,7 +148,7 @@ class PipelineEngine:
         try:
             self._join(modules, schedule)
         except BaseException as error:
-            # Peers for which all was right wait for this rank, while edges open or in their first step.
+            # The other ranks may wait for this one, while edges open or in their first step.
             if not isinstance(error, Disagreement):
                 self._group.fail(f"{type(error).__name__}: {error}")
             if self._group is not group:
@@ -177,10 +181,10 @@ class PipelineEngine:
             target: the whole batch's targets, or a list of M. Needed on the last stage's rank, ignored elsewhere.
             kwargs: keyword arguments of this rank's stages, by ``arg_rules``; or a list of M.
             loss_weight: divide by this global number of counted targets (all micro-batches, all data-parallel ranks)
-                instead of by each micro-batch's and M. Gradients are then those of the mean over all of them: under DDP
-                or FSDP2 what the reduction divides by is made up for. The losses returned are not changed by it.
-            grad_scaler: scales gradients, not the losses returned; its ``unscale_``, ``step`` and ``update`` are called
-                as always, on every rank. Where gradients of one rank overflow, all ranks skip the optimizer's step.
+                instead of by each micro-batch's and M. Gradients are then those of the mean over all of them; under DDP
+                or FSDP2 the division of their reduction is undone. The losses returned do not change.
+            grad_scaler: scales gradients, not the losses returned. Call its ``unscale_``, ``step`` and ``update`` as
+                always, on every rank. If gradients of one rank overflow, all ranks skip the optimizer's step.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
@@ -221,7 +225,7 @@ class PipelineEngine:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank under their modules' own names, those of a loss that holds the head included."""
+        """Parameters of this rank under their modules' own names, including those of a loss that holds the head."""
         seen: set[int] = set()
         for module in self.modules():
             for name, parameter in module.named_parameters():
@@ -234,7 +238,7 @@ class PipelineEngine:
         return [without_wrapper(module) for module in self._wrapped_modules()]
 
     def _wrapped_modules(self) -> list[nn.Module]:
-        """The same as they were given: under DDP or not."""
+        """The same modules as they were given: under DDP or not."""
         modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
         if self.has_last and isinstance(self._options.loss_fn, nn.Module):
             modules.append(self._options.loss_fn)
@@ -402,11 +406,11 @@ class PipelineEngine:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
-        """Segment sizes for a sequence of this many tokens. documents: of packed rows, for ``"balanced"``."""
+        """Segment sizes for a sequence of this many tokens; ``documents``: lengths of its packed documents."""
         return self._options.sizes_of(length, documents)
 
     def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
-        """What :meth:`step` and :meth:`eval` share: losses, and where asked for the outputs of the M micro-batches."""
+        """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._running:
@@ -466,7 +470,7 @@ class PipelineEngine:
         return step.losses(), step.outputs() if arguments.return_outputs else None
 
     def _choose_run(self, step: Step) -> Callable[..., Any]:
-        """What the executor calls for every unit of a step."""
+        """Returns what the executor calls for every unit of a step."""
         return step.choose_run(host_messages=self._device_edges is None)
 
     def _share_overflow(self) -> None:
@@ -483,7 +487,7 @@ class PipelineEngine:
         self._group.set_limits(limit, options.spin_us)
 
     def _enter_shape(self, shape: tuple[bool, int]) -> bool:
-        """For a step whose (training, tokens) are known now: whether such a step has run before."""
+        """Called once a step's (training, tokens) are known. Returns whether such a step has run before."""
         is_known = shape in self._known_shapes
         self._set_limits(is_known)
         return is_known

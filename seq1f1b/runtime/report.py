@@ -58,7 +58,7 @@ class EdgeReport:
     """What carries the messages from one stage to the next, or gradients back, as seen from one of its two ranks.
 
     Attributes:
-        peer_rank: of the pipeline, at the other end.
+        peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads).
     """
 
@@ -80,10 +80,10 @@ class Report:
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
-        receive_places: of all incoming edges.
+        receive_places: places of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far, in host memory.
         timeline: (unit, start, end) on the machine's monotonic clock.
-        edges: those from and to this rank.
+        edges: edges from and to this rank.
     """
 
     rank: int
@@ -133,8 +133,8 @@ class PipelineReport:
     def segment_seconds(self) -> tuple[float, ...]:
         """Busy seconds of each segment, over all its passes, stages and micro-batches.
 
-        Of a step whose segments were equally long they are the ``costs`` from which ``partition_sequence`` cuts
-        segments of equal measured cost.
+        If the step's segments were equally long, ``partition_sequence`` takes them as ``costs`` and cuts segments of
+        equal measured cost.
         """
         seconds = [0.0] * len(self.ranks[0].segment_sizes)
         for rank in self.ranks:

@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class SavedBytes:
-    """Counts the storages saved by the graph that is built inside, each once, parameters and given tensors not at all.
+    """Counts the storages that the graph built inside saves, each once; parameters and given tensors do not count.
 
     A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those.
     """
@@ -44,7 +44,7 @@ class SavedBytes:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Of a DTensor its own shard's."""
+    """The tensor's storage; for a DTensor, that of its own shard."""
     local = getattr(tensor, "_local_tensor", tensor)
     storage: torch.UntypedStorage = local.untyped_storage()
     return storage

@@ -1,4 +1,4 @@
-"""From a batch to the arguments of each unit: micro-batches along the batch, segments along the sequence."""
+"""Splits a batch into the arguments of each unit: micro-batches along the batch, segments along the sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a callable argument rule is given: which tokens of which micro-batch a unit of this rank works on."""
+    """Argument of a callable rule: which tokens of which micro-batch a unit of this rank works on."""
 
     microbatch: int
     segment: int

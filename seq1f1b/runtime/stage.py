@@ -20,8 +20,8 @@ from seq1f1b.schedule import Unit
 __all__: list[str] = []
 
 Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
-"""What came for a unit from other ranks: of each message, in the order in which the program waits for them, its tensors
-(None for a gradient that is none) and which of them require grad. None where no message comes."""
+"""Messages that came for a unit from other ranks, in the order in which the program waits for them: the tensors of each
+(None for a gradient that does not exist), and which of them require grad. None if no message comes."""
 
 
 class Stage:
@@ -55,17 +55,17 @@ class Stage:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The stage's, and a loss that is a module."""
+        """The stage's module, and its loss if that is a module."""
         return [module for module in (self.module, self.loss_fn) if isinstance(module, nn.Module)]
 
     @property
     def wrappers(self) -> list[Any]:
-        """What DDP or FSDP2 needs around passes, of the module and of the head."""
+        """What the module and the head need around passes under DDP or FSDP2."""
         return [parallel for parallel in (self.parallel, self.head_parallel) if parallel is not None]
 
     @property
     def gradient_divisor(self) -> float | None:
-        """What the sum of the gradients of this stage's replicas is divided by; None if nothing here reduces them."""
+        """The number by which the sum of this stage's replicas' gradients is divided; None if nothing reduces them."""
         return next((parallel.divisor for parallel in self.wrappers), None)
 
     @property
@@ -81,13 +81,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageArguments:
-    """What a stage is given for one step; lists are by [micro-batch][segment].
+    """A stage's arguments for one step; lists are by [micro-batch][segment].
 
     Attributes:
         sizes: tokens of each segment.
         inputs: positional arguments of the first stage.
-        seeds, shares: of the last stage's losses: their gradients, and their shares of the micro-batch's loss.
-        auxiliary_seeds: by segment, the gradient of an auxiliary loss.
+        seeds: gradients of the last stage's losses.
+        shares: what part of the micro-batch's loss each of these losses is.
+        auxiliary_seeds: gradient of an auxiliary loss, by segment.
         measures: whether to count the bytes that graphs keep.
     """
 
@@ -117,12 +118,12 @@ class StageStep:
         self.previous: StageStep | None = None  # neighbours on the same rank: handed over without a transfer
         self.following: StageStep | None = None
         self.units: dict[int, LiveUnit] = {}  # by m k + s
-        self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, where measured
+        self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
         self._seeds = arguments.seeds
         self._measures = arguments.measures and stage.shows_saved_bytes
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
-        self._head_bytes = 0  # of the graph of a unit's head, which is gone at the end of its F
+        self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
         if stage.head_parallel is not None and arguments.shares is not None:
             counted = [share != 0.0 for row in arguments.shares for share in row]
@@ -154,7 +155,7 @@ class StageStep:
         self.units[key] = unit
         enter(unit)
         result = self._measured(key, unit, inputs) if self._measures else self._compute(key, unit, inputs)
-        if not self.training:  # of a unit that no backward follows, the next segment reads what was carried out
+        if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:
                 unit.previous.forget()
             carried_out = unit.carried_out if s + 1 < self._num_segments else None

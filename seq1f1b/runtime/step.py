@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What the caller gives to one step; :meth:`seq1f1b.PipelineEngine.step` says what it means."""
+    """A caller's arguments of one step; :meth:`seq1f1b.PipelineEngine.step` says what they mean."""
 
     training: bool
     inputs: Any
@@ -47,7 +47,7 @@ class Step:
     """Made for one step and dropped at its end, with everything that units left behind.
 
     Args:
-        options, stages, num_stages, device: of the engine.
+        options, stages, num_stages, device: the engine's own.
         enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
     """
 
@@ -100,7 +100,7 @@ class Step:
     # -- the executor's ----------------------------------------------------------------------------------------------
 
     def choose_run(self, *, host_messages: bool) -> Callable[..., Any]:
-        """What the executor calls for every unit.
+        """Returns what the executor calls for every unit.
 
         Args:
             host_messages: messages of stages on a device come from and go to host memory.
@@ -221,7 +221,7 @@ class Step:
         return combine(part.losses, self._weights, self._device)
 
     def outputs(self) -> list[Any] | None:
-        """Of the M micro-batches, on the rank of the last stage."""
+        """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
         part = self._last_part()
         if part is None:
             return None
@@ -229,7 +229,7 @@ class Step:
         return [merge([part.units[m * k + s].output for s in range(k)], self._options.seq_dim) for m in range(M)]
 
     def activations(self) -> dict[int, tuple[float, int]]:
-        """Bytes that graphs kept, per token and at the peak, of the stages where they were measured."""
+        """Bytes that graphs kept, per token and at the peak, for each stage where they were measured."""
         return {
             index: (part.saved_bytes / part.saved_tokens, part.peak_saved_bytes)
             for index, part in self._parts.items()

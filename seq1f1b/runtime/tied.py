@@ -113,6 +113,6 @@ class TiedParameters:
 
 
 def _sum(copies: Sequence[nn.Parameter]) -> Tensor | None:
-    """Of the gradients of copies on one rank."""
+    """Sum of the gradients of copies on one rank."""
     gradients = [copy.grad for copy in copies if copy.grad is not None]
     return None if not gradients else gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)

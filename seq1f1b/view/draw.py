@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
-_FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
+_FILL = {letter: {"F": "-", "B": "=", "I": "~", "W": "+"}.get(letter, "*") for letter in style.PASSES}
 
 
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:

@@ -352,7 +352,7 @@ class _Plot:
             edges=ColumnDataSource({"unit": edges}),
             unit_name=self.unit_name,
             names_stage=names_stage,
-            letters=_C.PASSES,
+            letters=list(_C.PASSES),
             passes=[style.PASSES[kind] for kind in _C.PASSES],
         )
         self.units, self.labels, self.quads = units, labels, quads

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from seq1f1b import _C
+
 if TYPE_CHECKING:
     from seq1f1b.schedule import Timeline, Unit
 
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
-PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
 
 
 def check_size(what: str, num_units: int) -> None:
@@ -55,7 +58,8 @@ def seconds_text(seconds: float) -> str:
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6}
+STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in _C.PASSES}
 
 
 def color_of(unit: Unit) -> tuple[float, ...]:

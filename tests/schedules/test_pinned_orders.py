@@ -34,7 +34,7 @@ import pytest
 from orders import random_order
 
 from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
-from seq1f1b.schedule import Family, StepMemory, families
+from seq1f1b.schedule import Family, StepMemory, families, unit_of
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
 FAMILIES = {family.name: family for family in families()}
@@ -145,7 +145,7 @@ def program_lines(schedule: Schedule, prefetch: int, receives: bool) -> Iterator
     for rank in range(schedule.num_ranks):
         yield f"rank {rank}"
         for op, edge, unit, place, kv_slot, grad_slot, sequence in _C.program_instructions(handle, rank):
-            yield f"{op} {edge} {unit_text(Unit(*unit))} {place} {kv_slot} {grad_slot} {sequence}"
+            yield f"{_C.OPCODES[op]} {edge} {unit_text(unit_of(unit))} {place} {kv_slot} {grad_slot} {sequence}"
 
 
 def programs(schedule: Schedule, label: str, receives: bool = False) -> Iterator[str]:
