@@ -112,8 +112,7 @@ static s1f_status fill_lists(builder *b)
             int64_t list = kind * NUM_ROLES + role;
             lists[role] = (s1f_edge_list){edges->lists + begin[list], (int32_t)(begin[list + 1] - begin[list])};
         }
-        edges->kinds[kind] =
-            (s1f_kind_edges){lists[IN], lists[OUT], lists[FREED], b->shape->rank_of_stage[kind / S1F_MAX_PASSES]};
+        edges->kinds[kind] = (s1f_kind_edges){lists[IN], lists[OUT], lists[FREED]};
     }
     for (int64_t i = 0; i < b->num_uses; i++)
         edges->lists[begin[b->uses[i].kind * NUM_ROLES + b->uses[i].role]++] = b->uses[i].edge;

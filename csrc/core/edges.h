@@ -28,7 +28,6 @@ typedef struct {
     s1f_edge_list in;    /* a message of each is waited for */
     s1f_edge_list out;   /* its result is sent on each */
     s1f_edge_list freed; /* it is the last to read a message of each, whose place is free then */
-    int64_t rank;        /* that runs them; 64 bits, so that a row of the table is 64 bytes */
 } s1f_kind_edges;
 
 typedef struct {

@@ -113,6 +113,7 @@ static inline __attribute__((always_inline)) int s1f_walk_go(s1f_walk *walk, int
     const s1f_unit *unit = own->next, *end = own->end;
     int32_t has_run = own->has_run, sent = own->sent, posted = own->posted;
     for (; unit != end; unit++, has_run = sent = posted = 0) {
+        __builtin_prefetch(unit + 4); /* the next cache line: ranks take turns, so the processor does not foresee it */
         const int64_t kind = s1f_kind(*unit), cell = (int64_t)unit->microbatch * walk->num_segments + unit->segment;
         const s1f_kind_edges *uses = &walk->edges->kinds[kind];
         const s1f_stand at = {rank, unit, kind, cell, uses};

@@ -1,8 +1,6 @@
 /* memory.c - walks the order of each rank and adds up what lives. */
 #include "memory.h"
 
-#include <stdlib.h>
-
 static int64_t at(const int64_t *values, int64_t i)
 {
     return values != NULL ? values[i] : 0;
@@ -13,41 +11,37 @@ static int64_t greater(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Bytes that a unit of each stage and segment takes of each kind, and what a rank holds of them now. */
+/* What a rank holds now. */
 typedef struct {
-    int64_t *bytes[S1F_NUM_HOLDINGS]; /* [stage][segment] */
     int64_t live[S1F_NUM_HOLDINGS], units, total;
 } ledger;
 
-static int create_ledger(const s1f_shape *shape, const s1f_memory_bytes *given, ledger *l)
+/* Bytes that a unit of this stage and cell of the stage takes of a holding. */
+static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t cell)
 {
-    int64_t k = shape->num_segments, cells = shape->num_stages * k;
-    int64_t *bytes = malloc((size_t)(cells * S1F_NUM_HOLDINGS) * sizeof *bytes);
-    if (bytes == NULL)
-        return 0;
-    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
-        l->bytes[h] = bytes + h * cells;
-    for (int64_t i = 0; i < cells; i++) {
-        int64_t activation = at(given->activation, i), kept = given->kept != NULL ? given->kept[i] : activation;
-        l->bytes[S1F_HOLDS_SAVED][i] = activation - kept;
-        l->bytes[S1F_HOLDS_FOR_WEIGHT][i] = kept;
-        l->bytes[S1F_HOLDS_OUTPUT_GRADIENT][i] = at(given->output_gradient, i);
-        l->bytes[S1F_HOLDS_KV][i] = at(given->kv, i / k);
-        l->bytes[S1F_HOLDS_KV_GRADIENT][i] = at(given->kv_gradient, i / k);
+    int64_t activation = at(bytes->activation, cell), kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
+    switch (holding) {
+    case S1F_HOLDS_SAVED: return activation - kept;
+    case S1F_HOLDS_FOR_WEIGHT: return kept;
+    case S1F_HOLDS_OUTPUT_GRADIENT: return at(bytes->output_gradient, cell);
+    case S1F_HOLDS_KV: return at(bytes->kv, stage);
+    case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
+    case S1F_NUM_HOLDINGS: break;
     }
-    return 1;
+    return 0;
 }
 
 /* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
-static inline void change(ledger *l, uint32_t holdings, int64_t sign, int64_t cell)
+static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, int64_t stage,
+                          int64_t cell)
 {
     l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
-    for (; holdings != 0; holdings &= holdings - 1) {
-        int h = __builtin_ctz(holdings);
-        int64_t bytes = sign * l->bytes[h][cell];
-        l->live[h] += bytes;
-        l->total += bytes;
-    }
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
+        if (holdings >> h & 1) {
+            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, cell);
+            l->live[h] += changed;
+            l->total += changed;
+        }
 }
 
 /* Live bytes only grow when a unit begins. */
@@ -113,20 +107,21 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         peaks[edge->destination_rank].receive += edge->num_places * largest_message;
     }
     ledger l = {.total = 0};
-    if (!create_ledger(shape, bytes, &l))
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to count the bytes of %d stages", shape->num_stages);
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
-        l.total = peaks[rank].total = peaks[rank].receive; /* all else was given back by the rank before */
+        s1f_memory_peak peak = peaks[rank];
+        l.total = peak.total = peak.receive; /* all else was given back by the rank before */
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
             s1f_unit unit = program->ranks[rank].units[i];
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
             int64_t cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
-            change(&l, lifetimes.takes, 1, cell);
-            if (lifetimes.takes != 0)
-                raise_peak(&l, &peaks[rank]);
-            change(&l, lifetimes.frees, -1, cell);
+            if (lifetimes.takes != 0) {
+                change(&l, bytes, lifetimes.takes, 1, unit.stage, cell);
+                raise_peak(&l, &peak);
+            }
+            if (lifetimes.frees != 0)
+                change(&l, bytes, lifetimes.frees, -1, unit.stage, cell);
         }
+        peaks[rank] = peak;
     }
-    free(l.bytes[0]);
     return S1F_OK;
 }
