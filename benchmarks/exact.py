@@ -40,7 +40,7 @@ def auto_of(case: dict[str, Any]) -> Any:
 
 
 def solve(seconds: float, workers: int) -> None:
-    from seq1f1b.exact import shortest_schedule
+    from exact_solver import shortest_schedule
 
     lines = []
     for case in exact_cases.chosen_cases():

@@ -34,7 +34,16 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|dist|os|np|numpy|collections|typing|argparse|pathlib)\b.*")
 ]
 nitpick_ignore = [
-    ("py:class", name) for name in ("Path", "Tensor", "Timeline", "Rule", "seq1f1b.testing.T")
+    ("py:class", name)
+    for name in (
+        "Path",
+        "Tensor",
+        "Timeline",
+        "Rule",
+        "seq1f1b.testing.T",
+        "seq1f1b.runtime.step.StepArguments",
+        "seq1f1b.partition.PieceCosts",
+    )
 ]
 
 html_theme = "furo"

@@ -51,7 +51,7 @@ __all__ = [
     "token_offset",
     "ulysses_attention",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {

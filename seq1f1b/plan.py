@@ -1,6 +1,6 @@
 """A plan: one way to train a model, and the file that ``seq1f1b plan`` writes and ``PipelineEngine(plan=...)`` runs.
 
-Needs nothing of :mod:`seq1f1b.planning`, which finds plans.
+Needs nothing of ``seq1f1b.planning``, which finds plans.
 """
 
 from __future__ import annotations

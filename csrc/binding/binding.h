@@ -110,6 +110,7 @@ int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception s
 
 extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];
+extern PyMethodDef s1f_unit_methods[];
 extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_group_methods[];

@@ -64,7 +64,7 @@ class CostModel:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
     products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
     and the floor of its kernel launches. The first stage has the embedding (bytes only), the last the head.
-    On a :class:`ProfiledHardware` seconds, activations, cache and messages are the measured ones, and F of the last
+    On a ``ProfiledHardware`` seconds, activations, cache and messages are the measured ones, and F of the last
     stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
 
     Args:

@@ -95,9 +95,9 @@ def profile_model(
     """Measures a decoder of this shape: a stage of ``layers`` layers, the embedding, and norm, head and loss.
 
     Returns:
-        What :func:`make_profile` takes, by name; no ends where the shape has no vocabulary.
+        What ``make_profile`` takes, by name; no ends where the shape has no vocabulary.
     Raises:
-        ValueError: the shape is unsound, its head size is odd, or it has experts; or as :func:`measure_stage`.
+        ValueError: the shape is unsound, its head size is odd, or it has experts; or as ``measure_stage``.
     """
     check_decoder(model, seq_len)
     blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))

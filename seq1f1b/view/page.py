@@ -7,7 +7,7 @@ opens without a network.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.schedule import Simulation, Unit, per_place, per_unit
+from seq1f1b.schedule import Simulation, Unit, per_place, per_unit, unit_of
 from seq1f1b.view import style
 
 if TYPE_CHECKING:
@@ -116,20 +116,40 @@ def timeline_html(
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
+class _Lifetimes:
+    """What units of an order take at their start and free at their end, as the core says."""
+
+    def __init__(self, units: Iterable[Unit], num_segments: int) -> None:
+        self._passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+        self._num_segments = num_segments
+        self._known: dict[tuple[str, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+    def of(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        key = unit.kind, unit.segment
+        if key not in self._known:
+            number = _C.PASSES.index(unit.kind), 0, 0, unit.segment
+            self._known[key] = _C.unit_lifetimes(self._num_segments, self._passes, number)
+        return self._known[key]
+
+
 def live_units(track: Sequence[tuple[Unit, float, float]]) -> Curve:
     """The memory curve of a rank: (time, units live from then on), a step wherever it changes.
 
     A unit is live from the start of its F to the end of its B, or W where the backward is split; where nothing goes
     back, while it runs.
     """
-    last = {(unit.stage, unit.microbatch, unit.segment): end for unit, _, end in track}
-    return _curve(
-        (start, last[unit.stage, unit.microbatch, unit.segment], 1) for unit, start, _ in track if unit.kind == "F"
-    )
+    units = [unit for unit, _, _ in track]
+    lifetimes = _Lifetimes(units, 1 + max(unit.segment for unit in units))
+    changes: dict[float, int] = defaultdict(int)
+    for unit, start, end in track:
+        takes, frees = lifetimes.of(unit)
+        changes[start] += "for_weight" in takes
+        changes[end] -= "for_weight" in frees
+    return _curve(changes)
 
 
 def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
-    """Per rank, the bytes of each kind of :class:`~seq1f1b.schedule.StepMemory`, by the rules of csrc/model/memory.h.
+    """Per rank, the bytes of each kind of :class:`~seq1f1b.schedule.StepMemory`; what lives when, the core says.
 
     Raises:
         ValueError: the simulation was not given ``memory``.
@@ -140,41 +160,33 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
     P, k = schedule.num_stages, schedule.num_segments
     whole = per_unit(given.activations, "activations", P, k)
     kept = whole if given.kept_activations is None else per_unit(given.kept_activations, "kept_activations", P, k)
-    gradients = per_unit(given.output_gradients, "output_gradients", P, k)
     kv, kv_gradients = (per_place(getattr(given, name), name, P, "stage") for name in ("kv", "kv_gradients"))
+    amounts = {  # of what a unit takes: the kind that is shown, and bytes by stage and segment
+        "saved": ("activations", [total - part for total, part in zip(whole, kept, strict=True)]),
+        "for_weight": ("activations", kept),
+        "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k)),
+        "kv": ("kv", [kv[i // k] for i in range(P * k)]),
+        "kv_gradients": ("kv_gradients", [kv_gradients[i // k] for i in range(P * k)]),
+    }
+    lifetimes = _Lifetimes((unit for track in run.timeline for unit, _, _ in track), k)
     curves = []
     for rank, track in enumerate(run.timeline):
-        ends = {unit: end for unit, _, end in track}
-        held: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+        changes: dict[str, dict[float, int]] = {name: defaultdict(int) for name in _MEMORY_COLORS}
         for unit, start, end in track:
-            stage, segment = unit.stage, unit.segment
-            cell = stage * k + segment
-            back_end = next((ends[u] for u in (unit._replace(kind=kind) for kind in "BI") if u in ends), None)
-            freed = next((ends[u] for u in (unit._replace(kind=kind, segment=0) for kind in "BI") if u in ends), None)
-            weight_end = ends.get(unit._replace(kind="W"), back_end)
-            if unit.kind == "F":
-                held["activations"].append((start, end if back_end is None else back_end, whole[cell] - kept[cell]))
-                held["activations"].append((start, end if weight_end is None else weight_end, kept[cell]))
-                if segment == 0:
-                    until = ends[unit._replace(segment=k - 1)] if freed is None else freed
-                    held["kv"].append((start, until, kv[stage]))
-            elif unit.kind in "BI" and segment == k - 1 and freed is not None:
-                held["kv_gradients"].append((start, freed, kv_gradients[stage]))
-            if unit.kind == "I" and weight_end is not None:
-                held["output_gradients"].append((start, weight_end, gradients[cell]))
+            for time, sign, names in zip((start, end), (1, -1), lifetimes.of(unit), strict=True):
+                for holding in names:
+                    name, bytes_of = amounts[holding]
+                    changes[name][time] += sign * bytes_of[unit.stage * k + unit.segment]
         begin, end = track[0][1], max(stop for _, _, stop in track)
         for name in ("weights", "optimizer", "logits", "receive"):
-            held[name].append((begin, end, getattr(peaks, name)[rank]))
-        curves.append({name: _curve(held[name]) for name in _MEMORY_COLORS})
+            changes[name][begin] += getattr(peaks, name)[rank]
+            changes[name][end] -= getattr(peaks, name)[rank]
+        curves.append({name: _curve(of_name) for name, of_name in changes.items()})
     return curves
 
 
-def _curve(held: Any) -> Curve:
-    """The sum of (start, end, amount)."""
-    changes: dict[float, int] = defaultdict(int)
-    for start, end, amount in held:
-        changes[start] += amount
-        changes[end] -= amount
+def _curve(changes: Mapping[float, int]) -> Curve:
+    """The running sum of changes by time."""
     curve, total = [], 0
     for time in sorted(changes):
         total += changes[time]
@@ -193,24 +205,22 @@ def _memory(timeline: Timeline, run: Simulation | None) -> _Memory:
 
 
 def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
-    """The units that must end before each unit may start: by the rules of check.h, and by the order of its rank."""
+    """The units that must end before each unit may start: its inputs, as the core has them, and by its rank's order."""
     units = {unit for track in timeline for unit, _, _ in track}
-    after = {unit: [other for other in _neighbours(unit) if other in units] for unit in units}
+    num_stages, num_microbatches, num_segments = (
+        1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
+    )
+    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+    after = {}
+    for unit in units:
+        number = _C.PASSES.index(unit.kind), *unit[1:]
+        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number)
+        after[unit] = [other for other in map(unit_of, inputs) if other in units]
     for track in timeline:
         for (earlier, _, _), (unit, _, _) in pairwise(track):
             if earlier not in after[unit]:
                 after[unit].append(earlier)
     return after
-
-
-def _neighbours(unit: Unit) -> list[Unit]:
-    """What comes right before a unit by the rules, where it exists."""
-    if unit.kind == "F":
-        return [unit._replace(segment=unit.segment - 1), unit._replace(stage=unit.stage - 1)]
-    if unit.kind == "W":
-        return [unit._replace(kind="I")]
-    behind = [unit._replace(segment=unit.segment + 1), unit._replace(stage=unit.stage + 1)]
-    return [unit._replace(kind="F"), *(other._replace(kind=kind) for other in behind for kind in "BI")]
 
 
 # -- how it is drawn ---------------------------------------------------------------------------------------------------

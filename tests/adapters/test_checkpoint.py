@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import PipedProcesses, join_and_run
-from test_data_parallel import take_head, wrap
+from replicas import take_head, wrap
 from tiny_model import Config, batch, cross_entropy, full_gradient, stage_of, whole_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
+from replicas import take_head, wrap
 from tiny_model import (
     Config,
-    Stage,
     batch,
     cross_entropy,
     full_gradient,
@@ -26,7 +26,7 @@ from tiny_model import (
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,33 +38,6 @@ FSDP_COLLECTIVES = (
     if hasattr(dist, "all_gather_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")  # of older torch
 )
-
-
-class Head(nn.Module):
-    """The last stage's norm and head, inside the loss."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.norm, self.head = stage.norm, stage.head
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(self.head(self.norm(hidden)), target)
-
-
-def take_head(stage: Stage) -> Head:
-    head = Head(stage)
-    del stage.norm, stage.head
-    return head
-
-
-def wrap(kind: str, module: nn.Module, group: Any, mesh: Any) -> nn.Module:
-    if kind == "fsdp":
-        for block in module.blocks.values() if hasattr(module, "blocks") else ():
-            fully_shard(block, mesh=mesh)
-        return fully_shard(module, mesh=mesh)
-    return DistributedDataParallel(
-        module, process_group=group, find_unused_parameters=kind == "ddp unused", init_sync=False
-    )
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_gap_of_auto() -> None:
 
 def solve(**arguments: Any) -> Any:
     pytest.importorskip("ortools", reason='needs OR-tools: pip install "seq1f1b[exact]"')
-    from seq1f1b.exact import shortest_schedule
+    from exact_solver import shortest_schedule
 
     return shortest_schedule(**arguments)
 

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from seq1f1b.schedule import Schedule, Simulation, Unit, per_unit
+from seq1f1b import _C
+from seq1f1b.schedule import Schedule, Simulation, Unit, per_unit, unit_of
 
 __all__ = ["Optimum", "shortest_schedule"]
+
+_PASSES = sum(1 << _C.PASSES.index(kind) for kind in "FIW")
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,10 @@ class _Problem:
         return 0 if is_same else self.transfer
 
     def waits_for(self, unit: Unit) -> list[Unit]:
-        """The units that must end before it starts, as check.h has them; I stands for B."""
-        kind, stage, _, segment = unit
-        if kind == "F":
-            earlier = [unit._replace(segment=segment - 1)] if segment > 0 else []
-            return earlier + ([unit._replace(stage=stage - 1)] if stage > 0 else [])
-        if kind == "W":
-            return [unit._replace(kind="I")]
-        is_last = segment == self.num_segments - 1
-        earlier = [unit._replace(kind="F") if is_last else unit._replace(segment=segment + 1)]
-        return earlier + ([unit._replace(stage=stage + 1)] if stage < len(self.rank_of_stage) - 1 else [])
+        """The units that must end before it starts, as the core has them; I stands for B."""
+        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
+        number = (_C.PASSES.index(unit.kind), *unit[1:])
+        return [unit_of(source) for source in _C.unit_inputs(*counts, _PASSES, number)]
 
     def least_life(self, forward: Unit) -> int:
         """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""

@@ -1,0 +1,89 @@
+/* unit.c - what unit.h says of a unit, for drawings and tests: an order is given by its counts and the passes in it. */
+#include "binding.h"
+
+#include "../core/unit.h"
+
+static const char *const holdings[] = {
+    [S1F_HOLDS_SAVED] = "saved",
+    [S1F_HOLDS_FOR_WEIGHT] = "for_weight",
+    [S1F_HOLDS_OUTPUT_GRADIENT] = "output_gradients",
+    [S1F_HOLDS_KV] = "kv",
+    [S1F_HOLDS_KV_GRADIENT] = "kv_gradients",
+};
+_Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
+
+static PyObject *names_of(uint32_t bits)
+{
+    const char *names[S1F_NUM_HOLDINGS];
+    int64_t count = 0;
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
+        if (bits >> h & 1)
+            names[count++] = holdings[h];
+    return s1f_tuple_of(count, s1f_name_item, names);
+}
+
+static int read_unit(PyObject *tuple, s1f_unit *unit)
+{
+    if (!PyArg_ParseTuple(tuple, "iiii", &unit->pass, &unit->stage, &unit->microbatch, &unit->segment))
+        return 0;
+    return s1f_require_index("pass", unit->pass, s1f_num_passes);
+}
+
+/* All makers that an order of these passes may have for one input. */
+static int append_makers(PyObject *list, s1f_unit_input input, uint32_t passes)
+{
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
+        if (!(passes >> pass & 1) || !s1f_pass_makes(pass, input.product))
+            continue;
+        input.maker.pass = pass;
+        PyObject *maker = s1f_unit_tuple(input.maker);
+        int failed = maker == NULL || PyList_Append(list, maker) < 0;
+        Py_XDECREF(maker);
+        if (failed)
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_shape shape = {.num_ranks = 1};
+    unsigned int passes;
+    PyObject *tuple;
+    s1f_unit unit;
+    if (!PyArg_ParseTuple(arguments, "iiiIO!", &shape.num_stages, &shape.num_microbatches, &shape.num_segments, &passes,
+                          &PyTuple_Type, &tuple) ||
+        !read_unit(tuple, &unit))
+        return NULL;
+    shape.products = s1f_products_of_passes(passes);
+    PyObject *list = PyList_New(0);
+    s1f_unit_input input;
+    for (s1f_inputs inputs = s1f_inputs_of(&shape, unit); list != NULL && s1f_next_input(&inputs, &input);)
+        if (!append_makers(list, input, passes))
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_shape shape = {.num_ranks = 1, .num_stages = 1, .num_microbatches = 1};
+    unsigned int passes;
+    PyObject *tuple;
+    s1f_unit unit;
+    if (!PyArg_ParseTuple(arguments, "iIO!", &shape.num_segments, &passes, &PyTuple_Type, &tuple) ||
+        !read_unit(tuple, &unit))
+        return NULL;
+    shape.products = s1f_products_of_passes(passes);
+    s1f_lifetime_table table = s1f_lifetimes_of(&shape);
+    s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
+    return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
+}
+
+PyMethodDef s1f_unit_methods[] = {
+    {"unit_inputs", unit_inputs, METH_VARARGS,
+     "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit): the units that a unit waits for, in an order of "
+     "these passes (bits 1 << pass); where two passes may make an input, both are named."},
+    {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
+     "unit_lifetimes(num_segments, passes, unit): (takes, frees), the names of what the unit holds from its start on, and of "
+     "what is free at its end."},
+    {NULL, NULL, 0, NULL}};
