@@ -232,9 +232,8 @@ class Schedule:
         Args:
             forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
             weight: share of ``backward`` that is W where the order splits it (the rest is I); default: half.
-            transfer: seconds from the end of a message's transfer to its arrival (latency); a number, or one for each
-                two neighbouring stages, ``[stage]``, where edges are not alike: of those between ``stage`` and
-                ``stage + 1``, either way.
+            transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
+                ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
                 None: infinite.
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
@@ -248,31 +247,24 @@ class Schedule:
             critical: also find ``slack`` and ``critical_path``.
             jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
             transfer_jitter: the same of every message's time on its link and its latency.
-            seed: of the draws; the same one gives the same times.
+            seed: the same one draws the same times.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
-            optimizer_sync: whether the optimizer waits until all ranks are through with the step (a norm over all
-                stages makes it so). Must be said where there is more than one step.
-            progress: called now and then, some times a second, with the units that have run, over all steps. What it
-                raises, and Ctrl-C, ends the simulation.
+            optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
+            progress: called some times a second with the units that have run; what it raises ends the simulation.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
-        rates = self._per_edge(math.inf if bandwidth is None else bandwidth, "bandwidth")
-        for rate in rates:
-            if not rate > 0:
-                raise ValueError(f"bandwidth is {rate}, must be above 0")
-        if segment_sizes is not None and len(segment_sizes) != self.num_segments:
-            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
         _check_steps(steps, optimizer_sync, seed)
+        tokens = None if segment_sizes is None else self._tokens(segment_sizes)
         sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
         program = self._lower(prefetch)
         times = _C.program_simulate(
             program,
             self._pass_seconds(forward, backward, weight),
             durations,
-            (self._per_edge(transfer, "transfer"), [1.0 / rate for rate in rates], send),
+            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
             sizes,
             (jitter, transfer_jitter, seed),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
@@ -283,12 +275,26 @@ class Schedule:
         return Simulation(
             **self._times(times, many_steps=steps > 1),
             peak=peak,
-            peak_tokens=None if segment_sizes is None else self._peak(program, [*segment_sizes] * self.num_stages),
+            peak_tokens=None if tokens is None else self._peak(program, tokens),
             peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
             memory=peak_memory if memory is not None else None,
             given=memory,
             schedule=self,
         )
+
+    def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
+        """Tokens of every unit, flat."""
+        if len(segment_sizes) != self.num_segments:
+            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
+        return [*segment_sizes] * self.num_stages
+
+    def _seconds_per_byte(self, bandwidth: float | Sequence[float] | None) -> list[float]:
+        """One value for each two neighbouring stages; 0 where the bandwidth is infinite."""
+        rates = self._per_edge(math.inf if bandwidth is None else bandwidth, "bandwidth")
+        for rate in rates:
+            if not rate > 0:
+                raise ValueError(f"bandwidth is {rate}, must be above 0")
+        return [1.0 / rate for rate in rates]
 
     def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> tuple[list[Any], ...]:
         """Seconds of F, B, I and W of every unit, flat."""
