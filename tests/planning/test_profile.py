@@ -122,7 +122,7 @@ def test_a_synthetic_stage_is_measured():
     def inputs(tokens):
         return torch.zeros(1, tokens, 3)
 
-    measured = measure_stage(Stage(), inputs, seq_len=256, segments=(1, 2, 4), repeats=7, layers=2)
+    measured = measure_stage(Stage(), inputs, seq_len=256, segments=(1, 2, 4), repeats=30, layers=2)
     assert sorted(measured.units) == [(0, 64), (0, 128), (0, 256), (64, 64), (128, 64), (128, 128), (192, 64)]
     # The least of the repetitions is what other processes did not disturb; a sleep is never shorter than asked for.
     for (_, tokens), (forward, backward) in measured.units.items():
