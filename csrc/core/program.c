@@ -45,33 +45,20 @@ void s1f_program_free(s1f_program *program)
     free(program);
 }
 
-/* Peak of the summed weights of the live units of one rank, of one stage of it or (-1) of all. */
-static int64_t peak_weight(const s1f_program *program, int32_t rank, int32_t stage, const int64_t *weights,
-                           int64_t stage_stride)
+int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes)
 {
     const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
-    const s1f_rank_program *own = &program->ranks[rank];
+    const s1f_rank_program *own = &program->ranks[program->rank_of_stage[stage]];
     s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
     int64_t live = 0, peak = 0;
     for (int64_t i = 0; i < own->num_units; i++) {
         s1f_unit unit = own->units[i];
-        if (stage >= 0 && unit.stage != stage)
+        if (unit.stage != stage)
             continue;
         s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-        int64_t weight = weights[unit.stage * stage_stride + unit.segment];
-        live += lifetimes.takes & live_bit ? weight : 0;
+        live += lifetimes.takes & live_bit ? segment_sizes[unit.segment] : 0;
         peak = live > peak ? live : peak;
-        live -= lifetimes.frees & live_bit ? weight : 0;
+        live -= lifetimes.frees & live_bit ? segment_sizes[unit.segment] : 0;
     }
     return peak;
-}
-
-int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes)
-{
-    return peak_weight(program, program->rank_of_stage[stage], stage, segment_sizes, 0);
-}
-
-int64_t s1f_program_rank_peak(const s1f_program *program, int32_t rank, const int64_t *weights)
-{
-    return peak_weight(program, rank, -1, weights, program->shape.num_segments);
 }

@@ -38,7 +38,7 @@ typedef struct {
     int64_t num_units;
 } s1f_rank_program;
 
-/* Of all ranks. Read it as it lies; only lower.h and receives.h write it. */
+/* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
 typedef struct {
     s1f_shape shape;
     int32_t *rank_of_stage; /* what the shape points to */
@@ -84,7 +84,5 @@ static inline int32_t s1f_program_num_segments(const s1f_program *program)
 
 /* Peak live tokens of a stage for given segment sizes[num_segments]: forward units not yet freed, in tokens. */
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
-/* The same of all stages of a rank together, weights[num_stages][num_segments] per unit: 1, tokens or bytes. */
-int64_t s1f_program_rank_peak(const s1f_program *program, int32_t rank, const int64_t *weights);
 
 #endif

@@ -144,8 +144,10 @@ static s1f_status simulate(void)
     s1f_simulation *simulation = NULL;
     s1f_status status = s1f_program_simulate(given_program, &costs, S1F_KEEP_TIMELINE, &simulation);
     CHECK((status == S1F_OK) == (simulation != NULL));
-    if (simulation != NULL)
+    if (simulation != NULL) {
         CHECK(simulation->makespan > 0);
+        CHECK_STATUS(s1f_simulation_find_slack(given_program, &costs, simulation), S1F_ERR_STATE, "keeps its causes");
+    }
     s1f_simulation_free(simulation);
     return status;
 }
@@ -165,10 +167,9 @@ static s1f_status find_slack_and_memory(void)
         status = s1f_simulation_find_slack(given_program, &costs, simulation);
     if (status == S1F_OK) {
         CHECK(simulation->path_length > 0 && simulation->period > 0);
-        status = s1f_program_memory(given_program, &memory, peaks);
-    }
-    if (status == S1F_OK)
+        CHECK_STATUS(s1f_program_memory(given_program, &memory, peaks), S1F_OK, "");
         CHECK(peaks[0].total >= peaks[0].activations && peaks[0].activations >= 8);
+    }
     s1f_simulation_free(simulation);
     return status;
 }
