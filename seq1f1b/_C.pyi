@@ -154,7 +154,7 @@ _Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | Non
 
 def program_simulate(
     program: Any,
-    pass_seconds: tuple[Sequence[float], ...],  # F, B, I, W
+    pass_seconds: tuple[Sequence[float] | None, ...],  # as PASSES; None: the order has no such pass
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float],
     message_bytes: Sequence[int],

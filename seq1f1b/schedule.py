@@ -262,7 +262,7 @@ class Schedule:
         program = self._lower(prefetch)
         times = _C.program_simulate(
             program,
-            self._pass_seconds(forward, backward, weight),
+            tuple(map(self._pass_seconds(forward, backward, weight).get, _C.PASSES)),
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
             sizes,
@@ -296,14 +296,14 @@ class Schedule:
                 raise ValueError(f"bandwidth is {rate}, must be above 0")
         return [1.0 / rate for rate in rates]
 
-    def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> tuple[list[Any], ...]:
-        """Seconds of F, B, I and W of every unit, flat."""
+    def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> dict[str, list[Any]]:
+        """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
         weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
         inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
         if weight is not None and min(inputs) < 0:
             raise ValueError("weight is more than backward, of which it is a part")
-        return self._per_unit(forward, "forward"), whole, inputs, weights
+        return {"F": self._per_unit(forward, "forward"), "B": whole, "I": inputs, "W": weights}
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
         """The fields of a simulation that tell times, from what the core found."""

@@ -84,14 +84,16 @@ static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_
 {
     int64_t count = (int64_t)program->shape.num_stages * program->shape.num_segments;
     if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
-        PyErr_SetString(PyExc_TypeError, "expected one sequence of seconds per pass");
+        PyErr_SetString(PyExc_TypeError, "expected for each pass a sequence of seconds, or None");
         return 0;
     }
     for (int pass = 0; pass < s1f_num_passes; pass++) {
         s1f_doubles *seconds = &arrays->passes[pass];
+        PyObject *given = PyTuple_GetItem(passes, pass);
         seconds->name = "costs";
-        if (!s1f_to_doubles(PyTuple_GetItem(passes, pass), seconds) ||
-            !s1f_require_count(seconds->name, seconds->count, count))
+        if (given == Py_None)
+            continue;
+        if (!s1f_to_doubles(given, seconds) || !s1f_require_count(seconds->name, seconds->count, count))
             return 0;
         costs->pass_seconds[pass] = seconds->values;
     }

@@ -123,7 +123,7 @@ static void run_unit(void *context, const s1f_stand *at)
     run *r = context;
     runner *own = &r->ranks[at->rank];
     copy_until(own, S1F_OP_RUN);
-    own->clock += at->unit->pass == S1F_PASS_BACKWARD ? 2 : 1;
+    own->clock += __builtin_popcount(s1f_pass_products(at->unit->pass)); /* B makes as much as I and W */
 }
 
 /* A transfer starts: its receive goes to where the receiver stands. */

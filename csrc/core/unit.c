@@ -53,7 +53,7 @@ void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)
 
 uint32_t s1f_pass_products(int32_t pass)
 {
-    return passes[pass].products;
+    return pass >= 0 && pass < s1f_num_passes ? passes[pass].products : 0;
 }
 
 uint32_t s1f_products_of_passes(uint32_t those)

@@ -39,7 +39,7 @@ typedef enum {
     S1F_MAX_PRODUCTS = 8
 } s1f_product;
 
-/* Bits (1 << s1f_product) of what a pass makes. */
+/* Bits (1 << s1f_product) of what a pass makes; 0 for a number that is no pass. */
 uint32_t s1f_pass_products(int32_t pass);
 static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {

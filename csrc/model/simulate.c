@@ -320,8 +320,11 @@ static s1f_status fill_seconds(simulator *s)
     for (int64_t i = 0; s->kind_seconds != NULL && i < (int64_t)shape->num_stages * k; i++)
         for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
             const double *of_pass = s->costs->pass_seconds[pass];
-            if (!(occurs >> pass & 1) || of_pass == NULL)
+            if (!(occurs >> pass & 1))
                 continue;
+            if (of_pass == NULL)
+                return s1f_fail(S1F_ERR_ARG, "the order has units of pass %c, and no seconds are given for them",
+                                s1f_pass_letter(pass));
             s1f_status status = require_cost("the duration of a unit", of_pass[i]);
             if (status != S1F_OK)
                 return status;

@@ -9,7 +9,7 @@
 #include "../core/program.h"
 
 typedef struct {
-    /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass (NULL: 0); or by its number in the
+    /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass (NULL: the order has none); or by its number in the
      * order of its rank, [rank][i], to replay what was measured. */
     const double *pass_seconds[S1F_MAX_PASSES];
     const double *const *unit_seconds;

@@ -257,7 +257,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
 /* A segment's saved state lives from its forward to FREE. */
 static void count_live(s1f_executor *executor, s1f_unit unit)
 {
-    if (unit.pass != S1F_PASS_FORWARD)
+    if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT))
         return;
     s1f_stage_measure *measure = &executor->measures[unit.stage];
     int32_t units = ++executor->live_units[unit.stage];

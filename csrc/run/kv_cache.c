@@ -228,7 +228,7 @@ static unit_name name_of(const s1f_current_unit *unit)
 
 static int is_forward(const s1f_current_unit *unit)
 {
-    return unit->unit.pass == S1F_PASS_FORWARD;
+    return s1f_pass_makes(unit->unit.pass, S1F_PRODUCT_OUTPUT);
 }
 
 static stage_state *find_stage(s1f_kv_cache *cache, int32_t stage)
@@ -330,7 +330,7 @@ static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *un
 
 s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
-    if (unit->unit.pass == S1F_PASS_BACKWARD_WEIGHT)
+    if (unit->kv_slot < 0) /* the unit uses no cache */
         return S1F_OK;
     slot_state *slot = NULL;
     grad_slot_state *grads = NULL;
@@ -373,7 +373,7 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
 
 s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
-    if (unit->unit.pass == S1F_PASS_BACKWARD_WEIGHT)
+    if (unit->kv_slot < 0) /* the unit uses no cache */
         return S1F_OK;
     slot_state *slot = NULL;
     grad_slot_state *grads = NULL;

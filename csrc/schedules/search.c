@@ -9,6 +9,7 @@ enum {
     NUM_STARTS = 4,       /* orders that are improved, the shortest first */
     MOST_STEPS = 20000,   /* of each; small problems settle within */
     MOST_TIMED = 8000000, /* units timed for each: some tenths of a second */
+    MOST_RELATED = 16384, /* units of a micro-batch; of more, too few moves could be timed to gain anything */
     HISTORY = 250         /* steps back whose makespan a new one may reach again */
 };
 static const double SLACK = 1e-9;        /* of the makespan: sums in another order */
@@ -38,6 +39,8 @@ struct s1f_search {
     double *lag;     /* [id] from its source to it */
     double *seconds, *tail;
     int64_t *bytes; /* [id] W: negative, freed at its end */
+    uint64_t *past; /* [unit of a micro-batch][word]: bits of those that always come before it, and its own */
+    int64_t words;  /* of a row of `past`; 0: there is none, and no search */
 
     int32_t *order; /* ids, rank by rank */
     int32_t *place; /* [id]: its index in the order */
@@ -105,20 +108,24 @@ static void lengthen_inputs(const s1f_problem *p, const s1f_shape *shape, s1f_un
     }
 }
 
-/* From the last units of a micro-batch to its first: each comes before all that it waits for. */
-void s1f_problem_tails(const s1f_problem *p, double *tails)
+/* Unit i of micro-batch 0, counted so that each comes after all that it waits for. */
+static s1f_unit unit_in_turn(const s1f_problem *p, int64_t i)
 {
     int32_t S = p->num_stages, k = p->num_segments;
+    int32_t product = (int32_t)(i / k / S), stage = (int32_t)(i / k % S), segment = (int32_t)(i % k);
+    int goes_on = product == S1F_PRODUCT_OUTPUT; /* to later stages and segments */
+    return maker_of((s1f_product)product,
+                    (s1f_unit){0, goes_on ? stage : S - 1 - stage, 0, goes_on ? segment : k - 1 - segment});
+}
+
+void s1f_problem_tails(const s1f_problem *p, double *tails)
+{
+    int64_t count = (int64_t)S1F_SPLIT_PASSES * p->num_stages * p->num_segments;
     s1f_shape shape = s1f_problem_shape(p);
-    for (int64_t i = 0; i < (int64_t)S1F_SPLIT_PASSES * S * k; i++)
+    for (int64_t i = 0; i < count; i++)
         tails[i] = 0;
-    for (int32_t product = S1F_SPLIT_PASSES - 1; product >= 0; product--)
-        for (int32_t i = 0; i < S; i++)
-            for (int32_t j = 0; j < k; j++) {
-                int goes_on = product == S1F_PRODUCT_OUTPUT; /* to later stages and segments */
-                s1f_unit cell = {0, goes_on ? S - 1 - i : i, 0, goes_on ? k - 1 - j : j};
-                lengthen_inputs(p, &shape, maker_of((s1f_product)product, cell), tails);
-            }
+    for (int64_t i = count - 1; i >= 0; i--)
+        lengthen_inputs(p, &shape, unit_in_turn(p, i), tails);
 }
 
 static int32_t id_of_product(const s1f_search *x, s1f_product product, s1f_unit cell)
@@ -154,6 +161,31 @@ static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
         }
 }
 
+/* Row of a unit in `past`. */
+static int64_t related(const s1f_search *x, s1f_unit unit)
+{
+    return ((int64_t)split_pass(unit.pass) * x->problem->num_stages + unit.stage) * x->problem->num_segments +
+           unit.segment;
+}
+
+/* A unit's past is what it waits for, and the past of that. */
+static void fill_past(s1f_search *x)
+{
+    int64_t count = x->num_units / x->problem->num_microbatches;
+    for (int64_t i = 0; i < count && x->words > 0; i++) {
+        s1f_unit unit = unit_in_turn(x->problem, i);
+        int64_t own = related(x, unit);
+        uint64_t *row = &x->past[own * x->words];
+        s1f_unit_input input;
+        for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);) {
+            const uint64_t *earlier = &x->past[related(x, maker_of(input.product, input.maker)) * x->words];
+            for (int64_t word = 0; word < x->words; word++)
+                row[word] |= earlier[word];
+        }
+        row[own / 64] |= (uint64_t)1 << own % 64;
+    }
+}
+
 /* No rank starts before the first unit reaches it, then all its work follows; and one micro-batch goes all the way. */
 static double lower_bound(const s1f_search *x, const double *tails)
 {
@@ -186,6 +218,7 @@ static void fill(s1f_search *x, const double *tails)
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
         x->first[rank + 1] += x->first[rank];
     x->bound = lower_bound(x, tails);
+    fill_past(x);
 }
 
 s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
@@ -199,7 +232,10 @@ s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
         x->problem = p;
         x->shape = s1f_problem_shape(p);
         x->num_units = (int32_t)N;
+        size_t related = S1F_SPLIT_PASSES * cells; /* units of one micro-batch */
+        x->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;
         is_short =
+            (x->past = calloc(related * (size_t)x->words + 1, sizeof *x->past)) == NULL ||
             (x->work = calloc(P, sizeof *x->work)) == NULL || (x->first = calloc(P + 1, sizeof *x->first)) == NULL ||
             (x->units = malloc(N * sizeof *x->units)) == NULL || (x->rank = malloc(N * sizeof *x->rank)) == NULL ||
             (x->source = malloc(N * sizeof *x->source)) == NULL ||
@@ -248,6 +284,7 @@ void s1f_search_free(s1f_search *x)
     free(x->live);
     free(x->place);
     free(x->order);
+    free(x->past);
     free(x->bytes);
     free(x->tail);
     free(x->seconds);
@@ -324,17 +361,11 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
     return 1;
 }
 
-/* 1 where the inputs of unit.c, followed along any path, or that equal micro-batches take turns, put a before b whatever
- * their ranks do. In closed form, since every move asks. */
-static int precedes(s1f_unit a, s1f_unit b)
+/* 1 where a comes before b whatever the ranks do: by its inputs, or because equal micro-batches take turns. */
+static int precedes(const s1f_search *x, s1f_unit a, s1f_unit b)
 {
-    if (a.microbatch > b.microbatch)
-        return 0;
-    if (a.pass == S1F_PASS_FORWARD)
-        return b.pass != S1F_PASS_FORWARD || (a.stage <= b.stage && a.segment <= b.segment);
-    if (a.pass == S1F_PASS_BACKWARD_INPUT)
-        return b.pass != S1F_PASS_FORWARD && a.stage >= b.stage && a.segment >= b.segment;
-    return b.pass == a.pass && a.stage == b.stage && a.segment == b.segment;
+    int64_t i = related(x, a), j = related(x, b);
+    return a.microbatch <= b.microbatch && (x->past[j * x->words + i / 64] >> i % 64 & 1);
 }
 
 /* -- starts -------------------------------------------------------------------------------------------------------- */
@@ -466,7 +497,7 @@ static int32_t reach(const s1f_search *x, int32_t from, int32_t to)
     int32_t step = from < to ? 1 : -1, i = from;
     for (; i != to; i += step) {
         s1f_unit other = x->units[x->order[i + step]];
-        if (step > 0 ? precedes(unit, other) : precedes(other, unit))
+        if (step > 0 ? precedes(x, unit, other) : precedes(x, other, unit))
             break;
     }
     return i;
@@ -545,7 +576,7 @@ static void improve(s1f_search *x, start *best)
 void s1f_search_run(s1f_search *x)
 {
     x->random = 88172645463325252u; /* anything but 0 */
-    for (int32_t i = 0; i < x->num_starts && s1f_search_makespan(x) > x->bound * (1 + SLACK); i++)
+    for (int32_t i = 0; i < x->num_starts && x->words > 0 && s1f_search_makespan(x) > x->bound * (1 + SLACK); i++)
         improve(x, &x->starts[i]);
 }
 

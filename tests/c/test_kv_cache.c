@@ -287,7 +287,8 @@ static void test_split_backward(void)
         s1f_current_unit unit = unit_at(cache, S1F_PASS_BACKWARD_INPUT, 0, s, 0);
         CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
-        unit.unit.pass = S1F_PASS_BACKWARD_WEIGHT; /* W touches no cache: the slot may even be another's by then */
+        unit.unit.pass = S1F_PASS_BACKWARD_WEIGHT; /* W touches no cache: the program gives it no slot */
+        unit.kv_slot = unit.grad_slot = -1;
         CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
     }
