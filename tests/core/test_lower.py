@@ -29,126 +29,138 @@ class Lowered:
         return {(source, destination): places for source, destination, _, _, _, places, _ in self.edges}
 
 
-def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
-    """Walks the programs of all ranks, one instruction of a rank that ``choose`` names at a time; trusts nothing."""
-    schedule, edges = lowered.schedule, lowered.edges
-    S, k = schedule.num_stages, schedule.num_segments
-    has_backward = any(unit.kind != "F" for order in schedule.ranks for unit in order)
-    granted: list[list[int]] = [[] for _ in edges]  # place of message n
-    sent = [0] * len(edges)
-    in_place: list[dict[int, Unit | None]] = [{} for _ in edges]  # posted places and the unit whose result they hold
-    read_from: dict[tuple[int, Unit], int] = {}  # place of the message that a unit consumes, by edge
-    slots: dict[tuple[str, int, int], int] = {}  # (cache, stage, slot) -> micro-batch
-    slots_peak: dict[tuple[str, int], int] = {}
-    ran: list[list[Unit]] = [[] for _ in lowered.ranks]
-    live = [0] * S
-    live_peak = [0] * S
-    at = [0] * len(lowered.ranks)
+class Replay:
+    """The programs of all ranks, walked one instruction of a rank at a time; trusts nothing."""
 
-    def edge_into(stage: int, gradient: bool) -> int | None:
-        found = [e for e, edge in enumerate(edges) if edge[1] == stage and bool(edge[4]) is gradient]
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, self.schedule, self.edges = lowered, lowered.schedule, lowered.edges
+        self.has_backward = any(unit.kind != "F" for order in self.schedule.ranks for unit in order)
+        self.granted: list[list[int]] = [[] for _ in self.edges]  # place of message n
+        self.sent = [0] * len(self.edges)
+        # posted places and the unit whose result they hold
+        self.in_place: list[dict[int, Unit | None]] = [{} for _ in self.edges]
+        self.read_from: dict[tuple[int, Unit], int] = {}  # place of the message that a unit consumes, by edge
+        self.slots: dict[tuple[str, int, int], int] = {}  # (cache, stage, slot) -> micro-batch
+        self.slots_peak: dict[tuple[str, int], int] = {}
+        self.ran: list[list[Unit]] = [[] for _ in lowered.ranks]
+        self.live = [0] * self.schedule.num_stages
+        self.live_peak = [0] * self.schedule.num_stages
+        self.at = [0] * len(lowered.ranks)
+
+    def edge_into(self, stage: int, gradient: bool) -> int | None:
+        found = [e for e, edge in enumerate(self.edges) if edge[1] == stage and bool(edge[4]) is gradient]
         assert len(found) <= 1
         return found[0] if found else None
 
-    def producer(unit: Unit) -> Unit | None:
+    def producer(self, unit: Unit) -> Unit | None:
         """The unit of a neighbouring stage on another rank whose result this one consumes."""
         stage = unit.stage - 1 if unit.kind == "F" else unit.stage + 1
+        rank_of_stage = self.schedule.rank_of_stage
         if (
             unit.kind == "W"
-            or not 0 <= stage < S
-            or schedule.rank_of_stage[stage] == schedule.rank_of_stage[unit.stage]
+            or not 0 <= stage < self.schedule.num_stages
+            or rank_of_stage[stage] == rank_of_stage[unit.stage]
         ):
             return None
         whole = unit._replace(stage=stage)
-        if unit.kind == "F" or whole._replace(kind="B") in schedule.ranks[schedule.rank_of_stage[stage]]:
+        if unit.kind == "F" or whole._replace(kind="B") in self.schedule.ranks[rank_of_stage[stage]]:
             return whole if unit.kind == "F" else whole._replace(kind="B")
         return whole._replace(kind="I")
 
-    def hold(cache: str, unit: Unit, slot: int, first: bool, last: bool) -> None:
+    def hold(self, cache: str, unit: Unit, slot: int, first: bool, last: bool) -> None:
         key = (cache, unit.stage, slot)
         if first:
-            assert key not in slots, f"{unit} takes a slot in use"
-            slots[key] = unit.microbatch
-            held = sum(1 for other in slots if other[:2] == key[:2])
-            slots_peak[key[:2]] = max(slots_peak.get(key[:2], 0), held)
-        assert slots[key] == unit.microbatch
+            assert key not in self.slots, f"{unit} takes a slot in use"
+            self.slots[key] = unit.microbatch
+            held = sum(1 for other in self.slots if other[:2] == key[:2])
+            self.slots_peak[key[:2]] = max(self.slots_peak.get(key[:2], 0), held)
+        assert self.slots[key] == unit.microbatch
         if last:
-            del slots[key]
+            del self.slots[key]
 
-    def still_there(unit: Unit) -> None:
-        source = producer(unit)
+    def still_there(self, unit: Unit) -> None:
+        source = self.producer(unit)
         if source is not None:
-            e = edge_into(unit.stage, unit.kind != "F")
-            assert in_place[e][read_from[e, unit]] == source, f"the input of {unit} is gone"
+            e = self.edge_into(unit.stage, unit.kind != "F")
+            assert self.in_place[e][self.read_from[e, unit]] == source, f"the input of {unit} is gone"
 
-    def step(rank: int) -> bool:
-        op, e, unit, place, kv_slot, grad_slot, sequence = lowered.ranks[rank][at[rank]]
+    def step(self, rank: int) -> bool:
+        """Runs the rank's next instruction; False: it must wait."""
+        op, e, unit, place, kv_slot, grad_slot, sequence = self.lowered.ranks[rank][self.at[rank]]
+        if op in ("SEND", "WAIT") and sequence >= (len(self.granted[e]) if op == "SEND" else self.sent[e]):
+            return False
         if op == "POST":
-            assert edges[e][3] == rank and sequence == len(granted[e])
-            assert 0 <= place < edges[e][5] and place not in in_place[e], "a place is granted while in use"
-            granted[e].append(place)
-            in_place[e][place] = None
+            assert self.edges[e][3] == rank and sequence == len(self.granted[e])
+            assert 0 <= place < self.edges[e][5] and place not in self.in_place[e], "a place is granted while in use"
+            self.granted[e].append(place)
+            self.in_place[e][place] = None
         elif op == "SEND":
-            assert edges[e][2] == rank and sequence == sent[e] and unit == ran[rank][-1]
-            if sequence >= len(granted[e]):
-                return False
-            assert granted[e][sequence] == place and in_place[e][place] is None
-            in_place[e][place] = unit
-            sent[e] += 1
+            assert self.edges[e][2] == rank and sequence == self.sent[e] and unit == self.ran[rank][-1]
+            assert self.granted[e][sequence] == place and self.in_place[e][place] is None
+            self.in_place[e][place] = unit
+            self.sent[e] += 1
         elif op == "WAIT":
-            assert edges[e][3] == rank and lowered.ranks[rank][at[rank] + 1][:3] == ("RUN", -1, unit)
-            if sequence >= sent[e]:
-                return False
-            assert in_place[e][place] == producer(unit), "another message than expected"
-            read_from[e, unit] = place
+            assert self.edges[e][3] == rank and self.lowered.ranks[rank][self.at[rank] + 1][:3] == ("RUN", -1, unit)
+            assert self.in_place[e][place] == self.producer(unit), "another message than expected"
+            self.read_from[e, unit] = place
         elif op == "RUN":
-            forward = unit._replace(kind="F")
-            still_there(forward)
-            still_there(unit if unit.kind != "W" else unit._replace(kind="I"))
-            ran[rank].append(unit)
-            if unit.kind == "F":
-                live[unit.stage] += 1
-                live_peak[unit.stage] = max(live_peak[unit.stage], live[unit.stage])
-            if unit.kind == "W":
-                assert kv_slot == grad_slot == -1
-            else:
-                last = (unit.kind != "F" and unit.segment == 0) or (not has_backward and unit.segment == k - 1)
-                hold("kv", unit, kv_slot, unit.kind == "F" and unit.segment == 0, last)
-            if unit.kind in "BI":
-                hold("grad", unit, grad_slot, unit.segment == k - 1, unit.segment == 0)
-            elif unit.kind == "F":
-                assert grad_slot == -1
+            self.run(rank, unit, kv_slot, grad_slot)
         elif op == "FREE":
-            assert unit == ran[rank][-1] and unit.kind == ("F" if not has_backward else unit.kind) and unit.kind != "I"
-            live[unit.stage] -= 1
-            for message_of in {unit._replace(kind="F"), unit if unit.kind == "B" else unit._replace(kind="I")}:
-                e = edge_into(unit.stage, message_of.kind != "F")
-                if e is not None and (e, message_of) in read_from:
-                    del in_place[e][read_from.pop((e, message_of))]
+            self.free(rank, unit)
         else:
             raise AssertionError(op)
-        at[rank] += 1
+        self.at[rank] += 1
         return True
 
+    def run(self, rank: int, unit: Unit, kv_slot: int, grad_slot: int) -> None:
+        last_segment = self.schedule.num_segments - 1
+        self.still_there(unit._replace(kind="F"))
+        self.still_there(unit if unit.kind != "W" else unit._replace(kind="I"))
+        self.ran[rank].append(unit)
+        if unit.kind == "F":
+            self.live[unit.stage] += 1
+            self.live_peak[unit.stage] = max(self.live_peak[unit.stage], self.live[unit.stage])
+        if unit.kind == "W":
+            assert kv_slot == grad_slot == -1
+        else:
+            last = (unit.kind != "F" and unit.segment == 0) or (not self.has_backward and unit.segment == last_segment)
+            self.hold("kv", unit, kv_slot, unit.kind == "F" and unit.segment == 0, last)
+        if unit.kind in "BI":
+            self.hold("grad", unit, grad_slot, unit.segment == last_segment, unit.segment == 0)
+        elif unit.kind == "F":
+            assert grad_slot == -1
+
+    def free(self, rank: int, unit: Unit) -> None:
+        assert unit == self.ran[rank][-1] and unit.kind != "I" and (self.has_backward or unit.kind == "F")
+        self.live[unit.stage] -= 1
+        for message_of in {unit._replace(kind="F"), unit if unit.kind == "B" else unit._replace(kind="I")}:
+            e = self.edge_into(unit.stage, message_of.kind != "F")
+            if e is not None and (e, message_of) in self.read_from:
+                del self.in_place[e][self.read_from.pop((e, message_of))]
+
+
+def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
+    """Walks the programs to their ends, one instruction of a rank that ``choose`` names at a time."""
+    walk, schedule = Replay(lowered), lowered.schedule
     unfinished = [rank for rank, program in enumerate(lowered.ranks) if program]
     while unfinished:
         waiting: list[int] = []
         while True:
             able = [rank for rank in unfinished if rank not in waiting]
-            assert able, f"deadlock: {[lowered.ranks[rank][at[rank]] for rank in unfinished]}"
+            assert able, f"deadlock: {[lowered.ranks[rank][walk.at[rank]] for rank in unfinished]}"
             rank = choose(able)
-            if step(rank):
+            if walk.step(rank):
                 break
             waiting.append(rank)
-        if at[rank] == len(lowered.ranks[rank]):
+        if walk.at[rank] == len(lowered.ranks[rank]):
             unfinished.remove(rank)
 
-    assert tuple(map(tuple, ran)) == schedule.ranks
-    assert not slots and not any(live) and not read_from
-    for e, edge in enumerate(edges):
-        assert sent[e] == len(granted[e]) == edge[6] and not in_place[e]
-    for stage in range(S):
-        peak = (live_peak[stage], slots_peak["kv", stage], slots_peak.get(("grad", stage), 0))
+    assert tuple(map(tuple, walk.ran)) == schedule.ranks
+    assert not walk.slots and not any(walk.live) and not walk.read_from
+    for e, edge in enumerate(lowered.edges):
+        assert walk.sent[e] == len(walk.granted[e]) == edge[6] and not walk.in_place[e]
+    for stage in range(schedule.num_stages):
+        peak = (walk.live_peak[stage], walk.slots_peak["kv", stage], walk.slots_peak.get(("grad", stage), 0))
         assert _C.program_stage_peak(lowered.handle, stage) == peak
 
 

@@ -208,6 +208,11 @@ class Reference:
                     moved = True
         return len(done) == len(self.where)
 
+    def message_scale(self, scales: dict[tuple[int, int], list[float]], step: int, unit: Unit) -> float:
+        edge = self.target(unit)
+        assert edge is not None
+        return scales[edge][step * len(self.sent[edge]) + self.sent[edge].index(unit)]
+
     def simulate(
         self,
         seconds: list[list[list[float]]],
@@ -226,11 +231,7 @@ class Reference:
         ranks, where = self.schedule.ranks, self.where
 
         def scale(step: int, unit: Unit) -> float:
-            """Of the unit's message."""
-            edge = self.target(unit)
-            assert edge is not None
-            messages = self.sent[edge]
-            return scales[edge][step * len(messages) + messages.index(unit)] if scales else 1.0
+            return self.message_scale(scales, step, unit) if scales else 1.0
 
         def arrived(step: int, unit: Unit) -> float:
             edge = self.target(unit)

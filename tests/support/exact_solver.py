@@ -131,19 +131,8 @@ def shortest_schedule(
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(begin[unit], problem.cost(unit), str(unit)) for unit in own]
         )
-        held = [unit for unit in own if unit.kind == "F"]
-        demands = [problem.unit_bytes[problem.cell(unit)] for unit in held]
-        if problem.cap_bytes is not None and sum(demands) > problem.cap_bytes[rank]:
-            lives, sizes = [], []
-            for unit in held:
-                weight = unit._replace(kind="W")
-                size = model.new_int_var(problem.least_life(unit), horizon, "")
-                sizes.append(size)
-                lives.append(model.new_interval_var(begin[unit], size, begin[weight] + problem.cost(weight), ""))
-            cap = problem.cap_bytes[rank]
-            model.add_cumulative(lives, demands, cap)
-            if cap > 0:  # implied: bytes times seconds
-                model.add(sum(d * size for d, size in zip(demands, sizes, strict=True)) <= cap * makespan)
+        if problem.cap_bytes is not None:
+            _cap_memory(model, problem, own, begin, makespan, horizon, problem.cap_bytes[rank])
     model.minimize(makespan)
     if started is not None:
         for unit, time in started[0].items():
@@ -166,6 +155,25 @@ def shortest_schedule(
     found = _makespan(problem, schedule)
     assert found <= solver.value(makespan), "the simulator and the solver disagree"
     return Optimum(schedule, found, bound, status == cp_model.OPTIMAL, solver.wall_time)
+
+
+def _cap_memory(
+    model: Any, problem: Any, own: list[Unit], begin: Mapping[Unit, Any], makespan: Any, horizon: int, cap: int
+) -> None:
+    """No more than ``cap`` bytes of a rank's units from the begin of their F to the end of their W."""
+    held = [unit for unit in own if unit.kind == "F"]
+    demands = [problem.unit_bytes[problem.cell(unit)] for unit in held]
+    if sum(demands) <= cap:
+        return
+    lives, sizes = [], []
+    for unit in held:
+        weight = unit._replace(kind="W")
+        size = model.new_int_var(problem.least_life(unit), horizon, "")
+        sizes.append(size)
+        lives.append(model.new_interval_var(begin[unit], size, begin[weight] + problem.cost(weight), ""))
+    model.add_cumulative(lives, demands, cap)
+    if cap > 0:  # implied: bytes times seconds
+        model.add(sum(d * size for d, size in zip(demands, sizes, strict=True)) <= cap * makespan)
 
 
 def _read(
