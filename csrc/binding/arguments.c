@@ -61,14 +61,10 @@ S1F_HANDLES(S1F_DEFINE_HANDLE)
 
 int s1f_to_int64(PyObject *number, void *out)
 {
-    PyObject *index = PyNumber_Index(number);
-    if (index == NULL)
-        return 0;
     int overflow = 0;
-    long long value = PyLong_AsLongLongAndOverflow(index, &overflow);
+    long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     if (overflow)
-        PyErr_Format(PyExc_ValueError, "%S does not fit in 64 bits", index);
-    Py_DECREF(index);
+        PyErr_Format(PyExc_ValueError, "%S does not fit in 64 bits", number);
     if (overflow || (value == -1 && PyErr_Occurred()))
         return 0;
     *(int64_t *)out = value;

@@ -189,13 +189,14 @@ static PyObject *edge_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
 
 static int parse_tensor(PyObject *item, s1f_tensor_header *tensor, const void **data)
 {
-    s1f_int64s sizes = {.name = "sizes"};
-    if (!PyArg_ParseTuple(item, "iiO&O&", &tensor->dtype, &tensor->flags, s1f_to_int64s, &sizes, s1f_to_address, data))
+    PyObject *sizes;
+    if (!PyArg_ParseTuple(item, "iiO!O&", &tensor->dtype, &tensor->flags, &PyTuple_Type, &sizes, s1f_to_address, data))
         return 0;
-    tensor->ndim = (int32_t)(sizes.count > S1F_MAX_DIMS ? S1F_MAX_DIMS + 1 : sizes.count);
-    for (int64_t i = 0; i < sizes.count && i < S1F_MAX_DIMS; i++)
-        tensor->sizes[i] = sizes.values[i];
-    PyMem_Free(sizes.values);
+    Py_ssize_t count = PyTuple_Size(sizes);
+    tensor->ndim = (int32_t)(count > S1F_MAX_DIMS ? S1F_MAX_DIMS + 1 : count);
+    for (Py_ssize_t i = 0; i < count && i < S1F_MAX_DIMS; i++)
+        if (!s1f_to_int64(PyTuple_GetItem(sizes, i), &tensor->sizes[i]))
+            return 0;
     return 1;
 }
 
