@@ -38,6 +38,8 @@ class LiveUnit:
     saved_bytes = 0  # held by its graph, in the steps that measure
     loss: Tensor | None = None
     output: Any = None  # what the last stage returned, if the caller asked for it
+    tape: Any = None  # of a unit whose backward is split: what I leaves to W
+    kept_bytes = gradient_bytes = 0  # of it, in the steps that measure: inputs of layers, and their outputs' gradients
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""Stages under DDP and FSDP2: their gradients are reduced once per step, in the last backward.
+"""Stages under DDP and FSDP2: their gradients are reduced once per step, in the last backward or after the last W.
 
 Each would reduce in every backward; and DDP, whose forward and backward alternate in a pipeline, would do it wrongly.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,13 @@ class Ddp:
         self._module.reducer.prepare_for_backward(list(outputs))
         return nullcontext()
 
+    def reduce(self) -> None:
+        """Reduces gradients that are all there: a backward that adds nothing tells DDP of each parameter."""
+        parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
+        roots = [p.view_as(p) for p in parameters]
+        self._module.reducer.prepare_for_backward(roots)
+        torch.autograd.backward(roots, [torch.zeros_like(p) for p in parameters])
+
     def end_step(self) -> None:
         pass
 
@@ -65,12 +73,10 @@ class Fsdp:
     def divisor(self) -> float:
         """The number by which FSDP2 divides the sum of the replicas' gradients. Torch has only a setter for it."""
         for module in self._module.modules():
-            state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-            for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-                if group is not None:
-                    mesh = group.mesh_info
-                    replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
-                    return float(group.gradient_divide_factor or replicas)
+            for group in _parameter_groups(module._get_fsdp_state()) if hasattr(module, "_get_fsdp_state") else ():
+                mesh = group.mesh_info
+                replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
+                return float(group.gradient_divide_factor or replicas)
         return 1.0
 
     def begin_step(self) -> None:
@@ -85,6 +91,15 @@ class Fsdp:
             self._set_last(True)
         return nullcontext()
 
+    def reduce(self) -> None:
+        """Reduces gradients that are all there, as FSDP2 would at the end of the last backward."""
+        self._set_last(True)
+        states = [module._get_fsdp_state() for module in self._module.modules() if hasattr(module, "_get_fsdp_state")]
+        for state in states:
+            for group in _parameter_groups(state):
+                group.post_backward()
+        states[0]._root_post_backward_final_callback()
+
     def end_step(self) -> None:
         """After an evaluation, or a step that failed, whole parameters are left."""
         for module in self._module.modules():
@@ -95,6 +110,12 @@ class Fsdp:
         self._module.set_is_last_backward(is_last)
         self._module.set_reshard_after_backward(is_last)
         self._module.set_requires_gradient_sync(is_last)
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """Some torch versions keep one group of parameters per wrapped module, others several."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def data_parallel(module: Any) -> Ddp | Fsdp | None:

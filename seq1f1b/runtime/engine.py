@@ -27,6 +27,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
+from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
@@ -158,7 +159,7 @@ class PipelineEngine:
         self._eval_executor: Any = None
         self._step = 0
         self._known_shapes: set[tuple[bool, int]] = set()
-        self._activations: dict[int, tuple[float, int]] = {}  # bytes per token and at the peak, by stage
+        self._activations: dict[int, Activations] = {}  # by stage, where they were measured
         self._closed = self._running = False
         self.last_step: StepRecord | None = None
 
@@ -359,11 +360,6 @@ class PipelineEngine:
                 f"the schedule is for (ranks, micro-batches, segments) = {found}, the engine has {expected}: "
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
-        split = next((u for rank in schedule.ranks for u in rank if u.kind in ("I", "W")), None)
-        if split is not None:
-            raise _C.ScheduleError(
-                f"the engine does not run split backward yet: the order has {split} of pass {split.kind}"
-            )
         schedule.check()
         return schedule
 
@@ -436,7 +432,7 @@ class PipelineEngine:
             entered = executor
             start = time.perf_counter()
             try:
-                with inside_step(), step_on(self.device):
+                with inside_step(), step_on(self.device), step.deferring():
                     _C.executor_step(
                         executor,
                         self._step,
@@ -465,7 +461,15 @@ class PipelineEngine:
         self._known_shapes.add((step.training, step.length))
         self._activations |= step.activations()
         self.last_step = StepRecord(
-            step.training, self._step, step.sizes, elapsed, program, executor, self.stages, dict(self._activations)
+            step.training,
+            self._step,
+            step.sizes,
+            elapsed,
+            program,
+            executor,
+            self.stages,
+            self.num_stages,
+            dict(self._activations),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seq1f1b import _C
+from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
@@ -26,12 +27,13 @@ class StepRecord:
     program: Any
     executor: Any
     stages: list[int]
-    activations: dict[int, tuple[float, int]]  # bytes per token, and at the peak, by stage; empty where not measured
+    num_stages: int
+    activations: dict[int, Activations]  # by stage; empty where not measured
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage. Units and tokens are live from the start of their F to the end of their B.
+    """One stage. Units and tokens are live from the start of their F to the end of their B, or W.
 
     Attributes:
         peak_live_units, peak_live_tokens: measured.
@@ -39,7 +41,8 @@ class StageReport:
         planned_kv_slots, planned_grad_slots: micro-batches whose K/V, and whose dK/dV, are held at once.
         activation_bytes: most that the graphs of live units held at once, measured in the first step of the last new
             shape; None where it was not (compiled modules).
-        planned_activation_bytes: planned_live_tokens times the mean bytes per token of that step.
+        planned_activation_bytes: what the order holds of that step's mean bytes per token.
+        gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
     """
 
     stage: int
@@ -51,6 +54,8 @@ class StageReport:
     planned_grad_slots: int
     activation_bytes: int | None
     planned_activation_bytes: int | None
+    gradient_bytes: int | None
+    planned_gradient_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
         for opcode, unit, first, last in _C.executor_timeline(record.executor, rank)
         if opcode == _RUN
     )
-    stages = tuple(_stage_report(record, stage) for stage in record.stages)
+    stages = tuple(_stage_report(record, stage, rank) for stage in record.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
     places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
@@ -216,19 +221,36 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     return kv, grad
 
 
-def _stage_report(record: StepRecord, stage: int) -> StageReport:
+def _stage_report(record: StepRecord, stage: int, rank: int) -> StageReport:
     live_units, live_tokens = _C.executor_stage_measure(record.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.program, stage)
-    planned_tokens = _C.program_peak_tokens(record.program, stage, record.sizes)
-    per_token, peak_bytes = record.activations.get(stage, (None, None))
+    measured = record.activations.get(stage)
+    planned = (None, None) if measured is None else _planned_bytes(record, stage, rank, measured)
     return StageReport(
         stage=stage,
         peak_live_units=live_units,
         planned_live_units=planned_units,
         peak_live_tokens=live_tokens,
-        planned_live_tokens=planned_tokens,
+        planned_live_tokens=_C.program_peak_tokens(record.program, stage, record.sizes),
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
-        activation_bytes=peak_bytes,
-        planned_activation_bytes=None if per_token is None else round(per_token * planned_tokens),
+        activation_bytes=None if measured is None else measured.peak_saved,
+        planned_activation_bytes=planned[0],
+        gradient_bytes=None if measured is None else measured.peak_gradients,
+        planned_gradient_bytes=planned[1],
     )
+
+
+def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activations) -> tuple[int, int]:
+    """Most bytes of saved activations, and of output gradients, that the program lets the units of one stage hold."""
+
+    def of_units(per_token: float) -> list[int]:
+        return [
+            round(per_token * size) * (index == stage) for index in range(record.num_stages) for size in record.sizes
+        ]
+
+    saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
+    _, activations, output_gradients, *_ = _C.program_memory(record.program, saved, kept, gradients, None, None, None)[
+        rank
+    ]
+    return activations, output_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,24 @@ import torch
 from torch import Tensor, nn
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that the units of one stage held in a step: for each token, and at the peak of each kind.
+
+    Attributes:
+        saved: by graphs, from F to the end of B, or of I.
+        kept: of these, the inputs of layers that W reads, where the backward is split.
+        gradients: what else I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
+        peak_saved: most of ``saved``, and of ``kept`` after I, at once.
+    """
+
+    saved: float
+    kept: float
+    gradients: float
+    peak_saved: int
+    peak_gradients: int
 
 
 class SavedBytes:

@@ -14,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.ops.context import LiveUnit, enter
 from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
-from seq1f1b.runtime.saved_bytes import SavedBytes, is_compiled
+from seq1f1b.runtime.deferred import Tape
+from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -49,7 +50,9 @@ class Stage:
         self.loss_is_head = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
         own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
         self.forwards = [key for kind, key in own if kind == "F"]
-        self.last_backward = next((key for kind, key in reversed(own) if kind == "B"), -1)
+        self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
+        # After it all gradients of weights are there: B, or W.
+        self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
 
@@ -119,6 +122,7 @@ class StageStep:
         self.following: StageStep | None = None
         self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
+        self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
         self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
         self._seeds = arguments.seeds
         self._measures = arguments.measures and stage.shows_saved_bytes
@@ -133,13 +137,26 @@ class StageStep:
 
     @property
     def passes(self) -> tuple[Callable[[int, int, Received], tuple[Any, ...] | None], ...]:
-        """A method for each pass; position = the pass's number in C (``csrc/core/schedule.h``)."""
-        return (self.forward, self.backward)
+        """A method for each pass; position = the pass's number in C (``csrc/core/unit.h``)."""
+        return (self.forward, self.backward, self.backward, self.weight)
 
     @property
     def losses(self) -> dict[int, Tensor]:
         """Losses of the units that have one, by m k + s."""
         return {key: unit.loss for key, unit in self.units.items() if unit.loss is not None}
+
+    def activations(self) -> Activations:
+        """What units held, in a step that measures."""
+        saved = self.saved_bytes / self.saved_tokens
+        kept, gradients = self.kept_bytes / max(1, self.kept_tokens), self.gradient_bytes / max(1, self.kept_tokens)
+        return Activations(saved, kept, gradients, self.peak_saved_bytes, self.peak_gradient_bytes)
+
+    def check_finished(self) -> None:
+        """Raises where I of a unit has left what no W took: gradients of weights would be missing."""
+        for key, unit in self.units.items():
+            if unit.tape is not None:
+                m, s = divmod(key, self._num_segments)
+                raise RuntimeError(f"stage {self.stage.index}: no W{m}.{s} has taken what I{m}.{s} left")
 
     def end(self) -> None:
         for parallel in self.stage.wrappers:
@@ -151,6 +168,8 @@ class StageStep:
         """F(m.s). Returns what crosses to the next stage, None from the last one."""
         key = m * self._num_segments + s
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
+        if self.training and key in self.stage.split:
+            unit.tape = Tape()
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit
         enter(unit)
@@ -171,7 +190,7 @@ class StageStep:
         else:
             with self._parallel.forward():
                 output = self._module(*inputs, **(kwargs or {}))
-            if self.training and key == self.stage.last_backward:
+            if self.training and self.stage.last_gradients == ("B", key):
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
         if not self.stage.is_last:
             return self._finish_middle(unit, output)
@@ -186,7 +205,7 @@ class StageStep:
         unit.saved_bytes = saved.bytes
         self.saved_bytes += saved.bytes
         self.saved_tokens += self.arguments.sizes[unit.segment]
-        live = sum(other.saved_bytes for other in self.units.values())
+        live = sum(other.saved_bytes + other.kept_bytes for other in self.units.values())
         self.peak_saved_bytes = max(self.peak_saved_bytes, live + self._head_bytes)
         return result
 
@@ -323,7 +342,10 @@ class StageStep:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...] | None:
-        """B(m.s). Returns the gradients of the stage's inputs, None from the first one."""
+        """B(m.s); or I(m.s), where the unit has a tape.
+
+        Returns the gradients of the stage's inputs, None from the first stage.
+        """
         key = m * self._num_segments + s
         unit = self.units[key]
         unit.forward = False
@@ -333,15 +355,42 @@ class StageStep:
             torch.autograd.backward(roots, seeds)
         elif roots:
             assert self._parallel is not None
-            with self._parallel.backward(key == self.stage.last_backward, unit.outputs):
+            with self._parallel.backward(self.stage.last_gradients == ("B", key), unit.outputs):
                 torch.autograd.backward(roots, seeds)
         carry_back(unit)
         gradients = None if self.stage.is_first else input_gradients(unit)
+        if unit.tape is not None and self._measures:
+            self._measure_tape(unit, received)
         unit.forget()
         if self.previous is None:
             return gradients
         unit.handed = gradients
         return None
+
+    def weight(self, m: int, s: int, received: Received) -> None:
+        """W(m.s): the gradients of weights that I left."""
+        key = m * self._num_segments + s
+        unit = self.units[key]
+        tape, unit.tape = unit.tape, None
+        if tape is None:
+            raise RuntimeError("W finds nothing that I has left: it has run already")
+        tape.run()
+        unit.kept_bytes = unit.gradient_bytes = 0
+        if self._parallel is not None and self.stage.last_gradients == ("W", key):
+            self._parallel.reduce()
+
+    def _measure_tape(self, unit: LiveUnit, received: Received) -> None:
+        """What is in places of receivers does not count."""
+        given = [*unit.leaves, *(received[0][0] if received is not None else ())]
+        places = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        kept, gradients = unit.tape.held_bytes(places)
+        unit.kept_bytes = min(kept, unit.saved_bytes)  # what a recomputation made, F has not saved
+        unit.gradient_bytes = gradients + kept - unit.kept_bytes
+        self.kept_bytes += unit.kept_bytes
+        self.gradient_bytes += unit.gradient_bytes
+        self.kept_tokens += self.arguments.sizes[unit.segment]
+        pending = sum(other.gradient_bytes for other in self.units.values())
+        self.peak_gradient_bytes = max(self.peak_gradient_bytes, pending)
 
     def _output_gradients(self, key: int, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         """Gradients of the unit's outputs, from the next stage; none where the unit has seeds of its own."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
+from seq1f1b.runtime.deferred import deferring
+from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.splitting import (
     Leaves,
     check_count,
@@ -203,10 +206,22 @@ class Step:
             seeds = [[weight * scale for weight in row] for row in self._weights]
         return self._weights, make_seeds(seeds, self._device)
 
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Around the units of a training step: linear layers leave to W what the order splits."""
+        with ExitStack() as stack:
+            modules = [module for stage in self._stages.values() for module in stage.modules]
+            for stage in self._stages.values():
+                if self.training and stage.split:
+                    stack.enter_context(deferring(stage.module, [m for m in modules if m is not stage.module]))
+            yield
+
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def propagate(self) -> None:
-        """Carries the summed gradients of arguments that require grad to where they come from."""
+        """After the last unit: carries the summed gradients of arguments that require grad to where they come from."""
+        for part in self._parts.values():
+            part.check_finished()
         self._leaves.propagate()
 
     def end(self) -> None:
@@ -228,13 +243,9 @@ class Step:
         M, k = self._options.num_microbatches, self._options.num_segments
         return [merge([part.units[m * k + s].output for s in range(k)], self._options.seq_dim) for m in range(M)]
 
-    def activations(self) -> dict[int, tuple[float, int]]:
-        """Bytes that graphs kept, per token and at the peak, for each stage where they were measured."""
-        return {
-            index: (part.saved_bytes / part.saved_tokens, part.peak_saved_bytes)
-            for index, part in self._parts.items()
-            if part.saved_tokens
-        }
+    def activations(self) -> dict[int, Activations]:
+        """Bytes that units held, for each stage where they were measured."""
+        return {index: part.activations() for index, part in self._parts.items() if part.saved_tokens}
 
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)

@@ -62,7 +62,7 @@ def check_good(results: list[tuple[list[Tensor], dict[str, Tensor]]]) -> None:
 # -- when the engine is made -------------------------------------------------------------------------------------------
 
 SHAPE = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, ffn=8, vocab=11)
-SPLIT_BACKWARD = "F0.0 F0.1 I0.1 I0.0 W0.1 W0.0 F1.0 F1.1 I1.1 I1.0 W1.1 W1.0"
+SPLIT = "F0.0 F0.1 I0.1 I0.0 W0.1 W0.0 F1.0 F1.1 I1.1 I1.0 W1.1 W1.0"
 
 
 def orders(name: str, num_ranks: int, num_segments: int) -> Schedule:
@@ -136,7 +136,21 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a schedule of another k": ({"schedule": orders("1f1b", 1, 4)}, ValueError, r"\(1, 2, 4\), .*\(1, 2, 2\)"),
     "unknown schedule": ({"schedule": "zigzag"}, ValueError, "zigzag.*1f1b"),
     "a schedule that is none": ({"schedule": 3}, TypeError, "schedule must be a name or a seq1f1b.Schedule, got int"),
-    "split backward": ({"schedule": Schedule.from_text(SPLIT_BACKWARD)}, ScheduleError, "split backward yet.* I0.1"),
+    "W before its I": (
+        {"schedule": Schedule.from_text(SPLIT.replace("I0.0 W0.1 W0.0", "W0.0 I0.0 W0.1"))},
+        ScheduleError,
+        "a weight gradient comes after its input gradient: on rank 0 W0.0 comes before I0.0",
+    ),
+    "I without W": (
+        {"schedule": Schedule.from_text(SPLIT.replace(" W0.0", ""))},
+        ScheduleError,
+        "each unit runs once: W0.0 is missing",
+    ),
+    "W twice": (
+        {"schedule": Schedule.from_text(SPLIT.replace("W0.0", "W0.0 W0.0"))},
+        ScheduleError,
+        "each unit runs once: W0.0 stands twice",
+    ),
     "an unknown rule": (
         {"arg_rules": {"mask": "cut"}},
         ValueError,

@@ -1,0 +1,404 @@
+"""What I may leave to W, what it must not, and that nothing of it is lost, doubled or forgotten."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from seq1f1b import PipelineEngine, Schedule, build_schedule
+from seq1f1b.runtime import deferred
+from seq1f1b.runtime.stage import StageStep
+from seq1f1b.testing import run_ranks
+
+SPLIT = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 W1.1 W1.0")
+M, K, LENGTH, HIDDEN = 2, 2, 6, 8
+
+
+def engine_of(module, **options):
+    options = {"schedule": SPLIT, "num_segments": K, "loss_fn": mean_of_squares} | options
+    return PipelineEngine(module, num_microbatches=M, **options)
+
+
+def mean_of_squares(output, target):
+    return (output.float() - target).square().mean()
+
+
+def data(dtype=torch.float64):
+    torch.manual_seed(3)
+    return torch.randn(2 * M, LENGTH, HIDDEN, dtype=dtype), torch.zeros(2 * M, LENGTH, HIDDEN, dtype=dtype)
+
+
+def gradients_of(module, run):
+    module.zero_grad()
+    run()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def compare(module, *, x=None, tolerance=1e-12, **options):
+    """Gradients by I and W against those of the module run whole by torch; returns the engine."""
+    inputs, target = data(next(module.parameters()).dtype)
+    inputs = inputs if x is None else x
+
+    def whole():
+        for one, wanted in zip(inputs.chunk(M), target.chunk(M), strict=True):
+            (mean_of_squares(module(one), wanted) / M).backward()
+
+    truth = gradients_of(module, whole)
+    engine = engine_of(module, **options)
+    found = gradients_of(module, lambda: engine.step(inputs, target=target))
+    assert found.keys() == truth.keys()
+    for name, gradient in truth.items():
+        assert (found[name] - gradient).norm() <= tolerance * max(float(gradient.norm()), 1e-3), name
+    return engine
+
+
+class Deferred:
+    """Notes which layers leave products."""
+
+    def __init__(self, monkeypatch):
+        self.names = []
+        note = deferred.Tape.note
+
+        def noted(tape, use, x, dy):
+            self.names.append(use.layer.name)
+            note(tape, use, x, dy)
+
+        monkeypatch.setattr(deferred.Tape, "note", noted)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    return Deferred(monkeypatch).names
+
+
+def mlp(bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(HIDDEN, 12, bias=bias), nn.GELU(), nn.Linear(12, HIDDEN, bias=bias)).double()
+
+
+# -- what is deferred --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers(noted, bias):
+    """Without a bias nothing that autograd sees requires grad at the first layer."""
+    compare(mlp(bias))
+    assert sorted(noted) == ["0"] * M * K + ["2"] * M * K
+
+
+def test_nothing_is_deferred_in_whole_backwards_and_outside_of_steps(noted):
+    module = mlp()
+    compare(module, schedule="seq1f1b")
+    engine = compare(module)
+    del noted[:]
+    engine.eval(data()[0])
+    module(data()[0]).sum().backward()
+    assert noted == []
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def test_a_layer_called_twice_leaves_two_products(noted):
+    compare(Twice().double())
+    assert noted == ["layer"] * 2 * M * K
+
+
+class Tied(nn.Module):
+    """The weight is a layer's and an operation's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.head.weight = self.embedding.weight
+        self.other = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.head(x @ self.embedding.weight) + self.other(x) + F.linear(x, self.other.weight)
+
+
+def test_a_weight_that_another_module_has_is_whole_at_i(noted):
+    compare(Tied().double())
+    assert noted == ["other"] * M * K  # its use in F.linear arrives at I, and both add up
+
+
+class Various(nn.Module):
+    """Layers that are no plain Linear."""
+
+    def __init__(self):
+        super().__init__()
+
+        class Own(nn.Linear):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        self.norm, self.own = nn.LayerNorm(HIDDEN), Own(HIDDEN, HIDDEN)
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+        self.wide = nn.Linear(HIDDEN, 9 * HIDDEN)
+        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.plain = nn.Linear(9 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.frozen(self.plain(self.wide(self.scaled(self.own(self.norm(x))))))
+
+
+def test_all_else_is_whole_at_i(noted):
+    compare(Various().double())
+    assert set(noted) == {"plain"}
+
+
+class Experts(nn.Module):
+    """The first expert takes every token, the last one none."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 3)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        out = scores[..., :1] * self.experts[0](x)
+        flat, picked = x.flatten(0, 1), (x.flatten(0, 1)[:, 0] > 0).nonzero().squeeze(1)
+        some = torch.zeros_like(flat).index_put((picked,), self.experts[1](flat[picked]))
+        none = self.experts[2](flat[:0])
+        return out + some.view_as(x) + none.sum()
+
+
+def test_experts_without_tokens():
+    compare(Experts().double())
+
+
+class Recomputed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = mlp(), use_reentrant
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_notes_what_the_recomputed_forward_saw(noted, use_reentrant):
+    compare(Recomputed(use_reentrant).double())
+    assert noted == ["inner.2", "inner.0", "first"] * M * K
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+def relative(found, truth):
+    return max(float((found[n] - truth[n]).norm() / truth[n].norm()) for n in truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_defers_what_it_casts(noted, dtype):
+    module, (x, target) = mlp().float(), data(torch.float32)
+
+    def run(schedule):
+        engine = engine_of(module, schedule=schedule)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return gradients_of(module, lambda: engine.step(x, target=target))
+
+    truth = run("seq1f1b")
+    assert noted == []
+    found = run(SPLIT)
+    assert len(noted) == 2 * M * K and all(g.dtype == torch.float32 for g in found.values())
+    assert relative(found, truth) <= 1e-6  # the same products, added up in another order
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+@pytest.mark.parametrize("blocks", [1, 1 << 18])
+def test_16_bit_gradients_grow_in_grad_dtype(monkeypatch, grad_dtype, blocks):
+    """Also in pieces of one row, as wide weights do."""
+    monkeypatch.setattr(deferred, "_BLOCK", blocks)
+    module, (x, target) = mlp().bfloat16(), data(torch.bfloat16)
+
+    def run(schedule):
+        engine = engine_of(module, schedule=schedule, grad_dtype=grad_dtype)
+        return gradients_of(module, lambda: engine.step(x, target=target))
+
+    truth, found = run("seq1f1b"), run(SPLIT)
+    assert all(found[name].dtype == truth[name].dtype for name in truth)
+    assert relative(found, truth) <= (1e-6 if grad_dtype else 1e-2)
+
+
+def test_grad_scaler():
+    module, (x, target) = mlp().float(), data(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    truth = gradients_of(module, lambda: engine_of(module).step(x, target=target))
+    found = gradients_of(module, lambda: engine_of(module).step(x, target=target, grad_scaler=scaler))
+    assert relative({n: g / 1024 for n, g in found.items()}, truth) <= 1e-6
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_fire_as_often_as_in_whole_backwards():
+    """On the parameter, after its accumulation, and on the node that accumulates, which its user keeps alive."""
+
+    def count(schedule):
+        module, calls = mlp(), {"tensor": 0, "post": 0, "node": 0}
+
+        def hook(name):
+            def called(*_):
+                calls[name] += 1
+
+            return called
+
+        module[0].weight.register_hook(hook("tensor"))
+        module[2].weight.register_post_accumulate_grad_hook(hook("post"))
+        module.append(nn.Linear(HIDDEN, HIDDEN).double())
+        node = get_gradient_edge(module[3].weight).node
+        node.register_hook(hook("node"))
+        compare(module, schedule=schedule)
+        return calls
+
+    assert count(SPLIT) == count("seq1f1b")
+
+
+def test_a_tensor_hook_changes_the_gradient():
+    module = mlp()
+    module[0].weight.register_hook(lambda gradient: 3 * gradient)
+    compare(module)
+
+
+# -- nothing is left, lost or changed ----------------------------------------------------------------------------------
+
+
+def test_five_steps_leave_no_tensors():
+    module, (x, target) = mlp(), data()
+    engine = engine_of(module)
+    counts = []
+    for _ in range(5):
+        engine.step(x, target=target)
+        module.zero_grad()
+        gc.collect()
+        counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    assert len(set(counts[1:])) == 1, counts
+
+
+def test_products_are_dropped_as_they_are_done(monkeypatch):
+    module, (x, target) = mlp(), data()
+    seen = []
+    accumulate = deferred._accumulate
+
+    def watched(weight, x, dy):
+        assert all(ref() is None for ref in seen[:-1])
+        seen.append(weakref.ref(dy))
+        accumulate(weight, x, dy)
+
+    monkeypatch.setattr(deferred, "_accumulate", watched)
+    engine_of(module).step(x, target=target)
+    assert len(seen) == 2 * M * K
+
+
+def test_a_tape_that_no_w_takes_is_named(monkeypatch):
+    module, (x, target) = mlp(), data()
+    engine = engine_of(module)
+    monkeypatch.setattr("seq1f1b.runtime.stage.StageStep.weight", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"stage 0: no W0.0 has taken what I0.0 left"):
+        engine_of(module).step(x, target=target)
+    monkeypatch.undo()
+    gradients = gradients_of(module, lambda: engine.step(x, target=target))
+    assert gradients, "the engine goes on"
+
+
+def test_a_tape_is_taken_once(monkeypatch):
+    module, (x, target) = mlp(), data()
+    weight = StageStep.weight
+    monkeypatch.setattr(StageStep, "weight", lambda *arguments: (weight(*arguments), weight(*arguments))[0])
+    with pytest.raises(RuntimeError, match=r"W0.1: W finds nothing that I has left"):
+        engine_of(module).step(x, target=target)
+
+
+class Meddling(nn.Module):
+    """Does something in the backward of the second segment of micro-batch 0, once its layers are through."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.layer, self.what, self.calls = nn.Linear(HIDDEN, HIDDEN), what, 0
+
+    def forward(self, x):
+        h = torch.tanh(x) + 0.0
+        y = self.layer(h)
+        self.calls += 1
+        if self.calls == 2:
+            self.what(self, h, y)
+        return y
+
+
+def replace_layer(module, h, y):
+    module.layer = nn.Linear(HIDDEN, HIDDEN).double()
+
+
+def replace_weight(module, h, y):
+    module.layer.weight = nn.Parameter(module.layer.weight.detach().clone())
+
+
+def change_weight_after_i(module, h, y):
+    def change(_):
+        module.layer.weight.data.add_(0.0)  # unseen by versions
+        with torch.no_grad():
+            module.layer.weight.add_(1.0)
+
+    h.register_hook(change)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (replace_layer, "layer: the layer or its weight was replaced between F and I"),
+        (replace_weight, "layer: the layer or its weight was replaced between F and I"),
+        (change_weight_after_i, "layer: its weight, its input or its output's gradient was changed in place between"),
+    ],
+)
+def test_what_changes_between_the_passes_is_an_error(what, text):
+    module, (x, target) = Meddling(what).double(), data()
+    with pytest.raises(RuntimeError, match=text):
+        engine_of(module).step(x.requires_grad_(), target=target)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["seq-zb-h1", "seq-zb-h2"])
+def test_peaks_are_the_plans(name):
+    """Bytes of activations and of what waits for W, of the order that is lowered; stage by stage, ranks as threads."""
+    config = Config(layers=4)
+    tokens, target = batch(config, 4, 32)
+    model = whole_model(config)
+    schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=4)
+
+    def run(group):
+        engine = PipelineEngine(
+            stage_of(model, config, group.rank, 2),
+            schedule=schedule,
+            num_microbatches=4,
+            num_segments=4,
+            loss_fn=cross_entropy,
+            group=group,
+        )
+        engine.step(tokens, target=target)
+        return engine.report().stages[0]
+
+    for stage in run_ranks(2, run):
+        assert (
+            stage.gradient_bytes == pytest.approx(stage.planned_gradient_bytes, rel=0.02) and stage.gradient_bytes > 0
+        )
+        assert stage.activation_bytes == pytest.approx(stage.planned_activation_bytes, rel=0.05)

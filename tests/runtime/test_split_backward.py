@@ -1,0 +1,114 @@
+"""Does I with W give the gradients of the whole model, in every family's order and in any legal one?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from orders import random_order
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+
+from seq1f1b import PipelineEngine, build_schedule
+from seq1f1b.schedule import families
+from seq1f1b.testing import run_ranks
+
+LENGTH = 13
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=8)
+SIZES = {1: [13], 2: [12, 1], 3: [1, 7, 5], 4: [6, 1, 2, 4]}
+
+
+def run_order(model, schedule, tokens, target, *, sizes=None, steps=1, **options):
+    """Losses of the last stage, and gradients of all stages by name, after ``steps`` equal steps."""
+
+    def run(group):
+        own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        stages = [stage_of(model, CONFIG, s, schedule.num_stages) for s in own]
+        engine = PipelineEngine(
+            stages,
+            schedule=schedule,
+            num_microbatches=schedule.num_microbatches,
+            num_segments=schedule.num_segments,
+            segment_sizes=sizes,
+            loss_fn=cross_entropy,
+            group=group,
+            **options,
+        )
+        for _ in range(steps):
+            losses = engine.step(tokens, target=target if engine.has_last else None)
+        gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+        assert not any("forward" in part.__dict__ for stage in stages for part in stage.modules())
+        return losses, gradients, engine.report()
+
+    results = run_ranks(schedule.num_ranks, run)
+    gradients = {name: g for _, found, _ in results for name, g in found.items()}
+    return next(losses for losses, _, _ in results if losses), gradients, [report for _, _, report in results]
+
+
+def cases():
+    """(family, P, M, k, uneven): all that a family allows of P 1-4, M up to 2P and k up to 4."""
+    for family in families():
+        for P, k, v in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (family.stages_per_rank, 2)):
+            for M in range(1, 2 * P + 1):
+                counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+                if v >= family.stages_per_rank and family.broken_rule(**counts) is None:
+                    yield from ((family.name, P, M, k, v, uneven) for uneven in ((False, True) if k > 1 else (False,)))
+
+
+GRID = list(dict.fromkeys(cases()))
+# CI: every family, P, M and k appears.
+SLICE = [case for i, case in enumerate(GRID) if i % 37 == 7]
+
+
+def check(name, P, M, k, v, uneven):
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, M)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, sizes=SIZES[k] if uneven else None)
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    assert max(abs(float(a) - float(b)) for a, b in zip(losses, truth[0], strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
+def test_slice_of_grid(name, P, M, k, v, uneven):
+    check(name, P, M, k, v, uneven)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+def test_whole_grid(name, P, M, k, v, uneven):
+    check(name, P, M, k, v, uneven)
+
+
+def random_split_orders(count):
+    rng = random.Random(5)
+    found = []
+    while len(found) < count:
+        order = random_order(rng)
+        if any(unit.kind == "W" for rank in order.ranks for unit in rank):
+            found.append(order)
+    return found
+
+
+@pytest.mark.parametrize("order", random_split_orders(12), ids=str)
+def test_w_anywhere(order):
+    """The same to rounding wherever W stands; bit for bit where the order is the same."""
+    tokens, target = batch(CONFIG, order.num_microbatches, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, order.num_microbatches)
+    sizes = SIZES[order.num_segments]
+    _, gradients, _ = run_order(model, order, tokens, target, sizes=sizes)
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    _, again, _ = run_order(model, order, tokens, target, sizes=sizes)
+    assert all(torch.equal(gradients[name], again[name]) for name in truth[1])
+
+
+def test_gradients_add_up_over_steps():
+    schedule = build_schedule("seq-zb-h1", num_ranks=2, num_microbatches=3, num_segments=2)
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 3)[1]
+    _, gradients, _ = run_order(model, schedule, tokens, target, steps=3)
+    assert gradient_error(gradients, {name: 3 * g for name, g in truth.items()}) <= 1e-10
