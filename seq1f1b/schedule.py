@@ -152,6 +152,23 @@ class Schedule:
         """The same order without backward units: what evaluation runs."""
         return self._from_handle(_C.schedule_forward_only(self.handle))
 
+    def defer_weights(self, max_live_units: int | None = None) -> Schedule:
+        """The same order with every backward split, and W as late as memory allows.
+
+        Each W stands where its rank would else hold more units; the Ws of a rank stand in the order of its Is. A
+        runtime that runs W in waits (``PipelineEngine(weights="fill")``) has most to fill them with in such an order.
+
+        Args:
+            max_live_units: cap on the units of one rank between their forward and their W; None: the most that any rank
+                of this order holds, so that the largest rank holds no more than before.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: ``max_live_units`` is below 1, or below what a rank holds whenever its Ws run.
+        """
+        if max_live_units is not None and max_live_units < 1:
+            raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
+        return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0))
+
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
 
@@ -220,6 +237,7 @@ class Schedule:
         jitter: float = 0.0,
         transfer_jitter: float = 0.0,
         seed: int = 0,
+        fill: bool = False,
         steps: int = 1,
         optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
@@ -248,6 +266,8 @@ class Schedule:
             jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
             transfer_jitter: the same of every message's time on its link and its latency.
             seed: the same one draws the same times.
+            fill: while a rank waits for a message it runs W, as ``PipelineEngine(weights="fill")`` does; the block of a W
+                is then what is left of it. Not with ``critical``.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
@@ -266,7 +286,7 @@ class Schedule:
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
             sizes,
-            (jitter, transfer_jitter, seed),
+            (jitter, transfer_jitter, seed, fill),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,

@@ -26,7 +26,7 @@ typedef struct {
     place_views **views; /* [edge][place] */
     /* during a step: */
     PyThreadState *thread;
-    PyObject *run, *segment_sizes, *make_views; /* borrowed */
+    PyObject *run, *fill, *segment_sizes, *make_views; /* borrowed */
 } executor_handle;
 
 static void drop_views(executor_handle *handle)
@@ -225,6 +225,19 @@ static s1f_status run_callback(void *context, const s1f_current_unit *unit, cons
     return status;
 }
 
+static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
+{
+    executor_handle *handle = context;
+    PyEval_RestoreThread(handle->thread);
+    PyObject *answer =
+        PyObject_CallFunction(handle->fill, "iii", (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
+    int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    handle->thread = PyEval_SaveThread();
+    *is_left = is_true > 0;
+    return is_true < 0 ? S1F_ERR_PYTHON : S1F_OK;
+}
+
 static void release_callback(void *context, void *keep)
 {
     executor_handle *handle = context;
@@ -284,9 +297,9 @@ static int allocate_views(executor_handle *handle, const s1f_edge *edges)
 static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *program_capsule, *group_capsule, *cache_capsule, *ends, *dtype_codes;
-    int rank, thread_scope;
-    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!", &program_capsule, &rank, &group_capsule, &cache_capsule, &PyList_Type,
-                          &ends, &thread_scope, &PyDict_Type, &dtype_codes))
+    int rank, thread_scope, fills;
+    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!p", &program_capsule, &rank, &group_capsule, &cache_capsule,
+                          &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes, &fills))
         return NULL;
     s1f_program *program = s1f_from_capsule(program_capsule, S1F_CAPSULE_PROGRAM);
     s1f_group *group = program == NULL ? NULL : s1f_from_capsule(group_capsule, S1F_CAPSULE_GROUP);
@@ -323,7 +336,7 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
     handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
         goto failed;
-    s1f_compute compute = {handle, run_callback, release_callback, sizes_callback};
+    s1f_compute compute = {handle, run_callback, release_callback, fills ? fill_callback : NULL, sizes_callback};
     s1f_status status =
         s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
     if (status != S1F_OK) {
@@ -345,11 +358,11 @@ failed:
 
 static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule, *sizes_list, *run, *segment_sizes, *make_views;
+    PyObject *capsule, *sizes_list, *run, *fill, *segment_sizes, *make_views;
     long long step, sequence_length;
     int training;
-    if (!PyArg_ParseTuple(arguments, "OLpLOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &run,
-                          &segment_sizes, &make_views))
+    if (!PyArg_ParseTuple(arguments, "OLpLOOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &run,
+                          &fill, &segment_sizes, &make_views))
         return NULL;
     executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
     if (handle == NULL)
@@ -369,12 +382,13 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
         }
     }
     handle->run = run;
+    handle->fill = fill;
     handle->segment_sizes = segment_sizes;
     handle->make_views = make_views;
     handle->thread = PyEval_SaveThread();
     s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length, sizes);
     PyEval_RestoreThread(handle->thread);
-    handle->run = handle->segment_sizes = handle->make_views = NULL;
+    handle->run = handle->fill = handle->segment_sizes = handle->make_views = NULL;
     free(sizes);
     if (status != S1F_OK)
         return s1f_raise_for_group(status, PyCapsule_GetPointer(handle->group, S1F_CAPSULE_GROUP));
@@ -448,6 +462,22 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
                          (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND]);
 }
 
+static PyObject *fill_item(const void *fills, int64_t i)
+{
+    const s1f_fill *fill = (const s1f_fill *)fills + i;
+    return Py_BuildValue("(NLL)", unit_tuple(fill->unit), (long long)fill->span.start_ns, (long long)fill->span.end_ns);
+}
+
+static PyObject *executor_fills(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    if (handle == NULL)
+        return NULL;
+    int64_t count;
+    const s1f_fill *fills = s1f_executor_fills(handle->executor, &count);
+    return s1f_list_of(count, fill_item, fills);
+}
+
 static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *capsule;
@@ -495,13 +525,17 @@ static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
 
 PyMethodDef s1f_executor_methods[] = {
     {"executor_create", executor_create, METH_VARARGS,
-     "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes) -> handle"},
+     "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes, fills) -> handle. fills: whether W "
+     "runs in waits."},
     {"executor_set_device", executor_set_device, METH_VARARGS,
      "executor_set_device(executor, device): the GPU on which units compute"},
     {"executor_step", executor_step, METH_VARARGS,
-     "executor_step(executor, step, training, sequence_length, sizes, run, segment_sizes, make_views)\n\nrun(pass, "
+     "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\nrun(pass, "
      "stage, microbatch, segment, received) -> tensors to send. received: None, or a tuple of what make_views made of "
-     "each message, in the order of the program's WAITs."},
+     "each message, in the order of the program's WAITs. fill(stage, microbatch, segment) -> whether anything is left: "
+     "runs a part of this W."},
+    {"executor_fills", executor_fills, METH_O,
+     "executor_fills(executor) -> [(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step"},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},
     {"executor_timeline", executor_timeline, METH_VARARGS,
      "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},

@@ -2,6 +2,7 @@
 #include "binding.h"
 
 #include "../core/check.h"
+#include "../core/defer.h"
 #include "../core/lower.h"
 #include "../core/receives.h"
 #include "../core/schedule.h"
@@ -276,6 +277,17 @@ static PyObject *schedule_forward_only(PyObject *Py_UNUSED(module), PyObject *ha
     return s1f_new_schedule(status, forward, NULL);
 }
 
+static PyObject *schedule_defer_weights(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *schedule;
+    int64_t max_live_units;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_schedule, &schedule, s1f_to_int64, &max_live_units))
+        return NULL;
+    s1f_schedule *deferred = NULL;
+    s1f_status status = s1f_schedule_defer_weights(schedule, max_live_units, &deferred);
+    return s1f_new_schedule(status, deferred, NULL);
+}
+
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
 static PyObject *text_of(PyObject *handle, s1f_status (*write)(const s1f_schedule *schedule, char **text))
@@ -444,6 +456,8 @@ PyMethodDef s1f_schedule_methods[] = {
      "schedule_units(schedule, rank): units in run order, as (pass, stage, microbatch, segment)."},
     {"schedule_check", schedule_check, METH_VARARGS,
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
+    {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
+     "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order holds."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},

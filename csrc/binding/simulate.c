@@ -180,10 +180,11 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
                           .optimizer.name = "optimizer"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddK)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddKp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
                           s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, &costs.send,
                           s1f_to_int64s, &arrays.message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
-                          &costs.num_steps, &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer, &keep, &progress))
+                          &costs.fills, &costs.num_steps, &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer,
+                          &keep, &progress))
         return NULL;
     costs.seed = seed;
     costs.progress = progress != Py_None ? report_progress : NULL;
@@ -241,7 +242,7 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
 PyMethodDef s1f_simulate_methods[] = {
     {"program_simulate", program_simulate, METH_VARARGS,
      "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
-     "(jitter, transfer_jitter, seed), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
+     "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
      "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, the "

@@ -1,6 +1,7 @@
 /* simulate.c - walks the orders of all ranks, each as far as its messages and credits go. */
 #include "simulate.h"
 
+#include "../core/defer.h"
 #include "../core/walk.h"
 
 #include <math.h>
@@ -28,7 +29,12 @@ typedef struct {
     int32_t step;
     int32_t causes; /* of the unit that runs */
     int32_t first_incoming;
-    const double *seconds;   /* [i], where given by number */
+    const double *seconds;    /* [i], where given by number */
+    s1f_late_weight *weights; /* that may fill waits, NULL: none */
+    int64_t num_weights;
+    int64_t next_own;        /* of weights: whose place comes next */
+    int64_t next_fill;       /* of weights: that fills the next wait */
+    double filled;           /* seconds of it that have run */
     double *start, *end;     /* [i] of the first step, NULL: not kept */
     unsigned char *recorded; /* [i] causes, the same */
 } rank_state;
@@ -107,6 +113,44 @@ static inline void wait_until(rank_state *r, double time, int32_t cause)
     }
 }
 
+static inline double seconds_of(const simulator *s, const rank_state *r, int64_t i, uint64_t *random)
+{
+    s1f_unit unit = r->units[i];
+    double seconds =
+        r->seconds != NULL ? r->seconds[i] : s->kind_seconds[s1f_kind(unit) * s->walk.num_segments + unit.segment];
+    return s->costs->jitter > 0 ? seconds * (1 + s->costs->jitter * (2 * draw(random) - 1)) : seconds;
+}
+
+/* Runs Ws until the message of unit i comes. splitmix64 goes from state to state by a constant. */
+static void fill_until(const simulator *s, rank_state *r, int64_t i, double time)
+{
+    while (r->now < time && r->next_fill < r->num_weights && r->weights[r->next_fill].ready < i) {
+        int64_t w = r->weights[r->next_fill].run;
+        uint64_t random = r->random + (uint64_t)(w - i) * 0x9e3779b97f4a7c15u;
+        double left = seconds_of(s, r, w, &random) - r->filled, part = fmin(left, time - r->now);
+        r->now += part;
+        r->busy += part;
+        r->filled += part;
+        if (part < left)
+            return;
+        r->next_fill++;
+        r->filled = 0;
+    }
+}
+
+/* Seconds of unit i less those that have filled waits. */
+static double left_of(rank_state *r, int64_t i, double seconds)
+{
+    if (r->next_own == r->num_weights || r->weights[r->next_own].run != i)
+        return seconds;
+    if (r->next_own++ < r->next_fill)
+        return 0;
+    seconds -= r->filled;
+    r->next_fill++;
+    r->filled = 0;
+    return fmax(seconds, 0);
+}
+
 static inline void run(void *context, const s1f_stand *at)
 {
     simulator *s = context;
@@ -116,13 +160,14 @@ static inline void run(void *context, const s1f_stand *at)
     for (int32_t e = 0; e < at->uses->in.count; e++) {
         link *l = &s->links[at->uses->in.edges[e]];
         double *arrived = arrival(l, l->num_used++, at->cell);
+        if (r->weights != NULL)
+            fill_until(s, r, i, *arrived);
         wait_until(r, *arrived, S1F_CAUSE_MESSAGE);
         *arrived = NOT_COME;
     }
-    double seconds =
-        r->seconds != NULL ? r->seconds[i] : s->kind_seconds[at->kind * s->walk.num_segments + at->unit->segment];
-    if (s->costs->jitter > 0)
-        seconds *= 1 + s->costs->jitter * (2 * draw(&r->random) - 1);
+    double seconds = seconds_of(s, r, i, &r->random);
+    if (r->weights != NULL)
+        seconds = left_of(r, i, seconds);
     if (i == 0)
         r->first_start = r->now;
     double begin = r->now;
@@ -180,6 +225,8 @@ static void begin_step(simulator *s, int32_t rank)
 {
     rank_state *r = &s->ranks[rank];
     s1f_walk_set_units(&s->walk, rank, r->units, r->num_units);
+    r->next_own = r->next_fill = 0;
+    r->filled = 0;
     for (int32_t e = r->first_incoming; e >= 0; e = s->links[e].next_incoming) {
         const s1f_edge *edge = &s->program->edges->edges[e];
         s->walk.links[e].most_posted = (r->step + 1) * edge->num_messages;
@@ -447,9 +494,15 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
     s1f_status status = check_costs(program, costs);
     if (status != S1F_OK || (status = create_simulation(program, keep, &s.simulation)) != S1F_OK)
         return status;
-    status = s1f_walk_create(program->edges, &program->shape, &s.walk);
+    if (costs->fills && keep >= S1F_KEEP_CAUSES)
+        status = s1f_fail(S1F_ERR_ARG, "slack is not known where W fills waits: its causes are many");
+    if (status == S1F_OK)
+        status = s1f_walk_create(program->edges, &program->shape, &s.walk);
     if (status == S1F_OK && !create_arrays(&s))
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %d ranks", num_ranks);
+    for (int32_t rank = 0; costs->fills && rank < num_ranks && status == S1F_OK; rank++)
+        status = s1f_find_late_weights(&program->shape, s.ranks[rank].units, s.ranks[rank].num_units,
+                                       &s.ranks[rank].weights, &s.ranks[rank].num_weights);
     if (status == S1F_OK && (status = fill_seconds(&s)) == S1F_OK && (status = run_all(&s)) == S1F_OK) {
         *out = s.simulation;
         s.simulation = NULL;
@@ -458,6 +511,8 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         free(s.links[e].posted);
         free(s.links[e].arrived);
     }
+    for (int32_t rank = 0; s.ranks != NULL && rank < num_ranks; rank++)
+        free(s.ranks[rank].weights);
     free(s.message_bytes);
     free(s.kind_seconds);
     free(s.step_end);

@@ -26,6 +26,9 @@ typedef struct {
      * b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the gradients). Each message arrives by itself: a late one may come after the next. */
     double transfer_jitter;
     uint64_t seed;
+    /* 1: while a rank waits for a message it runs W, of units whose I has run, in the order of its Ws and for as long as
+     * the wait takes; at its own place a W takes what is left. Not with S1F_KEEP_CAUSES. */
+    int32_t fills;
     /* Steps in a row; 0 counts as 1. After a step a rank runs its optimizer for optimizer[rank] seconds (NULL: 0), at
      * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */
     int32_t num_steps, optimizer_sync;

@@ -178,6 +178,13 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
     return S1F_OK;
 }
 
+static int arena_has_come(s1f_edge_end *end, int64_t sequence)
+{
+    arena_end *arena = (arena_end *)end;
+    return atomic_load_explicit(&arena->control->sent.position, memory_order_acquire) >=
+           position_of(arena, sequence + 1);
+}
+
 static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
                              const void **payload)
 {
@@ -274,6 +281,7 @@ static const s1f_transport arena_transport = {
     .name = "arena",
     .begin_step = arena_begin_step,
     .post = arena_post,
+    .has_come = arena_has_come,
     .wait = arena_wait,
     .send = arena_send,
     .free = arena_free,

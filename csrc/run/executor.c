@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 typedef struct {         /* one edge of this rank, from either end */
     void **keeps;        /* sender, [num_messages]: results on their way; a GPU reads them after SEND has returned */
@@ -25,7 +24,11 @@ struct s1f_executor {
     int32_t num_slots;
     s1f_device *device; /* NULL: none */
     s1f_span *spans;
+    s1f_late_weight *weights; /* numbers of instructions, RUNs */
+    s1f_fill *fills;          /* room for one of each wait and each weight */
+    int64_t num_weights;
     /* in the current step: */
+    int64_t next_weight, num_fills;
     int64_t step;
     int32_t training;
     int64_t sequence_length;
@@ -39,13 +42,6 @@ struct s1f_executor {
     s1f_result result; /* of the last one */
     int32_t num_unsent;
 };
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 void s1f_executor_free(s1f_executor *executor)
 {
@@ -61,6 +57,8 @@ void s1f_executor_free(s1f_executor *executor)
     free(executor->sizes);
     free(executor->offsets);
     free(executor->spans);
+    free(executor->weights);
+    free(executor->fills);
     free(executor->measures);
     free(executor->live_units);
     free(executor->live_tokens);
@@ -130,6 +128,29 @@ static s1f_status set_edges(s1f_executor *executor, const s1f_program *program, 
     return S1F_OK;
 }
 
+static s1f_status set_weights(s1f_executor *executor, const s1f_program *program, int32_t rank)
+{
+    const s1f_rank_program *own = &program->ranks[rank];
+    int64_t num_waits = 0, unit = 0, *run = malloc(((size_t)own->num_units + 1) * sizeof *run);
+    s1f_status status = run == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for the units of a rank")
+                                    : s1f_find_late_weights(&program->shape, own->units, own->num_units,
+                                                            &executor->weights, &executor->num_weights);
+    for (int64_t i = 0; status == S1F_OK && i < own->count; i++) {
+        num_waits += own->instructions[i].opcode == S1F_OP_WAIT;
+        if (own->instructions[i].opcode == S1F_OP_RUN)
+            run[unit++] = i;
+    }
+    for (int64_t w = 0; status == S1F_OK && w < executor->num_weights; w++) {
+        s1f_late_weight *weight = &executor->weights[w];
+        *weight = (s1f_late_weight){run[weight->ready], run[weight->run]};
+    }
+    free(run);
+    if (status == S1F_OK &&
+        (executor->fills = malloc((size_t)(num_waits + executor->num_weights + 1) * sizeof *executor->fills)) == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the parts of %lld Ws", (long long)executor->num_weights);
+    return status;
+}
+
 static void set_slots(s1f_executor *executor, const s1f_program *program)
 {
     for (int64_t i = 0; i < executor->num_instructions; i++) {
@@ -166,6 +187,8 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                           (long long)executor->num_instructions);
     if (status == S1F_OK)
         status = set_edges(executor, program, rank, ends);
+    if (status == S1F_OK)
+        status = set_weights(executor, program, rank);
     if (status != S1F_OK) {
         s1f_executor_free(executor);
         return status;
@@ -224,6 +247,28 @@ static s1f_message describe(const s1f_executor *executor, const s1f_instruction 
         .offset = executor->offsets[producer.segment],
         .length = executor->sizes[producer.segment],
     };
+}
+
+/* Runs parts of the next W, whose I has run, until the message of the WAIT at i has come. */
+static s1f_status fill_wait(s1f_executor *executor, int64_t i)
+{
+    const s1f_instruction *instruction = &executor->instructions[i];
+    int64_t first = executor->num_fills;
+    while (executor->next_weight < executor->num_weights && executor->weights[executor->next_weight].ready < i &&
+           !s1f_p2p_has_come(executor->ends[instruction->edge], instruction->sequence)) {
+        s1f_unit unit = executor->instructions[executor->weights[executor->next_weight].run].unit;
+        int32_t is_left = 0;
+        int64_t start = s1f_now_ns();
+        s1f_status status = executor->compute.fill(executor->compute.context, unit, &is_left);
+        if (status != S1F_OK)
+            return status;
+        const s1f_fill *last = executor->num_fills > first ? &executor->fills[executor->num_fills - 1] : NULL;
+        if (last == NULL || memcmp(&last->unit, &unit, sizeof unit) != 0)
+            executor->fills[executor->num_fills++] = (s1f_fill){unit, {start, start}};
+        executor->fills[executor->num_fills - 1].span.end_ns = s1f_now_ns();
+        executor->next_weight += !is_left;
+    }
+    return S1F_OK;
 }
 
 static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *instruction)
@@ -345,6 +390,8 @@ static int32_t count_sends(const s1f_executor *executor, int64_t i)
 static s1f_status run(s1f_executor *executor, int64_t i)
 {
     executor->num_unsent = count_sends(executor, i);
+    if (executor->next_weight < executor->num_weights && executor->weights[executor->next_weight].run == i)
+        executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
     return status == S1F_OK ? release_all_sent(executor) : status;
@@ -370,7 +417,7 @@ static s1f_status walk(s1f_executor *executor)
     for (int64_t i = 0; i < executor->num_instructions; i++) {
         const s1f_instruction *instruction = &executor->instructions[i];
         s1f_status status = S1F_OK;
-        executor->spans[i].start_ns = now_ns();
+        executor->spans[i].start_ns = s1f_now_ns();
         switch (instruction->opcode) {
         case S1F_OP_POST:
             status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
@@ -378,12 +425,16 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_RECEIVE:
             status = s1f_p2p_receive(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
-        case S1F_OP_WAIT: status = wait_input(executor, instruction); break;
+        case S1F_OP_WAIT:
+            status = executor->compute.fill == NULL ? S1F_OK : fill_wait(executor, i);
+            if (status == S1F_OK)
+                status = wait_input(executor, instruction);
+            break;
         case S1F_OP_RUN: status = run(executor, i); break;
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
         }
-        executor->spans[i].end_ns = now_ns();
+        executor->spans[i].end_ns = s1f_now_ns();
         if (status != S1F_OK)
             return status;
     }
@@ -427,6 +478,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     executor->sizes[0] = 0;
     executor->sequence_length = 0;
     executor->num_inputs = executor->num_unsent = 0;
+    executor->next_weight = executor->num_fills = 0;
     executor->result = (s1f_result){0};
     for (int32_t i = 0; i < executor->num_edges; i++)
         executor->edge_states[i].first = executor->edge_states[i].end = 0;
@@ -458,6 +510,12 @@ const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count)
 {
     *count = executor->num_instructions;
     return executor->spans;
+}
+
+const s1f_fill *s1f_executor_fills(const s1f_executor *executor, int64_t *count)
+{
+    *count = executor->num_fills;
+    return executor->fills;
 }
 
 s1f_stage_measure s1f_executor_stage_measure(const s1f_executor *executor, int32_t stage)

@@ -5,6 +5,7 @@
 #ifndef S1F_EXECUTOR_H
 #define S1F_EXECUTOR_H
 
+#include "../core/defer.h"
 #include "../core/lower.h"
 #include "../device/device.h"
 #include "current_unit.h"
@@ -32,6 +33,8 @@ typedef struct {
     s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
                       int32_t num_sends, s1f_result *result);
     void (*release)(void *context, void *keep);
+    /* A part of W `unit`, whose I has run; *is_left 0: nothing is left of it. NULL: waits are not filled. */
+    s1f_status (*fill)(void *context, s1f_unit unit, int32_t *is_left);
     /* Segment sizes for a sequence length that another rank chose: fills sizes[num_segments]. */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
 } s1f_compute;
@@ -39,6 +42,11 @@ typedef struct {
 typedef struct { /* one walked instruction, on the monotonic clock */
     int64_t start_ns, end_ns;
 } s1f_span;
+
+typedef struct { /* a part of W that ran while the rank waited for a message, within that WAIT's span */
+    s1f_unit unit;
+    s1f_span span;
+} s1f_fill;
 
 typedef struct { /* measured at one stage during the last step */
     int32_t peak_live_units;
@@ -65,6 +73,8 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end. Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);
+/* What filled the waits of the last step, in order; less of those Ws is left for their RUNs. Borrowed. */
+const s1f_fill *s1f_executor_fills(const s1f_executor *executor, int64_t *count);
 s1f_stage_measure s1f_executor_stage_measure(const s1f_executor *executor, int32_t stage);
 
 #endif

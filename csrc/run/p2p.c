@@ -135,6 +135,12 @@ s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, cons
     return on_edge(status, end, sequence);
 }
 
+int s1f_p2p_has_come(s1f_edge_end *end, int64_t sequence)
+{
+    return end->transport->has_come == NULL || end->transport->has_come(end, sequence) ||
+           s1f_group_has_failed(end->group);
+}
+
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
                         const void *const *tensors)
 {

@@ -56,6 +56,7 @@ typedef struct { /* a transport: how messages move. One static table per transpo
     s1f_status (*begin_step)(s1f_edge_end *end, int32_t num_places);
     s1f_status (*post)(s1f_edge_end *end, int64_t sequence, int32_t place);
     s1f_status (*receive)(s1f_edge_end *end, int64_t sequence, int32_t place); /* NULL: nothing to do */
+    int (*has_come)(s1f_edge_end *end, int64_t sequence);                      /* NULL: cannot tell */
     s1f_status (*wait)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
                        const void **payload);
     s1f_status (*send)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message *message,
@@ -82,6 +83,9 @@ s1f_status s1f_p2p_receive(s1f_edge_end *end, int64_t sequence, int32_t place);
  * started after this on the stream that computes. */
 s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
                         const void **payload);
+/* Whether `wait` would return without waiting: a posted message has come, or the step has failed. Also 1 where the
+ * transport cannot tell. */
+int s1f_p2p_has_come(s1f_edge_end *end, int64_t sequence);
 /* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, payload_bytes, magic and version itself.
  * The data of message n may be reused once s1f_p2p_count_sent says more than n; unchanged until then. */
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,

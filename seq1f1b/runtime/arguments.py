@@ -45,6 +45,7 @@ class Options:
     grad_dtype: torch.dtype | None
     prefetch: int
     spin_us: float | None
+    weights: str
     shard: Shard
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class Options:
             raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, known))}")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
+        if self.weights not in ("planned", "fill"):
+            raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
@@ -203,7 +206,7 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
     digest = hashlib.sha256(schedule.to_text().encode()).hexdigest()[:12]
     shown = repr(asked) if isinstance(asked, str) else "a Schedule"
     found = {"version": (__version__,) * 2}
-    for name in ("num_microbatches", "num_segments"):
+    for name in ("num_microbatches", "num_segments", "weights"):
         found[name] = (repr(getattr(options, name)),) * 2
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes

@@ -9,6 +9,7 @@ weight's gradient from it. All else has its whole backward at I: what is not def
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
@@ -48,7 +49,7 @@ class Tape:
     """The products that one unit leaves to its W, in the order in which its backward came to them."""
 
     def __init__(self) -> None:
-        self.products: list[Product] = []
+        self.products: deque[Product] = deque()
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
         use.layer.check(use.weight)
@@ -56,16 +57,22 @@ class Tape:
         self.products.append(Product(use, x, dy, _versions(use, x, dy)))
 
     def run(self) -> None:
-        """W: adds every product to its weight's gradient, and drops it."""
-        self.products.reverse()
-        while self.products:
-            use, x, dy, versions = self.products.pop()
-            if _versions(use, x, dy) != versions:
-                raise RuntimeError(
-                    f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I "
-                    "and W, which needs all three as they were"
-                )
-            _accumulate(use.weight, x, dy)
+        """W: adds every product to its weight's gradient."""
+        while self.run_next():
+            continue
+
+    def run_next(self) -> bool:
+        """Adds the next product and drops it; returns whether any is left. An empty tape does nothing."""
+        if not self.products:
+            return False
+        use, x, dy, versions = self.products.popleft()
+        if _versions(use, x, dy) != versions:
+            raise RuntimeError(
+                f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
+                "W, which needs all three as they were"
+            )
+        _accumulate(use.weight, x, dy)
+        return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
         """Bytes of inputs and of output gradients, each storage once; ``excluded``: addresses that do not count."""

@@ -80,6 +80,10 @@ class PipelineEngine:
             FSDP2; None: in their own.
         prefetch: receive places beyond the most that the order needs at once.
         spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
+        weights: when weight gradients are made. ``"planned"``: where the order has them. ``"fill"``: also while a rank
+            waits for a message, product by product and in the order's own sequence, so that gradients are bit-equal
+            from run to run; at the latest where the order has them, so that memory stays as planned. An order of whole
+            backwards becomes :meth:`seq1f1b.Schedule.defer_weights` of it.
         shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
             parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
             each segment. The mean of their losses and gradients is that of the whole, as in data parallelism: put the
@@ -114,6 +118,7 @@ class PipelineEngine:
         grad_dtype: torch.dtype | None = torch.float32,
         prefetch: int = 1,
         spin_us: float | None = None,
+        weights: str = "planned",
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
@@ -138,6 +143,7 @@ class PipelineEngine:
             grad_dtype=grad_dtype,
             prefetch=prefetch,
             spin_us=spin_us,
+            weights=weights,
             shard=shard,
         )
         self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
@@ -361,7 +367,8 @@ class PipelineEngine:
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
         schedule.check()
-        return schedule
+        has_weights = any(unit.kind == "W" for order in schedule.ranks for unit in order)
+        return schedule if has_weights or self._options.weights == "planned" else schedule.defer_weights()
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
@@ -387,7 +394,14 @@ class PipelineEngine:
     def _make_executor(self, program: Any) -> Any:
         ends = [self._ends.get((edge[0], edge[1])) for edge in _C.program_edges(program)]
         executor = _C.executor_create(
-            program, self.rank, self._group.group, self._cache, ends, self._group.is_thread, _DTYPE_CODES
+            program,
+            self.rank,
+            self._group.group,
+            self._cache,
+            ends,
+            self._group.is_thread,
+            _DTYPE_CODES,
+            self._options.weights == "fill",
         )
         if self._device_edges is not None:
             self._device_edges.set_on(executor)
@@ -440,6 +454,7 @@ class PipelineEngine:
                         step.length,
                         step.sizes,
                         run_unit,
+                        step.fill,
                         step.learn,
                         place_views,
                     )

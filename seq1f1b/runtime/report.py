@@ -79,15 +79,16 @@ class Report:
 
     Attributes:
         seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
-        busy: in the units.
-        wait: for messages.
+        busy: in the units, parts of W in waits included.
+        wait: for messages, without what filled the waits.
         send: for credits and copies.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
         receive_places: places of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far, in host memory.
-        timeline: (unit, start, end) on the machine's monotonic clock.
+        timeline: (unit, start, end) on the machine's monotonic clock. Of a W, what was left at its place in the order.
+        fills: the same of the parts of W that ran in waits (``weights="fill"``).
         edges: edges from and to this rank.
     """
 
@@ -108,6 +109,7 @@ class Report:
     receive_places: int
     process_peak_bytes: int
     timeline: tuple[tuple[Unit, float, float], ...]
+    fills: tuple[tuple[Unit, float, float], ...]
     edges: tuple[EdgeReport, ...]
 
 
@@ -143,7 +145,7 @@ class PipelineReport:
         """
         seconds = [0.0] * len(self.ranks[0].segment_sizes)
         for rank in self.ranks:
-            for unit, start, end in rank.timeline:
+            for unit, start, end in (*rank.timeline, *rank.fills):
                 seconds[unit.segment] += end - start
         return tuple(seconds)
 
@@ -170,9 +172,17 @@ def make_report(
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
-    durations = [[end - start for _, start, end in r.timeline] for r in ranks]
+    durations = [list(_unit_seconds(r).values()) for r in ranks]
     simulated = schedule.simulate(durations=durations, segment_sizes=record.sizes)
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
+
+
+def _unit_seconds(report: Report) -> dict[Unit, float]:
+    """Seconds of every unit in run order, in and out of waits."""
+    seconds = {unit: end - start for unit, start, end in report.timeline}
+    for unit, start, end in report.fills:
+        seconds[unit] += end - start
+    return seconds
 
 
 def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...]) -> Report:
@@ -183,6 +193,10 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
         for opcode, unit, first, last in _C.executor_timeline(record.executor, rank)
         if opcode == _RUN
     )
+    fills = tuple(
+        (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.executor)
+    )
+    filled = sum(last - first for _, first, last in fills)
     stages = tuple(_stage_report(record, stage, rank) for stage in record.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
@@ -193,10 +207,10 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
         training=record.training,
         segment_sizes=tuple(record.sizes),
         seconds=seconds,
-        busy=run * 1e-9,
-        wait=wait * 1e-9,
+        busy=run * 1e-9 + filled,
+        wait=wait * 1e-9 - filled,
         send=send * 1e-9,
-        bubble=1.0 - run * 1e-9 / seconds if seconds > 0 else 0.0,
+        bubble=1.0 - (run * 1e-9 + filled) / seconds if seconds > 0 else 0.0,
         stages=stages,
         kv_bytes=kv_bytes,
         planned_kv_bytes=planned_kv_bytes,
@@ -205,6 +219,7 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
         receive_places=places,
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
+        fills=fills,
         edges=edges,
     )
 

@@ -379,6 +379,11 @@ class StageStep:
         if self._parallel is not None and self.stage.last_gradients == ("W", key):
             self._parallel.reduce()
 
+    def fill(self, m: int, s: int) -> bool:
+        """Runs one product of W(m.s), whose I has run; returns whether any is left."""
+        tape = self.units[m * self._num_segments + s].tape
+        return tape is not None and tape.run_next()
+
     def _measure_tape(self, unit: LiveUnit, received: Received) -> None:
         """What is in places of receivers does not count."""
         given = [*unit.leaves, *(received[0][0] if received is not None else ())]

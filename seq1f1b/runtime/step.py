@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,11 @@ class Step:
             return passes[stage][kind](m, s, received)
 
         return through_host(run, self._device) if host_messages and self._device.type != "cpu" else run
+
+    def fill(self, stage: int, m: int, s: int) -> bool:
+        """What the executor calls while it waits: runs a part of W, and returns whether any is left."""
+        with torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext():
+            return self._parts[stage].fill(m, s)
 
     def learn(self, length: int) -> list[int]:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""

@@ -2,9 +2,10 @@
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
-from orders import random_order
+from orders import random_order, small_schedule
 
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
 
@@ -277,3 +278,44 @@ def test_random_orders_against_the_graph_of_all_rules() -> None:
                 kept += 1
                 other.check()
     assert broken > 200 and kept > 100
+
+
+# -- late weight gradients ---------------------------------------------------------------------------------------------
+
+
+def live_units(order: Iterable[Unit]) -> list[int]:
+    """Units between F and the end of their backward, after each unit of one rank."""
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return list(itertools.accumulate(change[unit.kind] for unit in order))
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "1f1b", "gpipe", "zbv", "seq-zb-h1", "dualpipev", "seq1f1b-interleaved"])
+@pytest.mark.parametrize("extra", [None, 0, 2])
+def test_weights_come_as_late_as_memory_allows(name: str, extra: int | None) -> None:
+    order = small_schedule(name, 4, 8, 1 if name in ("1f1b", "zbv", "dualpipev") else 2)
+    assert order is not None
+    most = max(max(live_units(rank)) for rank in order.ranks)
+    late = order.defer_weights(None if extra is None else most + extra)
+    late.check(max_live_units=most + (extra or 0))
+    for before, after in zip(order.ranks, late.ranks, strict=True):
+        whole = [unit._replace(kind="I") if unit.kind == "B" else unit for unit in before if unit.kind != "W"]
+        assert [unit for unit in after if unit.kind != "W"] == whole, "F and I stay where they are"
+        assert [u[1:] for u in after if u.kind == "W"] == [u[1:] for u in after if u.kind == "I"], "in the order of Is"
+        for i, unit in enumerate(after):  # a W stands before an F that would exceed the cap, or at the end
+            if unit.kind == "W":
+                following = [u for u in after[i:] if u.kind != "W"]
+                assert not following or (following[0].kind == "F" and live_units(after[:i])[-1] == most + (extra or 0))
+
+
+def test_late_weights_of_bad_input() -> None:
+    order = Schedule.from_text("F0.0 F1.0 B0.0 B1.0")
+    assert order.defer_weights().to_text() == "F0.0 F1.0 I0.0 I1.0 W0.0 W1.0\n"
+    with pytest.raises(ValueError, match="max_live_units is 0, must be at least 1"):
+        order.defer_weights(0)
+    with pytest.raises(
+        ValueError, match=r"max_live_units is 1, but rank 0 must hold more at \[0\]F1.0, whenever W runs"
+    ):
+        order.defer_weights(1)
+    with pytest.raises(ScheduleError, match=r"B1.0 is missing"):
+        Schedule.from_text("F0.0 F1.0 B0.0").defer_weights()
+    assert order.forward_only().defer_weights().to_text() == order.forward_only().to_text()

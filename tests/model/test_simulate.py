@@ -648,3 +648,70 @@ def test_ctrl_c_ends_a_long_simulation():
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
     assert err.endswith("KeyboardInterrupt\n") and child.returncode != 0
+
+
+# -- W in waits --------------------------------------------------------------------------------------------------------
+
+
+def filled_by_hand(schedule: Schedule, seconds: dict[Unit, float], transfer: float) -> list[float]:
+    """The end of every rank where W runs in waits, rank by rank as far as what it waits for is known."""
+    S, rank_of = schedule.num_stages, schedule.rank_of_stage
+    ends: dict[Unit, float] = {}
+    left = dict(seconds)
+    now, at = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+
+    def arrival(unit: Unit) -> float | None:
+        """When the last thing that the unit waits for is there; None: not known yet."""
+        stage = unit.stage + {"F": -1, "I": 1, "B": 1, "W": S}[unit.kind]
+        if not 0 <= stage < S:
+            return 0.0
+        makers = [unit._replace(stage=stage, kind=kind) for kind in ("F" if unit.kind == "F" else "IB")]
+        known = [ends[maker] for maker in makers if maker in ends]
+        return known[0] + transfer * (rank_of[stage] != rank_of[unit.stage]) if known else None
+
+    while any(at[rank] < len(order) for rank, order in enumerate(schedule.ranks)):
+        for rank, order in enumerate(schedule.ranks):
+            while at[rank] < len(order) and (come := arrival(order[at[rank]])) is not None:
+                unit = order[at[rank]]
+                for weight in [u for u in order if u.kind == "W" and left[u] > 0]:
+                    if now[rank] >= come or weight._replace(kind="I") not in ends:
+                        break  # in the order of the Ws: a later one does not overtake
+                    part = min(left[weight], come - now[rank])
+                    now[rank] += part
+                    left[weight] -= part
+                now[rank] = max(now[rank], come) + left[unit]
+                left[unit] = 0.0
+                ends[unit] = now[rank]
+                at[rank] += 1
+    return now
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_w_fills_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(["seq1f1b", "seq-zb-h1", "zbv", "seq-zbv", "dualpipev", "1f1b"])
+    order = build_schedule(
+        name,
+        num_ranks=3,
+        num_microbatches=6,
+        num_segments=2 if name.startswith("seq") else 1,
+        stages_per_rank=2 if "v" in name.removeprefix("seq-") else 1,
+    )
+    order = order if rng.random() < 0.5 and "zb" in name else order.defer_weights()
+    durations = [[rng.uniform(0.1, 2.0) for _ in rank] for rank in order.ranks]
+    seconds = {u: d for rank, row in zip(order.ranks, durations, strict=True) for u, d in zip(rank, row, strict=True)}
+    ample = order.num_microbatches * order.num_segments
+    run = order.simulate(durations=durations, transfer=0.25, prefetch=ample, fill=True)
+    ends = filled_by_hand(order, seconds, 0.25)
+    assert [row[-1] for row in run.end] == pytest.approx(ends)
+    planned = order.simulate(durations=durations, transfer=0.25, prefetch=ample)
+    assert run.makespan <= planned.makespan * (1 + 1e-12)
+    assert run.busy == pytest.approx(planned.busy)
+
+
+def test_filling_draws_the_same_jitter() -> None:
+    order = build_schedule("zb-h1", num_ranks=3, num_microbatches=6)
+    plain, filled = (order.simulate(1.0, 2.0, jitter=0.3, seed=5, fill=fill, prefetch=9) for fill in (False, True))
+    assert filled.busy == pytest.approx(plain.busy) and filled.makespan <= plain.makespan
+    with pytest.raises(ValueError, match="slack is not known where W fills waits"):
+        order.simulate(critical=True, fill=True)

@@ -112,3 +112,29 @@ def test_gradients_add_up_over_steps():
     truth = run_whole(model, tokens, target, 3)[1]
     _, gradients, _ = run_order(model, schedule, tokens, target, steps=3)
     assert gradient_error(gradients, {name: 3 * g for name, g in truth.items()}) <= 1e-10
+
+
+# -- W in waits --------------------------------------------------------------------------------------------------------
+
+
+FILLED = [case for i, case in enumerate(GRID) if i % 61 == 3]
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), FILLED)
+def test_filling_any_order(name, P, M, k, v, uneven):
+    """Orders with planned Ws and of whole backwards: the gradients of the whole model, and the same bits every time."""
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, M)[1]
+    sizes = SIZES[k] if uneven else None
+    _, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes, weights="fill")
+    assert gradient_error(gradients, truth) <= 1e-10
+    _, again, _ = run_order(model, schedule, tokens, target, sizes=sizes, weights="fill")
+    assert all(torch.equal(gradients[name], again[name]) for name in truth)
+    has_weights = any(unit.kind == "W" for rank in schedule.ranks for unit in rank)
+    order = schedule if has_weights else schedule.defer_weights()
+    for report, expected in zip(reports, order.ranks, strict=True):
+        assert tuple(unit for unit, _, _ in report.timeline) == expected
+        for stage in report.stages:
+            assert stage.peak_live_units <= stage.planned_live_units

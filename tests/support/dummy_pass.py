@@ -199,12 +199,12 @@ def check_runs(schedule: Schedule) -> None:
             text = f"stage {source} to stage {destination}"
             ends.append(_C.arena_end(group.group, arena, -1, peer, is_receiver, text))
         cache = _C.kv_cache_create()
-        executor = _C.executor_create(program, group.rank, group.group, cache, ends, True, dtypes)
+        executor = _C.executor_create(program, group.rank, group.group, cache, ends, True, dtypes, False)
         for _ in range(2):
             made: dict[Unit, float] = {}
             stages = Stages(schedule, group.rank, made)
             _C.executor_step(
-                executor, group.begin_step(), True, LENGTH, sizes, stages.run, lambda _: sizes, group.place_views
+                executor, group.begin_step(), True, LENGTH, sizes, stages.run, None, lambda _: sizes, group.place_views
             )
             group.end_step(failed=False)
         order = [unit for opcode, unit, _, _ in _C.executor_timeline(executor, group.rank) if opcode == 2]

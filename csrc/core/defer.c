@@ -1,0 +1,126 @@
+/* defer.c - walks each rank's order once, and lets a queue of weight gradients follow it. */
+#include "defer.h"
+
+#include "check.h"
+
+#include <stdlib.h>
+
+typedef struct {
+    s1f_schedule *schedule; /* that is made */
+    s1f_unit *pending;      /* units whose W is due, oldest first */
+    int64_t first, end;     /* of pending */
+    int64_t live;           /* units between F and the end of their backward */
+} deferral;
+
+static int64_t most_live(const s1f_unit *units, int64_t num_units)
+{
+    int64_t live = 0, most = 0;
+    for (int64_t i = 0; i < num_units; i++) {
+        live += s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT);
+        most = live > most ? live : most;
+        live -= s1f_pass_makes(units[i].pass, S1F_PRODUCT_WEIGHT_GRADIENT);
+    }
+    return most;
+}
+
+static s1f_status append_oldest(deferral *d)
+{
+    s1f_unit unit = d->pending[d->first++];
+    unit.pass = S1F_PASS_BACKWARD_WEIGHT;
+    d->live--;
+    return s1f_schedule_append(d->schedule, unit);
+}
+
+/* Appends F, or I in place of a backward; W waits in the queue. */
+static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int64_t most)
+{
+    s1f_status status = S1F_OK;
+    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT)) {
+        if (d->live >= most && d->first == d->end) {
+            char text[48];
+            s1f_unit_text(unit, 1, text, sizeof text);
+            return s1f_fail(S1F_ERR_ARG, "max_live_units is %lld, but rank %d must hold more at %s, whenever W runs",
+                            (long long)most, (int)rank, text);
+        }
+        if (d->live >= most)
+            status = append_oldest(d);
+        d->live++;
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
+        unit.pass = S1F_PASS_BACKWARD_INPUT;
+        d->pending[d->end++] = unit;
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_WEIGHT_GRADIENT)) {
+        return S1F_OK;
+    }
+    return status == S1F_OK ? s1f_schedule_append(d->schedule, unit) : status;
+}
+
+static s1f_status defer(const s1f_schedule *schedule, deferral *d, int64_t most)
+{
+    for (int32_t rank = 0; rank < s1f_schedule_num_ranks(schedule); rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        s1f_status status = S1F_OK;
+        d->first = d->end = d->live = 0;
+        for (int64_t i = 0; i < num_units && status == S1F_OK; i++)
+            status = append_or_queue(d, units[i], rank, most);
+        while (d->first < d->end && status == S1F_OK)
+            status = append_oldest(d);
+        if (status != S1F_OK)
+            return status;
+    }
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    size_t cells = (size_t)shape.num_stages * (size_t)shape.num_microbatches * (size_t)shape.num_segments;
+    deferral d = {.pending = malloc(cells * sizeof *d.pending)};
+    s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once */
+    int64_t most = max_live_units;
+    for (int32_t rank = 0; rank < shape.num_ranks && max_live_units == 0; rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        int64_t own = most_live(units, num_units);
+        most = own > most ? own : most;
+    }
+    if (status == S1F_OK && d.pending == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %zu units", cells);
+    if (status == S1F_OK)
+        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+                                     shape.rank_of_stage, &d.schedule);
+    if (status == S1F_OK)
+        status = defer(schedule, &d, most);
+    free(d.pending);
+    if (status != S1F_OK) {
+        s1f_schedule_free(d.schedule);
+        return status;
+    }
+    *out = d.schedule;
+    return S1F_OK;
+}
+
+s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,
+                                 s1f_late_weight **out, int64_t *count)
+{
+    int64_t cells = (int64_t)shape->num_microbatches * shape->num_segments;
+    int64_t *ready = malloc((size_t)(shape->num_stages * cells) * sizeof *ready);
+    s1f_late_weight *weights = malloc(((size_t)num_units + 1) * sizeof *weights);
+    if (ready == NULL || weights == NULL) {
+        free(ready);
+        free(weights);
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the weight gradients of %lld units", (long long)num_units);
+    }
+    *count = 0;
+    for (int64_t i = 0; i < num_units; i++) {
+        int64_t cell = units[i].stage * cells + s1f_cell(shape, units[i]);
+        int makes_input = s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT);
+        if (makes_input)
+            ready[cell] = i;
+        else if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_WEIGHT_GRADIENT))
+            weights[(*count)++] = (s1f_late_weight){ready[cell], i};
+    }
+    free(ready);
+    *out = weights;
+    return S1F_OK;
+}
