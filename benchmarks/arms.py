@@ -31,7 +31,17 @@ ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
 V_PLACEMENT = ("ZBVZeroBubble", "DualPipeV")  # the second stage of rank r is 2 P - 1 - r, else P + r
 RUNTIME = "runtime"  # torch's, with the order of seq1f1b
 AUTO = "auto"  # the shortest order found for measured costs, backward whole, in no more units than 1F1B holds
-TWO_STAGES = ("interleaved-1f1b", "breadth-first", "hanayo", "seq1f1b-interleaved", AUTO)  # of our families
+AUTO_SPLIT = "auto, split"  # the same with the backward as I and W
+TWO_STAGES = (
+    "interleaved-1f1b",
+    "breadth-first",
+    "hanayo",
+    "seq1f1b-interleaved",
+    "zbv",
+    "seq-zbv",
+    AUTO,
+    AUTO_SPLIT,
+)  # of our families
 PIECES = 8  # equal pieces of the sequence whose cost is measured for the profiled split
 
 
@@ -81,6 +91,7 @@ class Spec:
     segments: int = 1
     split: str = "even"
     head_in_loss: bool = False
+    weights: str = "planned"  # of ours: where W runs, as PipelineEngine takes it
 
     @property
     def is_torchs(self) -> bool:
@@ -93,7 +104,8 @@ class Spec:
         if self.schedule == RUNTIME:
             return f"torch's runtime, our order, k {self.segments}"
         head = ", head in the loss" if self.head_in_loss else ""
-        return f"{self.schedule} k {self.segments} {self.split}{head}"
+        waits = ", W in waits" if self.weights == "fill" else ""
+        return f"{self.schedule} k {self.segments} {self.split}{head}{waits}"
 
     @property
     def label(self) -> str:
@@ -147,12 +159,13 @@ class OurArm(Arm):
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
         self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
         options = None
-        if spec.schedule == AUTO:
-            costs = (*_unit_costs(case, spec, sizes, rank), 0.0)
-            options = {"backward": "whole", "costs": costs, "cap": case.ranks * per_rank * k}
+        if spec.schedule in (AUTO, AUTO_SPLIT):
+            backward = "whole" if spec.schedule == AUTO else "split"
+            costs = _unit_costs(case, spec, sizes, rank, backward)
+            options = {"backward": backward, "costs": costs, "cap": case.ranks * per_rank * k}
         try:
             order = seq1f1b.build_schedule(
-                spec.schedule, num_ranks=case.ranks, num_microbatches=case.microbatches, num_segments=k,
+                spec.schedule.partition(",")[0], num_ranks=case.ranks, num_microbatches=case.microbatches, num_segments=k,
                 stages_per_rank=per_rank, options=options,
             )  # fmt: skip
         except ValueError as error:
@@ -167,10 +180,10 @@ class OurArm(Arm):
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)
-        prefetch = EARLY_PREFETCH if spec.schedule == AUTO else 1
+        prefetch = EARLY_PREFETCH if options is not None else 1
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
-            segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch,
+            segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch, weights=spec.weights,
         )  # fmt: skip
         if isinstance(loss_fn, nn.Module):
             self.modules.append(loss_fn)
@@ -185,7 +198,8 @@ class OurArm(Arm):
         return _mean(losses)
 
     def spans(self) -> list[tuple[float, float]]:
-        return [(start, end) for _, start, end in self.engine.report().timeline]
+        report = self.engine.report()
+        return [(start, end) for _, start, end in (*report.timeline, *report.fills)]
 
 
 def split_sizes(case: Case, spec: Spec, rank: int) -> list[int]:
@@ -214,21 +228,26 @@ def _measured_costs(case: Case, attention: str, rank: int) -> list[float]:
     return _costs[case, attention]
 
 
-def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds of F and of B, [stage][segment], the medians of four steps under another order of these units."""
-    arm = OurArm(case, replace(spec, schedule="seq1f1b-interleaved"), rank, sizes=sizes)
+def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int, backward: str) -> tuple[Any, ...]:
+    """Seconds of F, I and W, [stage][segment], the medians of four steps under another order of these units; where the
+    backward is whole, of F and B, and 0."""
+    weights = "fill" if backward == "split" else "planned"
+    arm = OurArm(case, replace(spec, schedule="seq1f1b-interleaved", weights=weights), rank, sizes=sizes)
     found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for n in range(5):
         arm.step()
         arm.zero_grad()
-        for unit, start, end in arm.engine.report().timeline if n else ():
-            found[unit.kind, unit.stage, unit.segment].append(end - start)
+        report, took = arm.engine.report(), defaultdict(float)
+        for unit, start, end in (*report.timeline, *report.fills) if n else ():
+            took[unit] += end - start
+        for unit, duration in took.items():
+            found[unit.kind, unit.stage, unit.segment].append(duration)
     seconds = {key: statistics.median(values) for key, values in found.items()}
     everyones = {key: value for each in arm.engine.all_gather_object(seconds) for key, value in each.items()}
     arm.engine.close()
-    stages = range(2 * case.ranks)
-    forward, backward = ([[everyones[kind, i, s] for s in range(spec.segments)] for i in stages] for kind in "FB")
-    return forward, backward
+    kinds, stages = "FIW" if backward == "split" else "FB", range(2 * case.ranks)
+    costs = [[[everyones[kind, i, s] for s in range(spec.segments)] for i in stages] for kind in kinds]
+    return (*costs, 0.0) if backward == "whole" else tuple(costs)
 
 
 # -- torch's schedules ---------------------------------------------------------------------------------------------

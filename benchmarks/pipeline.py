@@ -34,7 +34,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import AUTO, RUNTIME, TORCH, Case, OurArm, Spec, Unavailable, bubble, errors, make_arm, timed, whole_model
+from arms import (
+    AUTO,
+    AUTO_SPLIT,
+    RUNTIME,
+    TORCH,
+    Case,
+    OurArm,
+    Spec,
+    Unavailable,
+    bubble,
+    errors,
+    make_arm,
+    timed,
+    whole_model,
+)
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, spawn
 from model import cross_entropy
 
@@ -254,6 +268,16 @@ def bars() -> list[Bar]:
             for name, wanted in ((BASE, 0.60), ("ZBVZeroBubble", 0.50)):
                 text = f"{case.length} tokens, M {case.microbatches}, {whose}: peak against torch's {name}"
                 result.append(Bar(text, case, Spec(name, attention), head, wanted, memory=True))
+    families = ("seq1f1b-interleaved", AUTO, AUTO_SPLIT)
+    for attention, M, name, wanted in (
+        ("ours", 4, "ZBVZeroBubble", 1.08), ("torch", 4, "ZBVZeroBubble", 1.12), ("ours", 4, BASE, 1.28),
+        ("ours", 2, "ZBVZeroBubble", 1.20), ("ours", 2, BASE, 1.42),
+    ):  # fmt: skip
+        ours = tuple(Spec(family, attention, k, "profiled") for family in families for k in (1, 2, 4))
+        ours += tuple(Spec(family, attention, k, "even") for family in families for k in (1, 2, 4))
+        ours += tuple(dataclasses.replace(spec, weights="fill") for spec in ours)
+        text = f"2048 tokens, M {M}, {ATTENTIONS[attention]}, split backward too: over torch's {name}"
+        result.append(Bar(text, Case(2048, M), Spec(name, attention), ours, wanted))
     text = "4096 tokens, M 2, our attention against torch's 1F1B with its own"
     ours = tuple(Spec(family, "ours", 8, "profiled") for family in families)
     result.append(Bar(text, Case(4096, 2), Spec(BASE, "torch"), ours, 1.80))
@@ -395,10 +419,12 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
                 specs.append(Spec(schedule, attention))
                 continue
             for k in options.segments:
+                splits = any(name in schedule for name in ("zb", "split"))
                 for split in ["even"] if schedule == RUNTIME or k == 1 else options.split:
                     heads = [False] if schedule == RUNTIME else {"no": [False], "yes": [True], "both": [False, True]}
                     heads = heads if isinstance(heads, list) else heads[options.head_in_loss]
-                    specs += [Spec(schedule, attention, k, split, head) for head in heads]
+                    waits = options.weights if splits else ["planned"]
+                    specs += [Spec(schedule, attention, k, split, head, w) for head in heads for w in waits]
     return list(dict.fromkeys(specs))
 
 
@@ -415,6 +441,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument(
         "--head-in-loss", default="no", choices=["no", "yes", "both"], help="of ours: one segment's logits"
+    )
+    parser.add_argument(
+        "--weights", nargs="+", default=["planned"], choices=["planned", "fill"], help="of split orders"
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
