@@ -383,8 +383,8 @@ class StageStep:
             raise RuntimeError("W finds nothing that I has left: it has run already")
         tape.run()
         unit.kept_bytes = unit.gradient_bytes = 0
-        if self._parallel is not None and self.stage.last_gradients == ("W", key):
-            self._parallel.reduce()
+        if self._parallel is not None:
+            self._parallel.after_weight(is_last=self.stage.last_gradients == ("W", key))
 
     def _measure_tape(self, unit: LiveUnit, received: Received) -> None:
         """What is in places of receivers does not count."""
