@@ -85,6 +85,7 @@ class Fsdp:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._is_reduced = True  # False from a training step's first F to the reduction of its gradients
 
     @property
     def divisor(self) -> float:
@@ -96,16 +97,21 @@ class Fsdp:
         return 1.0
 
     def begin_step(self) -> None:
+        if not self._is_reduced:
+            self._forget()
         self._module.set_reshard_after_forward(False)
         self._set_last(False)
 
     def forward(self) -> AbstractContextManager[Any]:
+        self._is_reduced = not torch.is_grad_enabled()
         return nullcontext()
 
-    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
         if is_last:
             self._set_last(True)
-        return nullcontext()
+        yield
+        self._is_reduced = is_last
 
     def after_weight(self, is_last: bool) -> None:
         """What FSDP2 does at the end of a backward: the last W reduces, others move gradients to the reduction's dtype.
@@ -117,6 +123,7 @@ class Fsdp:
             for group in self._groups():
                 group.post_backward()
             self._module._get_fsdp_state()._root_post_backward_final_callback()
+            self._is_reduced = True
             return
         for parameter in (p for group in self._groups() for p in group.fsdp_params if p.reduce_dtype is not None):
             parameter.accumulate_unsharded_grad_if_needed()
@@ -127,6 +134,22 @@ class Fsdp:
         for module in self._module.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
+
+    def _forget(self) -> None:
+        """After a training step that failed: FSDP2 would go on with its gradients, and in its backward."""
+        if hasattr(self._module, "reset_iter_state"):
+            self._module.reset_iter_state()
+        else:  # older torch
+            state = self._module._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            self._module.set_is_last_backward(True)
+            self._module.set_requires_gradient_sync(False)
+            state._root_post_backward_final_callback()
+        for parameter in (p for group in self._groups() for p in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        self._is_reduced = True
 
     def _groups(self) -> Iterator[Any]:
         """Groups of parameters that are sharded and reduced together."""

@@ -358,3 +358,42 @@ def mixed_precision(rank: int, world: int) -> None:
 
 def test_mixed_precision_of_fsdp():
     run_processes(2, mixed_precision)
+
+
+def failed_step(rank: int, world: int) -> None:
+    """A step that fails in a backward leaves nothing behind in replicas: the next one is right."""
+    config = Config(hidden=16, layers=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * M, LENGTH)
+    _, truth = run_whole(model, tokens, target, 2 * M)
+    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for kind, schedule in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1")):
+        stage = stage_of(model, config, 0, 1)
+        engine = PipelineEngine(
+            wrap(kind, stage, mesh.get_group(), mesh), schedule=schedule, num_microbatches=M, num_segments=K,
+            loss_fn=cross_entropy, group=alone,
+        )  # fmt: skip
+        calls = []
+
+        def fail(output: Tensor, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == M * K - 1:
+                raise ValueError("no such gradient")
+
+        hook = stage.blocks["0"].norm_1.register_full_backward_hook(lambda module, given, got: fail(got))
+        with pytest.raises(ValueError, match="no such gradient"):
+            engine.step(tokens[own], target=target[own])
+        hook.remove()
+        for parameter in engine.parameters():
+            parameter.grad = None
+        for step in (1, 2):
+            engine.step(tokens[own], target=target[own])
+            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (kind, schedule, step)
+        engine.close()
+
+
+def test_a_step_after_a_failed_one():
+    run_processes(2, failed_step)
