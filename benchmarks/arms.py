@@ -165,8 +165,8 @@ class OurArm(Arm):
             options = {"backward": backward, "costs": costs, "cap": case.ranks * per_rank * k}
         try:
             order = seq1f1b.build_schedule(
-                spec.schedule.partition(",")[0], num_ranks=case.ranks, num_microbatches=case.microbatches, num_segments=k,
-                stages_per_rank=per_rank, options=options,
+                spec.schedule.partition(",")[0], num_ranks=case.ranks, num_microbatches=case.microbatches,
+                num_segments=k, stages_per_rank=per_rank, options=options,
             )  # fmt: skip
         except ValueError as error:
             raise Unavailable(str(error)) from error

@@ -266,8 +266,8 @@ class Schedule:
             jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
             transfer_jitter: the same of every message's time on its link and its latency.
             seed: the same one draws the same times.
-            fill: while a rank waits for a message it runs W, as ``PipelineEngine(weights="fill")`` does; the block of a W
-                is then what is left of it. Not with ``critical``.
+            fill: while a rank waits for a message it runs W, as ``PipelineEngine(weights="fill")`` does. The block of a
+                W is then what is left of it. Not with ``critical``.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.

@@ -6,8 +6,8 @@ Each would reduce in every backward; and DDP, whose forward and backward alterna
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,15 +48,32 @@ class Ddp:
         self._module.reducer.prepare_for_backward(list(outputs))
         return nullcontext()
 
-    def reduce(self) -> None:
-        """Reduces gradients that are all there: a backward that adds nothing tells DDP of each parameter."""
+    def after_weight(self, is_last: bool) -> None:
+        """After the last W all gradients are there: a backward that adds nothing tells DDP of each parameter."""
+        if not is_last:
+            return
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
         roots = [p.view_as(p) for p in parameters]
         self._module.reducer.prepare_for_backward(roots)
-        torch.autograd.backward(roots, [torch.zeros_like(p) for p in parameters])
+        with _without_hooks(parameters):
+            torch.autograd.backward(roots, [torch.zeros_like(p) for p in parameters])
 
     def end_step(self) -> None:
         pass
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, a backward calls no Python hook on the parameters: each has seen its gradients already."""
+    registered = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+    taken = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(registered, taken, strict=True):
+            hooks.update(own)
 
 
 class Fsdp:
@@ -68,43 +85,77 @@ class Fsdp:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._is_reduced = True  # False from a training step's first F to the reduction of its gradients
 
     @property
     def divisor(self) -> float:
         """The number by which FSDP2 divides the sum of the replicas' gradients. Torch has only a setter for it."""
-        for module in self._module.modules():
-            for group in _parameter_groups(module._get_fsdp_state()) if hasattr(module, "_get_fsdp_state") else ():
-                mesh = group.mesh_info
-                replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
-                return float(group.gradient_divide_factor or replicas)
+        for group in self._groups():
+            mesh = group.mesh_info
+            replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
+            return float(group.gradient_divide_factor or replicas)
         return 1.0
 
     def begin_step(self) -> None:
+        if not self._is_reduced:
+            self._forget()
         self._module.set_reshard_after_forward(False)
         self._set_last(False)
 
     def forward(self) -> AbstractContextManager[Any]:
+        self._is_reduced = not torch.is_grad_enabled()
         return nullcontext()
 
-    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
         if is_last:
             self._set_last(True)
-        return nullcontext()
+        yield
+        self._is_reduced = is_last
 
-    def reduce(self) -> None:
-        """Reduces gradients that are all there, as FSDP2 would at the end of the last backward."""
-        self._set_last(True)
-        states = [module._get_fsdp_state() for module in self._module.modules() if hasattr(module, "_get_fsdp_state")]
-        for state in states:
-            for group in _parameter_groups(state):
+    def after_weight(self, is_last: bool) -> None:
+        """What FSDP2 does at the end of a backward: the last W reduces, others move gradients to the reduction's dtype.
+
+        Otherwise the products of several W would be summed in the parameters' dtype.
+        """
+        if is_last:
+            self._set_last(True)
+            for group in self._groups():
                 group.post_backward()
-        states[0]._root_post_backward_final_callback()
+            self._module._get_fsdp_state()._root_post_backward_final_callback()
+            self._is_reduced = True
+            return
+        for parameter in (p for group in self._groups() for p in group.fsdp_params if p.reduce_dtype is not None):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
     def end_step(self) -> None:
         """After an evaluation, or a step that failed, whole parameters are left."""
         for module in self._module.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
+
+    def _forget(self) -> None:
+        """After a training step that failed: FSDP2 would go on with its gradients, and in its backward."""
+        if hasattr(self._module, "reset_iter_state"):
+            self._module.reset_iter_state()
+        else:  # older torch
+            state = self._module._get_fsdp_state()
+            state._state_ctx.iter_forward_root = None
+            self._module.set_is_last_backward(True)
+            self._module.set_requires_gradient_sync(False)
+            state._root_post_backward_final_callback()
+        for parameter in (p for group in self._groups() for p in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        self._is_reduced = True
+
+    def _groups(self) -> Iterator[Any]:
+        """Groups of parameters that are sharded and reduced together."""
+        for module in self._module.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                yield from _parameter_groups(module._get_fsdp_state())
 
     def _set_last(self, is_last: bool) -> None:
         self._module.set_is_last_backward(is_last)

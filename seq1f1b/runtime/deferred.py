@@ -48,13 +48,15 @@ class Product(NamedTuple):
 class Tape:
     """The products that one unit leaves to its W, in the order in which its backward came to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: dict[int, int]) -> None:
         self.products: deque[Product] = deque()
+        self._noted = noted  # gets the elements of every weight that a product is for, by the weight's id
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
         use.layer.check(use.weight)
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         self.products.append(Product(use, x, dy, _versions(use, x, dy)))
+        self._noted[id(use.weight)] = use.weight.numel()
 
     def run(self) -> None:
         """W: adds every product to its weight's gradient."""

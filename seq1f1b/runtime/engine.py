@@ -48,7 +48,7 @@ class PipelineEngine:
         stage: the module of this rank; a list where the rank holds several stages, in ascending order of stage. Their
             parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
             what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
-            ranks that hold the same stage, gradients are reduced once: in the last backward.
+            ranks that hold the same stage, gradients are reduced once: in the last backward, or after the last W.
             A stage may list parameters by name in a dict attribute ``tied_parameters``. Stages that list the same name
             hold copies of one parameter: at a step's end all copies get the sum of their gradients, and a norm counts
             it once.
@@ -296,6 +296,7 @@ class PipelineEngine:
             schedule=self.schedule,
             cache=self._cache,
             edges=self.edges,
+            trained={index: stage.trained_weights for index, stage in self._stages.items()},
             gather=self._group.all_gather_object if gather else None,
         )
 
@@ -485,6 +486,7 @@ class PipelineEngine:
             self.stages,
             self.num_stages,
             dict(self._activations),
+            step.deferred_weights(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class StepRecord:
     stages: list[int]
     num_stages: int
     activations: dict[int, Activations]  # by stage; empty where not measured
+    deferred_weights: dict[int, int]  # by stage
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class StageReport:
             shape; None where it was not (compiled modules).
         planned_activation_bytes: what the order holds of that step's mean bytes per token.
         gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
+        deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
+        trained_weights: elements of all parameters that require grad.
     """
 
     stage: int
@@ -56,6 +59,8 @@ class StageReport:
     planned_activation_bytes: int | None
     gradient_bytes: int | None
     planned_gradient_bytes: int | None
+    deferred_weights: int
+    trained_weights: int
 
 
 @dataclass(frozen=True)
@@ -157,12 +162,17 @@ def make_report(
     schedule: Schedule,
     cache: Any,
     edges: tuple[EdgeReport, ...],
+    trained: Mapping[int, int],
     gather: Callable[[Any], list[Any]] | None,
 ) -> Report | PipelineReport:
-    """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks."""
+    """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks.
+
+    Args:
+        trained: elements of the parameters that require grad, by stage of this rank.
+    """
     if record is None:
         raise RuntimeError("there is nothing to report before the first step")
-    own = _rank_report(record, rank, cache, edges)
+    own = _rank_report(record, rank, cache, edges, trained)
     if gather is None:
         return own
     ranks = tuple(gather(own))
@@ -185,7 +195,9 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
     return seconds
 
 
-def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...]) -> Report:
+def _rank_report(
+    record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
+) -> Report:
     start, end, run, wait, send = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
@@ -197,7 +209,7 @@ def _rank_report(record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeRep
         (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.executor)
     )
     filled = sum(last - first for _, first, last in fills)
-    stages = tuple(_stage_report(record, stage, rank) for stage in record.stages)
+    stages = tuple(_stage_report(record, stage, rank, trained[stage]) for stage in record.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
     places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
@@ -236,7 +248,7 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     return kv, grad
 
 
-def _stage_report(record: StepRecord, stage: int, rank: int) -> StageReport:
+def _stage_report(record: StepRecord, stage: int, rank: int, trained: int) -> StageReport:
     live_units, live_tokens = _C.executor_stage_measure(record.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.program, stage)
     measured = record.activations.get(stage)
@@ -253,6 +265,8 @@ def _stage_report(record: StepRecord, stage: int, rank: int) -> StageReport:
         planned_activation_bytes=planned[0],
         gradient_bytes=None if measured is None else measured.peak_gradients,
         planned_gradient_bytes=planned[1],
+        deferred_weights=record.deferred_weights.get(stage, 0),
+        trained_weights=trained,
     )
 
 

@@ -72,6 +72,12 @@ class Stage:
         return next((parallel.divisor for parallel in self.wrappers), None)
 
     @property
+    def trained_weights(self) -> int:
+        """Elements of all parameters that require grad, each once."""
+        parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
+        return sum(parameters.values())
+
+    @property
     def shows_saved_bytes(self) -> bool:
         """Whether the bytes that graphs keep are measurable: FSDP2's hold parameters too, compiled ones hide theirs."""
         sharded = any(isinstance(parallel, Fsdp) for parallel in self.wrappers)
@@ -123,6 +129,7 @@ class StageStep:
         self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
+        self.deferred_weights: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
         self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
         self._seeds = arguments.seeds
         self._measures = arguments.measures and stage.shows_saved_bytes
@@ -169,7 +176,7 @@ class StageStep:
         key = m * self._num_segments + s
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
         if self.training and key in self.stage.split:
-            unit.tape = Tape()
+            unit.tape = Tape(self.deferred_weights)
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit
         enter(unit)
@@ -376,8 +383,8 @@ class StageStep:
             raise RuntimeError("W finds nothing that I has left: it has run already")
         tape.run()
         unit.kept_bytes = unit.gradient_bytes = 0
-        if self._parallel is not None and self.stage.last_gradients == ("W", key):
-            self._parallel.reduce()
+        if self._parallel is not None:
+            self._parallel.after_weight(is_last=self.stage.last_gradients == ("W", key))
 
     def fill(self, m: int, s: int) -> bool:
         """Runs one product of W(m.s), whose I has run; returns whether any is left."""

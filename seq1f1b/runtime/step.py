@@ -252,6 +252,10 @@ class Step:
         """Bytes that units held, for each stage where they were measured."""
         return {index: part.activations() for index, part in self._parts.items() if part.saved_tokens}
 
+    def deferred_weights(self) -> dict[int, int]:
+        """Elements of the weights whose gradients W made, by stage."""
+        return {index: sum(part.deferred_weights.values()) for index, part in self._parts.items()}
+
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)
 

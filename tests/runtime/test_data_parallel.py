@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,11 +27,11 @@ from tiny_model import (
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from seq1f1b import PipelineEngine, ScheduleSeq1F1B
+from seq1f1b import PipelineEngine, ScheduleSeq1F1B, build_schedule
 
 LENGTH, M, K = 13, 2, 3
 FSDP_COLLECTIVES = (
@@ -133,6 +134,61 @@ def test_ddp_by_the_schedule_in_torchs_place():
     run_processes(4, replicas, "ddp", True, True)
 
 
+# Three that split the backward, the last of them in part: the last gradients of its stage 3 come from a whole B.
+SPLIT = [("seq-zb-h1", 2, K, 1), ("seq-zbv", 2, K, 2), ("dualpipev", 4, 1, 2)]
+
+
+def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
+    """Two replicas of two ranks whose stages reduce after their last W. Gradients of two steps add up."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
+    group, data_mesh = mesh.get_group("data"), mesh["data"]
+    config = Config(hidden=16, kv_heads=2)
+    model = whole_model(config)
+    for name, M, k, v in SPLIT:
+        tokens, target = batch(config, 2 * M, LENGTH, size=1)
+        _, truth = run_whole(model, tokens, target, 2 * M)
+        schedule = build_schedule(name, num_ranks=2, num_microbatches=M, num_segments=k, stages_per_rank=v)
+        own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == index]
+        plain: list[nn.Module] = [stage_of(model, config, s, schedule.num_stages) for s in own]
+        has_head = schedule.num_stages - 1 in own
+        loss_fn: Any = take_head(plain[-1]) if head_in_loss and has_head else cross_entropy
+        wrapped = [wrap(kind, stage, group, data_mesh) for stage in plain]
+        if isinstance(loss_fn, nn.Module):
+            loss_fn = wrap(kind, loss_fn, group, data_mesh)
+        engine = PipelineEngine(
+            wrapped, schedule=schedule, num_microbatches=M, num_segments=k, loss_fn=loss_fn,
+            group=mesh.get_group("pipeline"),
+        )  # fmt: skip
+        half = slice(replica * M, (replica + 1) * M)
+        reductions: list[list[int]] = []
+        for stage in wrapped if kind != "fsdp" else []:
+            reductions.append([])
+            stage.register_comm_hook((group, reductions[-1]), count_reductions)
+        for step in (1, 2):
+            with counted(*FSDP_COLLECTIVES) as counts:
+                engine.step(tokens[half], target=target[half] if engine.has_last else None)
+            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            assert gradient_error(found, {name: step * truth[name] for name in found}) < 1e-10, (name, step)
+            if kind == "fsdp":
+                outer = sum(any("blocks" not in n for n, _ in stage.named_parameters()) for stage in plain)
+                groups = sum(len(stage.blocks) for stage in plain) + outer + isinstance(loss_fn, nn.Module)
+                assert counts == dict.fromkeys(FSDP_COLLECTIVES, groups), (name, step)
+            for buckets in reductions:
+                assert sorted(buckets) == list(range(len(buckets))) and buckets, (name, step)  # every bucket once
+                buckets.clear()
+        assert sum(stage.deferred_weights for stage in engine.report().stages) > 0
+        dist.barrier()
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_in_loss"), [("ddp", False), ("ddp unused", True), ("fsdp", False), ("fsdp", True)]
+)
+def test_split_backward_reduces_once_after_the_last_w(kind, head_in_loss):
+    run_processes(4, split_replicas, kind, head_in_loss)
+
+
 def global_count(rank: int, world: int) -> None:
     """Replicas of one stage, of which the second counts a third as many targets."""
     config = Config(kv_heads=2)
@@ -147,17 +203,19 @@ def global_count(rank: int, world: int) -> None:
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
     mesh = init_device_mesh("cpu", (world,))
     alone = [dist.new_group([r]) for r in range(world)][rank]
-    for kind in ("ddp", "fsdp", "fsdp that sums"):
+    for kind, schedule in itertools.product(("ddp", "fsdp", "fsdp that sums"), ("seq1f1b", "seq-zb-h1")):
         stage = stage_of(model, config, 0, 1)
         wrapped = wrap(kind.split()[0], stage, mesh.get_group(), mesh)
         if kind == "fsdp that sums":
             for module in wrapped.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
-        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone)
+        engine = PipelineEngine(
+            wrapped, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone
+        )
         engine.step(tokens[own], target=target[own], loss_weight=float((target != -100).sum()))
         found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
-        assert gradient_error(found, truth) < 1e-10, kind
+        assert gradient_error(found, truth) < 1e-10, (kind, schedule)
         engine.close()
 
 
@@ -206,3 +264,136 @@ def unused(rank: int, world: int) -> None:
 
 def test_a_parameter_that_the_last_backward_leaves_out():
     run_processes(2, unused)
+
+
+class Gated(nn.Module):
+    """A layer that takes part in segments of more than two tokens only, and one that no unit uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if x.shape[1] > 2 else y
+
+
+def unused_layers(rank: int, world: int) -> None:
+    """The last W is that of the first segment, of one token: it leaves a layer out."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 6, 4, dtype=torch.float64, generator=generator)
+    target = torch.zeros(2, 6, 4, dtype=torch.float64)
+    model = Gated()
+    outputs = [torch.cat([model(row[:, :1]), model(row[:, 1:])], 1) for row in x[:, None]]
+    torch.stack([square(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
+
+    module = DistributedDataParallel(Gated(), find_unused_parameters=True)
+    group = [dist.new_group([r]) for r in range(world)][rank]
+    engine = PipelineEngine(
+        module, schedule="seq-zb-h1", num_microbatches=1, num_segments=2, segment_sizes=[1, 5],
+        loss_fn=lambda output, target: square(output, target), loss_weight=torch.numel, group=group,
+    )  # fmt: skip
+    for step in (1, 2, 3):
+        engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
+        for name, parameter in engine.named_parameters():
+            want = model.get_parameter(name).grad
+            assert (parameter.grad is None) == (want is None), name
+            if want is not None:
+                torch.testing.assert_close(parameter.grad, step * want)
+
+
+def test_layers_that_the_last_w_or_all_leave_out():
+    run_processes(2, unused_layers)
+
+
+def hooks(rank: int, world: int) -> None:
+    """What tells DDP of gradients that are there calls no hook on a parameter."""
+    x = torch.arange(48.0, dtype=torch.float64).view(2, 6, 4)
+    group = [dist.new_group([r]) for r in range(world)][rank]
+    calls: dict[str, list[str]] = {}
+    for schedule in ("seq1f1b", "seq-zb-h1"):
+        module = DistributedDataParallel(Gated(), find_unused_parameters=True)
+        own = calls[schedule] = []
+        weight = module.module.always.weight
+        weight.register_hook(lambda gradient, own=own: own.append("tensor"))
+        weight.register_post_accumulate_grad_hook(lambda parameter, own=own: own.append("accumulated"))
+        engine = PipelineEngine(
+            module, schedule=schedule, num_microbatches=2, num_segments=2, loss_fn=square, loss_weight=torch.numel,
+            group=group,
+        )  # fmt: skip
+        engine.step(x, target=torch.zeros_like(x))
+    assert calls["seq-zb-h1"] == calls["seq1f1b"] == ["tensor", "accumulated"] * 4
+
+
+def test_the_reduction_calls_no_hook_of_the_user():
+    run_processes(2, hooks)
+
+
+def mixed_precision(rank: int, world: int) -> None:
+    """Gradients of 16-bit products are summed in the dtype of their reduction, as after each whole backward."""
+    config = Config(kv_heads=2, hidden=16, layers=2)
+    model = whole_model(config, torch.float32)
+    tokens, target = batch(config, 4 * M, LENGTH)
+    _, truth = run_whole(whole_model(config), tokens, target, 4 * M)
+    own = slice(rank * 4 * M, (rank + 1) * 4 * M)
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {}
+    for schedule in ("seq1f1b", "seq-zb-h1"):
+        stage = stage_of(model, config, 0, 1)
+        for block in stage.blocks.values():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(stage, mesh=mesh, mp_policy=policy)
+        engine = PipelineEngine(
+            stage, schedule=schedule, num_microbatches=2 * M, num_segments=K, loss_fn=cross_entropy, group=alone
+        )
+        engine.step(tokens[own], target=target[own])
+        found[schedule] = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        engine.close()
+    assert gradient_error(found["seq-zb-h1"], found["seq1f1b"]) < 1e-5
+    assert gradient_error(found["seq-zb-h1"], truth) < 0.05
+
+
+def test_mixed_precision_of_fsdp():
+    run_processes(2, mixed_precision)
+
+
+def failed_step(rank: int, world: int) -> None:
+    """A step that fails in a backward leaves nothing behind in replicas: the next one is right."""
+    config = Config(hidden=16, layers=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * M, LENGTH)
+    _, truth = run_whole(model, tokens, target, 2 * M)
+    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for kind, schedule in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1")):
+        stage = stage_of(model, config, 0, 1)
+        engine = PipelineEngine(
+            wrap(kind, stage, mesh.get_group(), mesh), schedule=schedule, num_microbatches=M, num_segments=K,
+            loss_fn=cross_entropy, group=alone,
+        )  # fmt: skip
+        calls = []
+
+        def fail(output: Tensor, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == M * K - 1:
+                raise ValueError("no such gradient")
+
+        hook = stage.blocks["0"].norm_1.register_full_backward_hook(lambda module, given, got: fail(got))
+        with pytest.raises(ValueError, match="no such gradient"):
+            engine.step(tokens[own], target=target[own])
+        hook.remove()
+        for parameter in engine.parameters():
+            parameter.grad = None
+        for step in (1, 2):
+            engine.step(tokens[own], target=target[own])
+            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (kind, schedule, step)
+        engine.close()
+
+
+def test_a_step_after_a_failed_one():
+    run_processes(2, failed_step)

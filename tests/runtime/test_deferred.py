@@ -199,6 +199,31 @@ def test_recomputation_notes_what_the_recomputed_forward_saw(noted, use_reentran
     assert noted == ["inner.2", "inner.0", "first"] * M * K
 
 
+def report_of(module):
+    x, target = data()
+    engine = engine_of(module)
+    engine.step(x, target=target)
+    (stage,) = engine.report().stages
+    return stage.deferred_weights, stage.trained_weights
+
+
+def test_the_report_tells_how_much_w_made():
+    weights, biases = 2 * 12 * HIDDEN, 12 + HIDDEN
+    assert report_of(mlp()) == (weights, weights + biases)
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    assert report_of(frozen) == (weights // 2, weights // 2 + HIDDEN)
+    assert report_of(Twice().double()) == (HIDDEN * HIDDEN, HIDDEN * (HIDDEN + 1))  # a weight counts once
+    compiled = mlp()
+    compiled.compile(backend="eager")
+    assert report_of(compiled) == (0, weights + biases)
+    engine = compare(mlp(), schedule="seq1f1b")
+    assert engine.report().stages[0].deferred_weights == 0
+    engine = compare(mlp())
+    engine.eval(data()[0])
+    assert engine.report().stages[0].deferred_weights == 0
+
+
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
 

@@ -61,8 +61,29 @@ class Trapped(nn.Module):
             self.trap()
 
 
+def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
+    """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
+    runtime = engine._stages[engine.rank]
+    begin = runtime.begin
+
+    def begin_with_trap(arguments: Any) -> Any:
+        part = begin(arguments)
+        weight = part.weight
+
+        def trapped(m: int, s: int, received: Any) -> None:
+            if stage.at == f"W{m}.{s}":
+                assert part.units[m * K + s].tape.products
+                stage.trap()
+            weight(m, s, received)
+
+        part.weight = trapped
+        return part
+
+    runtime.begin = begin_with_trap
+
+
 def step_into_a_trap(
-    rank: int, pipe: Connection, kind: str, trapped: int, at: str, trap_kind: str, limits: dict
+    rank: int, pipe: Connection, kind: str, trapped: int, at: str, trap_kind: str, options: dict
 ) -> Any:
     """A good step, one in which rank ``trapped`` meets its trap, and after a failure that all survive a good one."""
 
@@ -80,9 +101,10 @@ def step_into_a_trap(
         num_segments=K,
         loss_fn=cross_entropy,
         transport=kind,
-        **limits,
+        **options,
     )
-    if "first_step_timeout" not in limits or limits["first_step_timeout"] > limits["timeout"]:
+    trap_w(engine, stage)
+    if "first_step_timeout" not in options or options["first_step_timeout"] > options["timeout"]:
         engine.step(TOKENS, target=TARGET)
     pipe.send(("ready", os.getpid()))
     stage.calls, stage.at = 0, at if rank == trapped else None
@@ -103,9 +125,11 @@ TRANSPORTS = ["shm", "c10d"]
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-@pytest.mark.parametrize(("trapped", "at"), [(0, "F1.1"), (1, "B0.1"), (2, "F2.0")])
+@pytest.mark.parametrize(("trapped", "at"), [(0, "F1.1"), (1, "B0.1"), (2, "F2.0"), (0, "W0.0"), (1, "W1.1")])
 def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) -> None:
-    with running(step_into_a_trap, tmp_path, kind, trapped, at, "raise", {}) as ranks:
+    """Before W of a unit its products wait: no later step may find them."""
+    options = {"schedule": "seq-zb-h1"} if at[0] == "W" else {}
+    with running(step_into_a_trap, tmp_path, kind, trapped, at, "raise", options) as ranks:
         for rank in range(P):
             ranks.result(rank)
         raised = ranks.result(trapped)

@@ -20,12 +20,19 @@ class Part(nn.Module):
 
     def __init__(self, kind: str, weight: Tensor) -> None:
         super().__init__()
-        self.kind = kind
-        self.weight = nn.Parameter(weight.clone())
+        if kind == "embedding":
+            self.layer: nn.Module = nn.Embedding(*weight.shape)
+        else:
+            self.layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.layer.weight = nn.Parameter(weight.clone())
         self.tied_parameters = {} if kind == "linear" else {"embedding": self.weight}
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.layer.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.embedding(x, self.weight) if self.kind == "embedding" else F.linear(x, self.weight)
+        return self.layer(x)
 
 
 def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,6 +65,7 @@ def batch() -> Tensor:
     [
         ("seq1f1b", [["embedding"], ["linear"], ["head"]]),
         ("seq1f1b-interleaved", [["embedding", "head"], ["linear", "copy"]]),  # two copies on one rank
+        ("seq-zb-h1", [["embedding"], ["linear"], ["head"]]),  # W makes the head's gradients
     ],
 )
 def test_gradients_are_summed_over_steps_and_counted_once(schedule, kinds, dtype):
@@ -74,6 +82,9 @@ def test_gradients_are_summed_over_steps_and_counted_once(schedule, kinds, dtype
         )
         for _ in range(2):
             engine.step(tokens, target=seq1f1b.shift_labels(tokens))
+        if schedule == "seq-zb-h1":
+            left_to_w = {"embedding": 0, "linear": HIDDEN * HIDDEN, "head": VOCAB * HIDDEN}
+            assert engine.report().stages[0].deferred_weights == left_to_w[kinds[group.rank][0]]
         gradients = [p.grad for s in stages for p in s.parameters() if p.grad is not None and p.shape != (VOCAB, VOCAB)]
         for kind, stage in zip(kinds[group.rank], stages, strict=True):
             if kind == "copy":
