@@ -110,3 +110,16 @@ def test_the_examples_model_has_one_gradient_under_every_attention(pipeline):
         assert abs(other_loss - loss) < 1e-6 * loss, form
         for name, grad in gradients.items():
             torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)
+
+
+def test_the_split_backward_is_measured_beside_torchs():
+    """That it runs, and that what I leaves to W is less than torch's split keeps: times are no matter of a test."""
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "split.py"), "--quick"], capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line.split() for line in run.stdout.splitlines() if line.startswith(("float32  ", "bfloat16  "))]
+    cells = [row for row in rows if row[1] == "256"]
+    assert len(cells) == 2
+    for *_, ours, theirs in cells:
+        assert 0 < float(ours) < float(theirs)
