@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from orders import random_order
+from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, build_schedule
@@ -112,3 +113,42 @@ def test_gradients_add_up_over_steps():
     truth = run_whole(model, tokens, target, 3)[1]
     _, gradients, _ = run_order(model, schedule, tokens, target, steps=3)
     assert gradient_error(gradients, {name: 3 * g for name, g in truth.items()}) <= 1e-10
+
+
+# The middle one of what each family allows of two ranks.
+TWO_RANKS = [
+    allowed[len(allowed) // 2]
+    for _, group in itertools.groupby((case for case in GRID if case[1] == 2), key=lambda case: case[0])
+    for allowed in [list(group)]
+]
+
+
+def two_processes(rank, world):
+    model = whole_model(CONFIG)
+    for name, P, M, k, v, uneven in TWO_RANKS:
+        schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+        if not any(unit.kind == "W" for order in schedule.ranks for unit in order):
+            continue
+        tokens, target = batch(CONFIG, M, LENGTH)
+        _, truth = run_whole(model, tokens, target, M)
+        own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
+        engine = PipelineEngine(
+            [stage_of(model, CONFIG, s, schedule.num_stages) for s in own],
+            schedule=schedule,
+            num_microbatches=M,
+            num_segments=k,
+            segment_sizes=SIZES[k] if uneven else None,
+            loss_fn=cross_entropy,
+            transport="shm",
+        )
+        for step in (1, 2):
+            engine.step(tokens, target=target)
+            found = {name: p.grad for name, p in engine.named_parameters()}
+            assert gradient_error(found, {name: step * truth[name] for name in found}) <= 1e-10, (name, M, k, v)
+        assert sum(stage.deferred_weights for stage in engine.report().stages) > 0
+        engine.close()
+
+
+def test_two_processes_over_shared_memory():
+    assert len(TWO_RANKS) == len(families())
+    run_processes(2, two_processes)
