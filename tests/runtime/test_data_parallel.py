@@ -143,7 +143,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
     group, data_mesh = mesh.get_group("data"), mesh["data"]
-    config = Config(hidden=16, kv_heads=2)
+    config = Config(hidden=16, kv_heads=2, checkpoint=head_in_loss)  # I recomputes, under the wrapper's hooks
     model = whole_model(config)
     for name, M, k, v in SPLIT:
         tokens, target = batch(config, 2 * M, LENGTH, size=1)
