@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run_processes
+from tiny_model import gradient_error
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 import seq1f1b  # noqa: E402
+from seq1f1b.runtime.deferred import Tape  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import pipeline_stage, save_pretrained  # noqa: E402
 
@@ -248,6 +250,50 @@ def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, dtype):
 
     for n in want:
         assert error(found[n], n) <= 2 * error(plain[n], n) + 2 * torch.finfo(dtype).eps, n
+
+
+# -- split backward ----------------------------------------------------------------------------------------------------
+
+
+def in_linear_layers(stage: Any) -> int:
+    """Elements of the weights of layers, each once."""
+    weights = {id(m.weight): m.weight for m in stage.modules() if type(m) is nn.Linear}
+    return sum(w.numel() for w in weights.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])  # untied, tied, and experts that are one parameter
+def test_linear_layers_leave_their_weights_to_w(name):
+    model = build(name)
+    with Float64():
+        want_losses, want = run_whole(copy.deepcopy(model))
+    losses, stages, reports = run_pipeline(model, schedule="seq-zb-h1", then=lambda engine: engine.report().stages[0])
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+    assert [report.deferred_weights for report in reports] == [in_linear_layers(stage) for stage in stages]
+
+
+def test_a_frozen_base_under_lora_leaves_nothing_to_w(monkeypatch):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = build("llama")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, model).double()
+    with Float64():
+        _, want = run_whole(copy.deepcopy(model))
+    noted = []
+    note = Tape.note
+
+    def watched(tape: Tape, use: Any, x: Tensor, dy: Tensor) -> None:
+        noted.append((use.layer.name, use.weight.requires_grad))
+        note(tape, use, x, dy)
+
+    monkeypatch.setattr(Tape, "note", watched)
+    _, stages, reports = run_pipeline(model, schedule="seq-zb-h1", then=lambda engine: engine.report().stages[0])
+    found = {n: p.grad for stage in stages for n, p in stage.named_parameters() if p.grad is not None}
+    assert all("lora_" in name for name in found)
+    assert gradient_error(found, {n: g for n, g in want.items() if g is not None}) <= 1e-10
+    assert len(noted) == 2 * 3 * 3 * M * len(SIZES)  # two layers of each of three adapters in each of three layers
+    assert all("lora_" in name and is_trained for name, is_trained in noted)
+    assert all(report.deferred_weights == report.trained_weights > 0 for report in reports)
 
 
 # -- tied embeddings ---------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
     group, data_mesh = mesh.get_group("data"), mesh["data"]
-    config = Config(hidden=16, kv_heads=2)
+    config = Config(hidden=16, kv_heads=2, checkpoint=head_in_loss)  # I recomputes, under the wrapper's hooks
     model = whole_model(config)
     for name, M, k, v in SPLIT:
         tokens, target = batch(config, 2 * M, LENGTH, size=1)
@@ -267,28 +267,31 @@ def test_a_parameter_that_the_last_backward_leaves_out():
 
 
 class Gated(nn.Module):
-    """A layer that takes part in segments of more than two tokens only, and one that no unit uses."""
+    """A layer for some segments of more than two tokens only, one for the others, and one that no unit uses."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.always, self.sometimes, self.never = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+        self.always, self.some, self.others, self.never = (nn.Linear(4, 4, bias=False).double() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.always(x)
-        return y + self.sometimes(x) if x.shape[1] > 2 else y
+        if x.shape[1] > 2:
+            y = y + (self.some(x) if x[0, 0, 0] > 0 else self.others(x))
+        return y
 
 
 def unused_layers(rank: int, world: int) -> None:
-    """The last W is that of the first segment, of one token: it leaves a layer out."""
+    """The last W is that of the first segment, of one token: it leaves layers out, and each replica another one."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 6, 4, dtype=torch.float64, generator=generator)
+    x[:, 1, 0] = torch.tensor([1.0, -1.0])
     target = torch.zeros(2, 6, 4, dtype=torch.float64)
     model = Gated()
     outputs = [torch.cat([model(row[:, :1]), model(row[:, 1:])], 1) for row in x[:, None]]
     torch.stack([square(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
 
-    module = DistributedDataParallel(Gated(), find_unused_parameters=True)
+    module = DistributedDataParallel(Gated(), find_unused_parameters=True, gradient_as_bucket_view=True)
     group = [dist.new_group([r]) for r in range(world)][rank]
     engine = PipelineEngine(
         module, schedule="seq-zb-h1", num_microbatches=1, num_segments=2, segment_sizes=[1, 5],

@@ -154,3 +154,65 @@ def test_autocast_around_a_step(compiled: bool) -> None:
     error = gradient_error(gradients(whole), truth)
     assert own > 1e-4 and error <= 2 * own + 1e-6
     assert seen == [False] * (M * K)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def compile_part(what: str, stage: nn.Module, counter: Any) -> nn.Module:
+    options = {"fullgraph": True, "backend": counter}
+    if what == "torch.compile":
+        return torch.compile(stage, **options)
+    if what == "compile":
+        stage.compile(**options)
+    elif what == "forward":
+        stage.forward = torch.compile(stage.forward, **options)
+    elif what == "block":
+        stage[0].compile(**options)
+    elif what == "function of a block":
+        stage[0].run = torch.compile(stage[0].run, **options)
+    return stage
+
+
+@pytest.mark.parametrize("what", ["torch.compile", "compile", "forward", "block", "function of a block"])
+def test_what_is_compiled_stays_whole_where_the_backward_is_split(what: str) -> None:
+    """Gradients are right, and there are as many graphs as with whole backwards, evaluation between steps included."""
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 8, 8).double(), torch.randn(4, 8, 8).double()
+    whole = nn.Sequential(Mlp(), Mlp()).double()
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        (nn.functional.mse_loss(whole(a), b) / M).backward()
+    truth = {name: p.grad for name, p in whole.named_parameters()}
+
+    def run(schedule: str) -> tuple[list[int], int]:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        plain = nn.Sequential(Mlp(), Mlp()).double()
+        plain.load_state_dict(whole.state_dict())
+        stage = compile_part(what, plain, counter)
+        engine = PipelineEngine(
+            stage, schedule=schedule, num_microbatches=M, num_segments=2, loss_fn=nn.functional.mse_loss
+        )
+        graphs = []
+        for _ in range(2):
+            engine.step(x, target=y)
+            graphs.append(counter.frame_count)
+            assert gradient_error({name: p.grad for name, p in plain.named_parameters()}, truth) <= 1e-10
+            left_to_w = engine.report().stages[0].deferred_weights
+            plain.zero_grad()
+            engine.eval(x, target=y)
+            graphs.append(counter.frame_count)
+        return graphs, left_to_w
+
+    graphs, left_to_w = run("seq1f1b")
+    assert graphs[0] > 0 and left_to_w == 0
+    assert run("seq-zb-h1") == (graphs, 2 * 8 * 12 if "block" in what else 0)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from orders import random_order
+from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, build_schedule
@@ -138,3 +139,45 @@ def test_filling_any_order(name, P, M, k, v, uneven):
         assert tuple(unit for unit, _, _ in report.timeline) == expected
         for stage in report.stages:
             assert stage.peak_live_units <= stage.planned_live_units
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+# The middle one of what each family allows of two ranks.
+TWO_RANKS = [
+    allowed[len(allowed) // 2]
+    for _, group in itertools.groupby((case for case in GRID if case[1] == 2), key=lambda case: case[0])
+    for allowed in [list(group)]
+]
+
+
+def two_processes(rank, world):
+    model = whole_model(CONFIG)
+    for number, (name, P, M, k, v, uneven) in enumerate(TWO_RANKS):
+        schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+        if not any(unit.kind == "W" for order in schedule.ranks for unit in order):
+            continue
+        tokens, target = batch(CONFIG, M, LENGTH)
+        _, truth = run_whole(model, tokens, target, M)
+        own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
+        engine = PipelineEngine(
+            [stage_of(model, CONFIG, s, schedule.num_stages) for s in own],
+            schedule=schedule,
+            num_microbatches=M,
+            num_segments=k,
+            segment_sizes=SIZES[k] if uneven else None,
+            loss_fn=cross_entropy,
+            transport="shm",
+            weights=("planned", "fill")[number % 2],
+        )
+        for step in (1, 2):
+            engine.step(tokens, target=target)
+            found = {name: p.grad for name, p in engine.named_parameters()}
+            assert gradient_error(found, {name: step * truth[name] for name in found}) <= 1e-10, (name, M, k, v)
+        assert sum(stage.deferred_weights for stage in engine.report().stages) > 0
+        engine.close()
+
+
+def test_two_processes_over_shared_memory():
+    assert len(TWO_RANKS) == len(families())
+    run_processes(2, two_processes)
