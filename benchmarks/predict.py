@@ -472,7 +472,6 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
             stages_per_rank=[1, 2],
             best=6,
             within=2.0,
-            for_engine=True,
         ).plans
         world.say(f"\nplans for {name}, {layers} layers, P2 M{M} S{length}")
         world.say(f"{'':>3} {'planned ms':>11}{'measured ms':>13}  plan")

@@ -111,11 +111,9 @@ class Pricing:
         num_microbatches: int,
         layout: Layout,
         optimizer_sync: bool,
-        for_engine: bool,
     ) -> None:
         self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
-        self.for_engine = for_engine
         self.num_simulated = 0
         self._costs: dict[tuple[int, str, int, int], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
@@ -177,17 +175,11 @@ class Pricing:
         layers = self._cost(candidate, self.longest).layers
         return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
-    def _is_left_whole(self, family: Family) -> bool:
-        """Whether the family is told to leave the backward whole, which it otherwise splits."""
-        return self.for_engine and "backward" in family.options
-
     def _prefetch(self, family: Family) -> int:
-        return EARLY_PREFETCH if self._is_left_whole(family) else 1
+        return EARLY_PREFETCH if "transfer" in family.options else 1
 
-    def is_split(self, family: Family) -> bool:
+    def _is_split(self, family: Family) -> bool:
         """Whether its orders have I and W."""
-        if self._is_left_whole(family):
-            return False
         if family.name not in self._split_backward:
             self._split_backward[family.name] = splits_backward(family)
         return self._split_backward[family.name]
@@ -217,7 +209,7 @@ class Pricing:
         the first segment's way down to that stage and the way back up come on top.
         """
         cost = self._cost(candidate, seq_len)
-        is_split = self.is_split(candidate.family)
+        is_split = self._is_split(candidate.family)
         seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
         optimizer = cost.optimizer_seconds()
         work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
@@ -295,7 +287,6 @@ class Pricing:
                 cap,
                 build,
                 seconds,
-                leave_whole=self._is_left_whole(candidate.family),
                 prefetch=self._prefetch(candidate.family),
             )
         shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
@@ -339,7 +330,7 @@ class Pricing:
 
     def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
         arguments = self._on(candidate, seq_len, hardware).simulation_arguments(
-            schedule, self._split(candidate, seq_len), split_backward=self.is_split(candidate.family)
+            schedule, self._split(candidate, seq_len), split_backward=self._is_split(candidate.family)
         )
         return arguments | {"prefetch": self._prefetch(candidate.family)}
 
