@@ -47,7 +47,8 @@ def order_for_costs(
 
     prefetch: receive places that bytes are counted for.
     """
-    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=True))}
+    seconds_of = cost.unit_seconds(sizes)
+    options: dict[str, Any] = {"costs": [seconds_of.forward, seconds_of.input, seconds_of.weight]}
     if "transfer" in family.options:
         latencies, rates = cost.links(range(cost.num_ranks))
         message = statistics.fmean(cost.message_bytes(sizes))

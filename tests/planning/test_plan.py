@@ -47,8 +47,6 @@ def price(plan, machine=MACHINE, step=None):
     step = step or plan
     cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
     order = plan.build()
-    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split(order))
-    full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
     latencies, rates = cost.links(order.rank_of_stage)
     optimizer = [
         sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
@@ -56,7 +54,8 @@ def price(plan, machine=MACHINE, step=None):
     ]
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
     messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
-    run = order.simulate(forward, full, weights, latencies, **messages, **steps, prefetch=plan.prefetch)
+    seconds = cost.unit_seconds(step.segment_sizes)._asdict()
+    run = order.simulate(**seconds, transfer=latencies, **messages, **steps, prefetch=plan.prefetch)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
     return run.period, bytes_of_ranks
 
