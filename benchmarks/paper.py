@@ -79,10 +79,9 @@ def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     case = make_case(row, column, hardware)
     seconds = case.cost.unit_seconds(case.sizes)
     latencies, rates = case.cost.links(case.schedule.rank_of_stage)
-    backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
     run = case.schedule.simulate(
         seconds.forward,
-        backward,
+        seconds.backward,
         transfer=latencies,
         bandwidth=rates,
         message_bytes=case.cost.message_bytes(case.sizes),

@@ -16,7 +16,7 @@ The interval of a step is the hypotenuse of independent parts, each moved on its
 
 A step counts while other processes use less than 8 % of a core; the median of a configuration's steps is compared.
 
-    python benchmarks/predict.py                 # all of it, about six minutes
+    python benchmarks/predict.py                 # all of it, about eight minutes
     python benchmarks/predict.py --any-load      # counts every step: to try it out on a machine in use, not for results
 """
 
@@ -175,8 +175,7 @@ def measure_part(setup: Setup, part: str, wait: Callable[[], object]) -> Measure
         return torch.randint(setup.vocab, (1, tokens))
 
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"seq_len": setup.seq_len, "repeats": 5, "wait": wait, "weights": False}
-    settings["segments"] = (1, 2, 4, 8)
+    settings: dict[str, Any] = {"seq_len": setup.seq_len, "repeats": 5, "wait": wait, "segments": (1, 2, 4, 8)}
     with autocast(setup):
         if part == "embedding":
             return measure_stage(embedding_of(setup), words, **settings)
@@ -291,7 +290,7 @@ def unit_costs(
     costs = {}
     for stage, s in itertools.product(range(num_stages), range(len(sizes))):
         costs["F", stage, s] = seconds.forward[stage][s] + copying[s]
-        costs["B", stage, s] = seconds.input[stage][s] + seconds.weight[stage][s] + copying[s]
+        costs["B", stage, s] = seconds.backward[stage][s] + copying[s]
     return costs
 
 
@@ -472,7 +471,6 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
             stages_per_rank=[1, 2],
             best=6,
             within=2.0,
-            for_engine=True,
         ).plans
         world.say(f"\nplans for {name}, {layers} layers, P2 M{M} S{length}")
         world.say(f"{'':>3} {'planned ms':>11}{'measured ms':>13}  plan")
@@ -530,7 +528,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--any-load", action="store_true", help="count steps whatever else runs: no result")
     parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), help="only so many configurations")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which nothing is tried again (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing is tried again (%(default)s)")
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < CORES:
         parser.error(f"needs {CORES} cores")

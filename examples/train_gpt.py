@@ -351,7 +351,7 @@ def predict(
         layout=Layout(layers=tuple(len(blocks_of(config, s, order.num_stages)) for s in range(order.num_stages))),
     )
     sizes = report.ranks[0].segment_sizes
-    return order.simulate(**cost.simulation_arguments(order, sizes, split_backward=False))
+    return order.simulate(**cost.simulation_arguments(order, sizes))
 
 
 def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:

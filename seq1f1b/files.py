@@ -43,9 +43,11 @@ def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         raise
 
 
-def json_fields(text: str, what: str, format: str) -> dict[str, Any]:
+def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
     """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
 
+    Args:
+        again: what the error about a file of another version tells the user to do.
     Raises:
         ValueError: not JSON, or another format.
     """
@@ -53,6 +55,9 @@ def json_fields(text: str, what: str, format: str) -> dict[str, Any]:
         data = json.loads(text)
     except ValueError as error:
         raise ValueError(f"a {what} must be JSON: {error}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != format:
+    if not isinstance(data, dict) or data.get("format") != format:
+        found = data.get("format") if isinstance(data, dict) else None
+        if again and isinstance(found, str) and found.startswith(f"seq1f1b {what} "):
+            raise ValueError(f"the {what} has the format {found!r}, this version reads {format!r}: {again}")
         raise ValueError(f'a {what} must be an object whose "format" is {format!r}; seq1f1b {what} writes one')
-    return data
+    return {name: value for name, value in data.items() if name != "format"}

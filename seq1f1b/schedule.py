@@ -225,6 +225,7 @@ class Schedule:
         weight: Costs | None = None,
         transfer: float | Sequence[float] = 0.0,
         *,
+        input: Costs | None = None,
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
@@ -249,7 +250,8 @@ class Schedule:
 
         Args:
             forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
-            weight: share of ``backward`` that is W where the order splits it (the rest is I); default: half.
+            weight: W where the order splits ``backward``; default: half of it.
+            input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -257,7 +259,7 @@ class Schedule:
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
             send: seconds that a sender itself spends on a message.
             prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
-            durations: seconds of every unit, per rank in run order, in place of ``forward``, ``backward``, ``weight``:
+            durations: seconds of every unit, per rank in run order, in place of those of the passes:
                 replays what was measured.
             segment_sizes: tokens of each segment, for ``peak_tokens``.
             unit_bytes: activation bytes of a unit, a number or ``[stage][segment]``, for ``peak_bytes``.
@@ -282,7 +284,7 @@ class Schedule:
         program = self._lower(prefetch)
         times = _C.program_simulate(
             program,
-            tuple(map(self._pass_seconds(forward, backward, weight).get, _C.PASSES)),
+            tuple(map(self._pass_seconds(forward, backward, weight, input).get, _C.PASSES)),
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
             sizes,
@@ -316,13 +318,18 @@ class Schedule:
                 raise ValueError(f"bandwidth is {rate}, must be above 0")
         return [1.0 / rate for rate in rates]
 
-    def _pass_seconds(self, forward: Costs, backward: Costs, weight: Costs | None) -> dict[str, list[Any]]:
+    def _pass_seconds(
+        self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None
+    ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
         weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
-        inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
-        if weight is not None and min(inputs) < 0:
-            raise ValueError("weight is more than backward, of which it is a part")
+        if input is not None:
+            inputs = self._per_unit(input, "input")
+        else:
+            inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
+            if weight is not None and min(inputs) < 0:
+                raise ValueError("weight is more than backward, of which it is a part")
         return {"F": self._per_unit(forward, "forward"), "B": whole, "I": inputs, "W": weights}
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:

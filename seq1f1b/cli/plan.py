@@ -51,14 +51,9 @@ def add(commands: Any) -> None:
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
     )
     command.add_argument("--best", type=int, default=5, metavar="N", help="plans to print (default: 5)")
-    command.add_argument(
-        "--for-engine", action="store_true", help="only orders that PipelineEngine runs: with the backward whole"
-    )
     command.add_argument("--verbose", action="store_true", help="say of each schedule why it is left out")
     command.add_argument("--json", action="store_true", help="print the search as JSON")
-    command.add_argument(
-        "--output", metavar="FILE", help="write the best plan for PipelineEngine(plan=FILE); implies --for-engine"
-    )
+    command.add_argument("--output", metavar="FILE", help="write the best plan for PipelineEngine(plan=FILE)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
             stages_per_rank=options.stages,
             recompute=options.recompute,
             best=options.best,
-            for_engine=options.for_engine or options.output is not None,
             progress=None if show is None else lambda done, total: show(done / total),
         )
     if options.output:

@@ -255,7 +255,8 @@ def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, s
     """Seconds of F, I and W, for families that make their order from them."""
     if options.model is not None:
         cost, sizes = cost_of(options, num_ranks, num_segments, stages_per_rank)
-        return tuple(cost.unit_seconds(sizes, split_backward=True))
+        seconds = cost.unit_seconds(sizes)
+        return seconds.forward, seconds.input, seconds.weight
     weight = options.backward / 2 if options.weight is None else options.weight
     parts = stages_per_rank * num_segments
     return [seconds / parts for seconds in (options.forward, max(options.backward - weight, 0.0), weight)]
@@ -284,10 +285,9 @@ def simulation_arguments(schedule: Schedule, options: argparse.Namespace) -> dic
         raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
     stages = schedule.num_stages // schedule.num_ranks
     cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
-    is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
     return {
         **arguments,
-        **cost.simulation_arguments(schedule, sizes, split_backward=is_split),
+        **cost.simulation_arguments(schedule, sizes),
         "memory": cost.step_memory(sizes),
         **({} if optimizer is None else {"optimizer": optimizer}),
     }

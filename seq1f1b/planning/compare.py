@@ -333,15 +333,14 @@ class _ModelCosts:
             return build_schedule(family.name, **{**counts, "options": limits | given})
 
         def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(**cost.simulation_arguments(schedule, sizes, split_backward=True)).makespan
+            return schedule.simulate(**cost.simulation_arguments(schedule, sizes)).makespan
 
         cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
         return order_for_costs(family, cost, sizes, cap, build_for, seconds).schedule
 
     def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
         cost, sizes = self._cost(v, k)
-        is_split = any(unit.kind == "W" for unit in schedule.ranks[0])
-        arguments = cost.simulation_arguments(schedule, sizes, split_backward=is_split)
+        arguments = cost.simulation_arguments(schedule, sizes)
         run = schedule.simulate(**arguments, segment_sizes=sizes, **_STEPS)
         return _Run(run, max(rank.total for rank in cost.rank_bytes(schedule, sizes)), arguments["message_bytes"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware
-from seq1f1b.planning.profile import Part, Profile
+from seq1f1b.planning.profile import Part, PassSeconds, Profile
 from seq1f1b.schedule import Schedule, StepMemory
 
 __all__ = ["CostModel", "RankBytes", "UnitSeconds"]
@@ -23,11 +24,12 @@ _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those o
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of every unit, each [stage][segment]. B takes ``input`` + ``weight``."""
+    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W."""
 
     forward: list[list[float]]
     input: list[list[float]]
     weight: list[list[float]]
+    backward: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,11 @@ class CostModel:
             first += length
         return pairs
 
-    def _layer_work(self, begin: int, end: int) -> tuple[float, float, float, float]:
-        """F, I and W of one layer over tokens ``[begin, end)`` and the collectives of F and of I, without floors."""
+    def _layer_work(self, begin: int, end: int) -> tuple[PassSeconds, float]:
+        """One layer over tokens ``[begin, end)``, without floors, and the collectives of F and of I."""
         hw, h, tokens = self.hardware, self.model.hidden, (end - begin) / self._shards
         if self.profile is not None:
-            return *self._measured(self.profile.layer, begin, end, floor=False), 0.0
+            return self._measured(self.profile.layer, begin, end, floor=False), 0.0
         linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
         attention, attention_back = self._attention_seconds(begin, end)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
@@ -187,7 +189,7 @@ class CostModel:
         forward = linear + attention + traffic
         again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
         back = linear + attention_back + 1.5 * traffic + again[self.layout.recompute]
-        return forward, back, linear, collectives
+        return PassSeconds(forward, back, linear, back + linear), collectives
 
     def _attention_seconds(self, begin: int, end: int) -> tuple[float, float]:
         """Attention's part of F and of I, in one layer."""
@@ -196,30 +198,30 @@ class CostModel:
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         return flops / (hw.peak * hw.attention_forward_efficiency), back
 
-    def layer_seconds(self, begin: int, end: int) -> tuple[float, float, float]:
-        """F, I and W of one layer over tokens ``[begin, end)``."""
+    def layer_seconds(self, begin: int, end: int) -> PassSeconds:
+        """One layer over tokens ``[begin, end)``."""
         hw = self.hardware
         if self.profile is not None:
             return self._measured(self.profile.layer, begin, end)
-        forward, back, weight, collectives = self._layer_work(begin, end)
+        work, collectives = self._layer_work(begin, end)
         attention, attention_back = self._attention_seconds(begin, end)
         ring = self._ring_seconds(begin, end)  # hidden behind attention as far as that lasts
-        return (
-            max(forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention),
-            max(back, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back),
-            max(weight, hw.launch * hw.weight_kernels),
-        )
+        forward = max(work.forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention)
+        back = max(work.input, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back)
+        weight = max(work.weight, hw.launch * hw.weight_kernels)
+        return PassSeconds(forward, back, weight, back + weight)
 
-    def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
-        """F, I and W of a part of the profile."""
+    def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> PassSeconds:
+        """The passes of a part of the profile."""
         hw = self.hardware
         assert isinstance(hw, ProfiledHardware)
         if part is None or end == begin:
-            return 0.0, 0.0, 0.0
-        forward, back, weight = part.seconds(end - begin, self.pairs(begin, end), floor)
-        is_layer = self.profile is not None and part is self.profile.layer
-        ahead, behind = (hw.measured_forward, hw.measured_backward) if is_layer else (hw.measured_ends,) * 2
-        return forward * ahead, back * behind, weight * behind
+            return _NOTHING
+        seconds = part.seconds(end - begin, self.pairs(begin, end), floor)
+        factors = PassSeconds(*[hw.measured_ends] * len(seconds))
+        if self.profile is not None and part is self.profile.layer:
+            factors = PassSeconds(*(getattr(hw, f"measured_{name}") for name in PassSeconds._fields))
+        return PassSeconds(*map(operator.mul, seconds, factors))
 
     def _ffn_share(self) -> float:
         h = self.model.hidden
@@ -250,15 +252,15 @@ class CostModel:
         moved = (c - 1) / c * end * 2 * self._g / self.layout.tensor * hw.element_bytes
         return moved / self._link(c * self.layout.tensor)
 
-    def unit_seconds(self, sizes: Sequence[int], *, split_backward: bool = False) -> UnitSeconds:
-        """Costs of every unit for these segment sizes; ``split_backward`` adds what I and W cost more than B."""
+    def unit_seconds(self, sizes: Sequence[int]) -> UnitSeconds:
+        """Costs of every unit for these segment sizes."""
         hw, ends = self.hardware, _ends(sizes)
         ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         layer = [self.layer_seconds(*tokens) for tokens in ranges]
         head = [self._head_seconds(*tokens) for tokens in ranges]
         embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
-        extra = 1 + hw.split_backward_extra if split_backward else 1.0
-        overhead = (hw.unit_overhead, hw.unit_overhead, hw.unit_overhead if split_backward else 0.0)
+        split = 1 + hw.split_backward_extra
+        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0)
         by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
         rows = []
         for stage, layers in enumerate(self.layers):
@@ -267,27 +269,27 @@ class CostModel:
             if kind not in by_kind:
                 by_kind[kind] = [
                     [
-                        (layers * costs[i] + is_first * embedding[s][i] + is_last * head[s][i]) * (extra if i else 1.0)
-                        + overhead[i]
+                        (layers * costs[i] + is_first * embedding[s][i] + is_last * head[s][i]) * factor
+                        + hw.unit_overhead
                         for s, costs in enumerate(layer)
                     ]
-                    for i in range(3)
+                    for i, factor in enumerate(factors)
                 ]
             rows.append(by_kind[kind])
-        return UnitSeconds(*([row[i] for row in rows] for i in range(3)))
+        return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
 
-    def _head_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
-        """F, I and W of the head: each a product, and logits written and read in fp32."""
+    def _head_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
+        """The head: F, I and W are each a product, and logits written and read in fp32."""
         if self.profile is not None:
             passes = self._measured(self.profile.head, begin, end, floor)
-            return (sum(passes), 0.0, 0.0) if self.layout.head_in_loss else passes
+            return _NOTHING._replace(forward=passes.total) if self.layout.head_in_loss else passes
         hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
-        return each, each, each
+        return PassSeconds(each, each, each, 2 * each)
 
-    def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> tuple[float, float, float]:
-        """F, I and W of the embedding, whose traffic counts only where it was measured."""
-        return (0.0, 0.0, 0.0) if self.profile is None else self._measured(self.profile.embedding, begin, end, floor)
+    def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
+        """The embedding, whose traffic counts only where it was measured."""
+        return _NOTHING if self.profile is None else self._measured(self.profile.embedding, begin, end, floor)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
@@ -295,20 +297,17 @@ class CostModel:
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         costs = []
         for begin, end in itertools.pairwise(bounds):
-            forward, back, weight, collectives = self._layer_work(begin, end)
-            layer = forward + back + weight + 2 * collectives
-            ends = sum(self._head_seconds(begin, end, floor=False)) + sum(
-                self._embedding_seconds(begin, end, floor=False)
-            )
-            costs.append(self.model.layers * layer + ends)
+            layer, collectives = self._layer_work(begin, end)
+            head, embedding = (of(begin, end, floor=False) for of in (self._head_seconds, self._embedding_seconds))
+            costs.append(self.model.layers * (layer.total + 2 * collectives) + head.total + embedding.total)
         return partition_sequence(
             self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
         )
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
-        forward, back, weight, collectives = self._layer_work(0, self.seq_len)
-        layer, head = forward + back + weight + 2 * collectives, sum(self._head_seconds(0, self.seq_len))
+        work, collectives = self._layer_work(0, self.seq_len)
+        layer, head = work.total + 2 * collectives, self._head_seconds(0, self.seq_len).total
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
@@ -352,18 +351,14 @@ class CostModel:
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
 
-    def simulation_arguments(self, schedule: Schedule, sizes: Sequence[int], *, split_backward: bool) -> dict[str, Any]:
+    def simulation_arguments(self, schedule: Schedule, sizes: Sequence[int]) -> dict[str, Any]:
         """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, bytes, the optimizer."""
-        seconds = self.unit_seconds(sizes, split_backward=split_backward)
-        both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(seconds.input, seconds.weight, strict=True)]
         latencies, rates = self.links(schedule.rank_of_stage)
         optimizer = [0.0] * schedule.num_ranks
         for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
             optimizer[rank] += value
         return {
-            "forward": seconds.forward,
-            "backward": both,
-            "weight": seconds.weight,
+            **self.unit_seconds(sizes)._asdict(),
             "transfer": latencies,
             "bandwidth": rates,
             "message_bytes": self.message_bytes(sizes),
@@ -412,10 +407,7 @@ class CostModel:
         return sum(inputs.values()) + gradients - left, left
 
     def step_memory(self, sizes: Sequence[int]) -> StepMemory:
-        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's.
-
-        A profile does not know which part W reads: what F saved counts to the end of W.
-        """
+        """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         hw = self.hardware
         activations, kept, left = self._unit_bytes(sizes)
         slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
@@ -444,8 +436,7 @@ class CostModel:
     def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Activations, what W reads of them, and what I leaves to W."""
         if self.profile is not None:
-            saved_bytes = self._measured_bytes(self.profile, sizes)
-            return saved_bytes, saved_bytes, [[0] * len(sizes)] * self.num_stages
+            return self._measured_bytes(self.profile, sizes)
         saved = self._saved_bytes(self.layout.recompute)
         kept, left = self._left_bytes()
         copies = 2 * self._g * self.hardware.element_bytes / self._shards if self.layout.copies_prefix else 0.0
@@ -469,14 +460,18 @@ class CostModel:
             for s, layers in enumerate(self.layers)
         ]
 
-    def _measured_bytes(self, profile: Profile, sizes: Sequence[int]) -> list[list[int]]:
-        layer = profile.layer
-        rows = [[n * (layer.saved_bytes + layer.saved_token_bytes * s) for s in sizes] for n in self.layers]
+    def _measured_bytes(
+        self, profile: Profile, sizes: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         head = None if self.layout.head_in_loss else profile.head
-        for row, part in ((rows[0], profile.embedding), (rows[-1], head)):
-            if part is not None:
-                row[:] = [x + part.saved_bytes + part.saved_token_bytes * s for x, s in zip(row, sizes, strict=True)]
-        return [[math.ceil(x) for x in row] for row in rows]
+        tables: tuple[list[list[int]], list[list[int]], list[list[int]]] = ([], [], [])
+        for stage, layers in enumerate(self.layers):
+            parts = [(layers, profile.layer), (stage == 0, profile.embedding), (stage == self.num_stages - 1, head)]
+            held = [(count, part.unit_bytes) for count, part in parts if part is not None]
+            units = [[[count * x for x in of(size)] for count, of in held] for size in sizes]  # by part, then by kind
+            for kind, table in enumerate(tables):
+                table.append([math.ceil(sum(part[kind] for part in unit)) for unit in units])
+        return tables
 
     def _cache_bytes(self) -> tuple[float, float]:
         """Keys and values of one token and layer, and their gradients."""
@@ -537,6 +532,7 @@ class CostModel:
         return kv, gradients
 
 
+_NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 _PIECES = 1024  # of the sequence whose costs a split balances
 _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 

@@ -21,7 +21,6 @@ from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
     SEGMENTS,
     WARM_UP,
-    WARM_UP_ALONE,
     Measured,
     cuts_of,
     make_profile,
@@ -127,17 +126,11 @@ def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int) -
     """FLOP of everything that :func:`profile_model` measures, an entry for each call of its ``progress``."""
     cuts = cuts_of(seq_len, SEGMENTS)
 
-    def of_part(flops: Callable[[int], float]) -> list[float]:
-        steps = [3 * (WARM_UP + repeats) * flops(seq_len)] * len(cuts)  # F, and B of twice as much
-        alone = [5 * (WARM_UP_ALONE + repeats) * flops(seq_len // k) for k in cuts]  # F, B and its two halves
-        return steps + alone
-
-    stage = model._replace(layers=layers, vocab=0)
-    work = of_part(lambda tokens: stage.flops(0, tokens))
+    flops = [model._replace(layers=layers, vocab=0).flops(0, seq_len)]
     if model.vocab:
-        work += of_part(lambda tokens: 0.0)  # an embedding multiplies nothing
-        work += of_part(lambda tokens: 2.0 * model.hidden * model.vocab * tokens)
-    return work
+        flops += [0.0, 2.0 * model.hidden * model.vocab * seq_len]  # an embedding multiplies nothing
+    orders = 2  # one with a whole B, one with I and W; each has F, and a backward of twice as much
+    return [orders * 3 * (WARM_UP + repeats) * each for each in flops for _ in cuts]
 
 
 def expected_seconds(

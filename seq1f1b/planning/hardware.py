@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from seq1f1b.partition import ModelShape, make_model
-from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.profile import PassSeconds, Profile
 from seq1f1b.schedule import nearest_name
 
 __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
@@ -83,12 +83,15 @@ class ProfiledHardware(Hardware):
     Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
 
     Attributes:
-        measured_forward, measured_backward, measured_ends: factors on the measured seconds of a layer's F and of its
-            B, and of embedding and head; 1, within the spread of the fit and of the runs.
+        measured_forward, measured_input, measured_weight, measured_backward, measured_ends: factors on the measured
+            seconds of a layer's F, I, W and B, and of embedding and head; 1, within the spread of the fit and of the
+            runs.
     """
 
     profile: Profile | None = None
     measured_forward: float = 1.0
+    measured_input: float = 1.0
+    measured_weight: float = 1.0
     measured_backward: float = 1.0
     measured_ends: float = 1.0
 
@@ -96,14 +99,15 @@ class ProfiledHardware(Hardware):
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
         """The profile, and of the machine what no profile measures."""
         spread = dict(machine.spread)
-        for passes in ("forward", "backward", "ends"):
+        for passes in (*PassSeconds._fields, "ends"):
             share = min(profile.spread(passes), 0.99)
             if share > 0:
                 spread[f"measured_{passes}"] = (1 - share, 1 + share)
-        for name in ("unit_overhead", "activation_factor"):
+        for name in ("unit_overhead", "split_backward_extra", "activation_factor"):
             spread.pop(name, None)
         values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
         values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
+        values["split_backward_extra"] = 0.0  # I and W are measured
         return cls(**values, profile=profile)
 
 

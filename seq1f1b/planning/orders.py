@@ -37,7 +37,6 @@ def order_for_costs(
     build: Callable[[dict[str, Any]], Schedule],
     seconds: Callable[[Schedule], float],
     *,
-    leave_whole: bool = False,
     prefetch: int = 1,
 ) -> Made:
     """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
@@ -46,11 +45,10 @@ def order_for_costs(
     Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
     cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
 
-    leave_whole: the family is told to leave the backward whole. prefetch: receive places that bytes are counted for.
+    prefetch: receive places that bytes are counted for.
     """
-    options: dict[str, Any] = {"costs": list(cost.unit_seconds(sizes, split_backward=not leave_whole))}
-    if leave_whole:
-        options["backward"] = "whole"
+    seconds_of = cost.unit_seconds(sizes)
+    options: dict[str, Any] = {"costs": [seconds_of.forward, seconds_of.input, seconds_of.weight]}
     if "transfer" in family.options:
         latencies, rates = cost.links(range(cost.num_ranks))
         message = statistics.fmean(cost.message_bytes(sizes))

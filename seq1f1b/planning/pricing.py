@@ -111,11 +111,9 @@ class Pricing:
         num_microbatches: int,
         layout: Layout,
         optimizer_sync: bool,
-        for_engine: bool,
     ) -> None:
         self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
-        self.for_engine = for_engine
         self.num_simulated = 0
         self._costs: dict[tuple[int, str, int, int], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
@@ -129,7 +127,7 @@ class Pricing:
             self._cost_of_layout(each.seq_len, 1, self.layout, hardware) for each in lengths
         ]  # raises unless all is sound
         seconds = [
-            each.share * sum(cost.layer_seconds(0, each.seq_len)) for each, cost in zip(lengths, alone, strict=True)
+            each.share * cost.layer_seconds(0, each.seq_len).total for each, cost in zip(lengths, alone, strict=True)
         ]
         main = lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
@@ -177,17 +175,11 @@ class Pricing:
         layers = self._cost(candidate, self.longest).layers
         return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
-    def _is_left_whole(self, family: Family) -> bool:
-        """Whether the family is told to leave the backward whole, which it otherwise splits."""
-        return self.for_engine and "backward" in family.options
-
     def _prefetch(self, family: Family) -> int:
-        return EARLY_PREFETCH if self._is_left_whole(family) else 1
+        return EARLY_PREFETCH if "transfer" in family.options else 1
 
-    def is_split(self, family: Family) -> bool:
+    def _is_split(self, family: Family) -> bool:
         """Whether its orders have I and W."""
-        if self._is_left_whole(family):
-            return False
         if family.name not in self._split_backward:
             self._split_backward[family.name] = splits_backward(family)
         return self._split_backward[family.name]
@@ -217,19 +209,24 @@ class Pricing:
         the first segment's way down to that stage and the way back up come on top.
         """
         cost = self._cost(candidate, seq_len)
-        is_split = self.is_split(candidate.family)
-        seconds = cost.unit_seconds(self._split(candidate, seq_len), split_backward=is_split)
+        seconds = cost.unit_seconds(self._split(candidate, seq_len))
+        # What a backward takes, and its part on the way up: a W that is its own unit may run beside that.
+        backward = way_up = seconds.backward
+        if self._is_split(candidate.family):  # some such orders have whole backwards, too
+            tables = zip(seconds.backward, seconds.input, seconds.weight, strict=True)
+            backward = [[min(b, i + w) for b, i, w in zip(*rows, strict=True)] for rows in tables]
+            tables_up = zip(seconds.backward, seconds.input, strict=True)
+            way_up = [[min(b, i) for b, i in zip(*rows, strict=True)] for rows in tables_up]
         optimizer = cost.optimizer_seconds()
-        work = [[self.num_microbatches * sum(row) for row in part] for part in seconds]
-        least = (sum(map(sum, work)) + sum(optimizer)) / self.num_ranks
+        work = [[self.num_microbatches * sum(row) for row in part] for part in (seconds.forward, backward, way_up)]
+        least = (sum(work[0]) + sum(work[1]) + sum(optimizer)) / self.num_ranks
         down, up = optimizer[0], 0.0
-        for stage in range(cost.num_stages):
-            forward, back, weight = (part[stage] for part in work)
-            least = max(least, optimizer[stage] + forward + back + weight)
-            if self.optimizer_sync:  # a W that is its own unit may run beside the way up
-                least = max(least, down + forward + back + (0.0 if is_split else weight) + up)
+        for stage, (forward, back, back_up) in enumerate(zip(*work, strict=True)):
+            least = max(least, optimizer[stage] + forward + back)
+            if self.optimizer_sync:
+                least = max(least, down + forward + back_up + up)
             down += seconds.forward[stage][0]
-            up += seconds.input[stage][0] + (0.0 if is_split else seconds.weight[stage][0])
+            up += way_up[stage][0]
         return least
 
     def consider(self, candidate: Candidate, fitting: list[Found], cap: int, best: int, within: float) -> None:
@@ -295,7 +292,6 @@ class Pricing:
                 cap,
                 build,
                 seconds,
-                leave_whole=self._is_left_whole(candidate.family),
                 prefetch=self._prefetch(candidate.family),
             )
         shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
@@ -338,9 +334,8 @@ class Pricing:
         return 2 * self.num_ranks * v * self.num_microbatches * k
 
     def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
-        arguments = self._on(candidate, seq_len, hardware).simulation_arguments(
-            schedule, self._split(candidate, seq_len), split_backward=self.is_split(candidate.family)
-        )
+        cost = self._on(candidate, seq_len, hardware)
+        arguments = cost.simulation_arguments(schedule, self._split(candidate, seq_len))
         return arguments | {"prefetch": self._prefetch(candidate.family)}
 
     def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from seq1f1b.files import json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, make_model
 
-__all__ = ["Fit", "Part", "Profile", "Sample"]
+__all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
-_FORMAT = "seq1f1b profile 1"
-_PASSES = ("forward", "backward", "weight", "weight_alone")
+_FORMAT = "seq1f1b profile 2"
+PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+"""A name for each kind of unit."""
 
 
 class Fit(NamedTuple):
@@ -38,13 +39,32 @@ class Fit(NamedTuple):
         return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
 
 
+class PassSeconds(NamedTuple):
+    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split."""
+
+    forward: float
+    input: float
+    weight: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """F and the whole B."""
+        return self.forward + self.backward
+
+
 class Sample(NamedTuple):
-    """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage."""
+    """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage.
+
+    The passes come in the order of ``PASSES``.
+    """
 
     begin: int
     tokens: int
     forward: float
     backward: float
+    input: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -54,11 +74,12 @@ class Part:
     Attributes:
         layers: of the stage that was measured.
         forward, backward: F and the whole B, as the engine runs them.
-        weight: of B what the gradients of the parameters add: B less the gradients of the inputs alone.
-        weight_alone: gradients of the parameters alone, from a kept graph: passes through the layer once more, so it
-            is what W costs where nothing is kept from I.
+        input, weight: I and W, as the engine runs them in an order that splits every backward. W reads no keys or
+            values, so it has no cost per pair.
         noise: from run to run, half the interquartile range over the median, median over the samples.
-        saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B: floor, and per token.
+        saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B, or to I: floor, and per token.
+        kept_token_bytes: the part of these that W reads and that stays until W, per token.
+        gradient_token_bytes: what I adds to it, which are gradients of layers' outputs, per token.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
         message_bytes: of what the stage returns, per token.
     """
@@ -66,21 +87,26 @@ class Part:
     layers: int
     forward: Fit
     backward: Fit
+    input: Fit
     weight: Fit
-    weight_alone: Fit
     noise: float
     saved_bytes: float
     saved_token_bytes: float
+    kept_token_bytes: float
+    gradient_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
     samples: tuple[Sample, ...]
 
-    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> tuple[float, float, float]:
-        """F, I and W; I + W is B."""
-        backward = self.backward.seconds(tokens, pairs, floor)
-        weight = min(self.weight.seconds(tokens, pairs, floor), backward)
-        return self.forward.seconds(tokens, pairs, floor), backward - weight, weight
+    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
+        """Every pass as it was measured. I + W is not B: a split costs something."""
+        return PassSeconds(*(getattr(self, name).seconds(tokens, pairs, floor) for name in PassSeconds._fields))
+
+    def unit_bytes(self, tokens: int) -> tuple[float, float, float]:
+        """Bytes that a unit saves, the part of them that W reads, and what I leaves to W beside it."""
+        saved = self.saved_bytes + self.saved_token_bytes * tokens
+        return saved, min(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
 
 
 @dataclass(frozen=True)
@@ -119,7 +145,7 @@ class Profile:
         return {name: part for name, part in named.items() if part is not None}
 
     def spread(self, passes: str) -> float:
-        """Relative: of the fit and from run to run together, of the layer's ``"forward"`` or ``"backward"``, or of the
+        """Relative: of the fit and from run to run together, of one of the layer's passes (``"forward"``), or of the
         ends (``"ends"``) by their shares of the time."""
         if passes != "ends":
             return math.hypot(getattr(self.layer, passes).residual, self.layer.noise)
@@ -138,9 +164,9 @@ class Profile:
         costs = []
         for begin, end in itertools.pairwise(bounds):
             tokens, pairs = end - begin, visible_pairs(begin, end)
-            cost = self.model.layers * sum(self.layer.seconds(tokens, pairs, floor=False))
+            cost = self.model.layers * self.layer.seconds(tokens, pairs, floor=False).total
             for part in (self.embedding, self.head):
-                cost += sum(part.seconds(tokens, pairs, floor=False)) if part is not None else 0.0
+                cost += part.seconds(tokens, pairs, floor=False).total if part is not None else 0.0
             costs.append(cost)
         return costs
 
@@ -149,20 +175,19 @@ class Profile:
         lines = [
             f"{self.machine}, torch {self.torch}, {self.dtype}, {self.threads} threads in {self.processes} processes; "
             f"up to {self.seq_len} tokens, measured in {self.seconds:.0f} s",
-            f"{'part':<10} {'pass':<13}{'floor us':>10}{'us/token':>10}{'ns/pair':>10}{'fit +-':>8}{'runs +-':>8}",
+            f"{'part':<10} {'pass':<9}{'floor us':>10}{'us/token':>10}{'ns/pair':>10}{'fit +-':>8}{'runs +-':>8}",
         ]
         for name, part in self.parts().items():
-            for kind in _PASSES:
+            for kind in PASSES.values():
                 fit = getattr(part, kind)
-                if not any(fit[:3]):
-                    continue  # was not measured, or the part has no parameters
                 lines.append(
-                    f"{name:<10} {kind.replace('_', ' '):<13}{fit.floor * 1e6:>10.1f}{fit.per_token * 1e6:>10.3f}"
+                    f"{name:<10} {kind:<9}{fit.floor * 1e6:>10.1f}{fit.per_token * 1e6:>10.3f}"
                     f"{fit.per_pair * 1e9:>10.3f}{fit.residual:>8.1%}{part.noise:>8.1%}"
                 )
         layer = self.layer
         lines.append(
-            f"a token of a layer keeps {layer.saved_token_bytes:.0f} bytes for B, {layer.kv_bytes:.0f} in the cache "
+            f"a token of a layer keeps {layer.saved_token_bytes:.0f} bytes for B, or for I, which leaves "
+            f"{layer.kept_token_bytes + layer.gradient_token_bytes:.0f} to W; {layer.kv_bytes:.0f} in the cache "
             f"and {layer.kv_gradient_bytes:.0f} in its gradients; its message has {layer.message_bytes:.0f}"
         )
         return "\n".join(lines)
@@ -171,7 +196,7 @@ class Profile:
         """The text of a profile file."""
         data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict()}
         for part in self.parts():
-            for name in _PASSES:
+            for name in PASSES.values():
                 data[part][name] = getattr(self.parts()[part], name)._asdict()
         return json.dumps(data, indent=1, allow_nan=False)
 
@@ -182,7 +207,7 @@ class Profile:
         Raises:
             ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
         """
-        return _read_profile(json_fields(text, "profile", _FORMAT))
+        return _read_profile(json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole, or not at all."""
@@ -203,10 +228,10 @@ def visible_pairs(begin: int, end: int) -> float:
 
 _FIT = dict.fromkeys(Fit._fields, float)
 _PART = {
-    **dict.fromkeys(_PASSES, Fit),
+    **dict.fromkeys(PASSES.values(), Fit),
     "layers": int,
-    **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kv_bytes"), float),
-    **dict.fromkeys(("kv_gradient_bytes", "message_bytes"), float),
+    **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
+    **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,
 }
 _PROFILE = {
@@ -239,12 +264,12 @@ def _read_part(data: Any, name: str) -> Part:
     for i, row in enumerate(values["samples"]):
         if not isinstance(row, list) or len(row) != len(Sample._fields):
             raise ValueError(f"{name}: samples[{i}] is {row!r}, must be {list(Sample._fields)}")
-        types: dict[str, type] = dict(zip(Sample._fields, (int, int, float, float), strict=True))
+        types: dict[str, type] = {name: int if name in ("begin", "tokens") else float for name in Sample._fields}
         samples.append(Sample(**_fields(dict(zip(Sample._fields, row, strict=True)), types, f"{name}: samples[{i}]")))
     values["samples"] = tuple(samples)
     if values["layers"] < 1:
         raise ValueError(f"{name}: layers is {values['layers']}, must be at least 1")
-    for key in ("forward", "backward"):
+    for key in PASSES.values():
         if not any(values[key][:3]):
             raise ValueError(f"{name}: {key} costs nothing: measure again")
     return Part(**values)

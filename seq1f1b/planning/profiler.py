@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import Fit, Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import PASSES, Fit, Part, Profile, Sample, visible_pairs
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.schedule import build_schedule
+from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
 
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate
-WARM_UP_ALONE = 1  # repetitions of a unit by itself that do not count: the first one makes .grad
 _LEAST_TOKENS = 16
 
 
@@ -41,18 +40,17 @@ class Measured(NamedTuple):
     """What one process measured of a stage; plain numbers. Seconds of the whole stage, one list entry per repetition.
 
     Attributes:
-        units: (begin, tokens) -> seconds of F and of B.
-        alone: tokens of a first segment -> seconds of B, of its part for the inputs, and of its part for the
-            parameters.
+        units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``.
         saved: tokens and units that were live together, and the bytes of their graphs.
+        left: bytes per token that I leaves to W, one entry for each cut: what F saved of them, and what I added.
         kv, kv_gradients, message: bytes per token.
         unit_overhead, step_overhead: seconds, one per repetition.
     """
 
     layers: int
-    units: dict[tuple[int, int], tuple[list[float], list[float]]]
-    alone: dict[int, tuple[list[float], list[float], list[float]]]
+    units: dict[tuple[int, int], dict[str, list[float]]]
     saved: list[tuple[int, int, float]]
+    left: list[tuple[float, float]]
     kv: float
     kv_gradients: float
     message: float
@@ -88,15 +86,15 @@ def measure_stage(
     segments: Sequence[int] = SEGMENTS,
     repeats: int = 5,
     wait: Callable[[], object] = lambda: None,
-    weights: bool = True,
     progress: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Runs a stage in the engine, over lengths and offsets, and times its units.
 
     The sequence is cut into each number of equal segments in turn: F and B of every segment are a sample, with what
-    came before in the cache. Where the inputs are floating-point, a stage before takes their gradients; where there is
-    no loss, a stage after takes the outputs. Gradients of parameters are added to ``.grad``, as in a step's later
-    units. Run it with the threads, and under the autocast, of the training.
+    came before in the cache. The same cut then runs once more with every B split into I and W. Where the inputs are
+    floating-point, a stage before takes their gradients; where there is no loss, a stage after takes the outputs.
+    Gradients of parameters are added to ``.grad``, as in a step's later units. Run it with the threads, and under the
+    autocast, of the training.
 
     Args:
         make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or what a stage before would send.
@@ -105,8 +103,7 @@ def measure_stage(
         segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
         repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
             this thread did not run. wait: called before each, to keep several processes together.
-        weights: also tell W from the rest of B.
-        progress: called when a number of segments is through, and, with ``weights``, once more for each.
+        progress: called when a number of segments is through.
     Raises:
         ValueError: a count below 1, no cut that leaves enough tokens, or a loss without a target.
     """
@@ -116,14 +113,10 @@ def measure_stage(
     cuts = cuts_of(seq_len, segments)
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
-    result = Measured(layers, {}, {}, [], 0.0, 0.0, 0.0, [], [])
+    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [])
     for k in cuts:
-        result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, repeats, wait, result)
-        progress()
-    for k in cuts if weights else []:
-        tokens = seq_len // k
-        target = None if make_target is None else make_target(tokens)
-        result.alone[tokens] = _measure_alone(stage, make_inputs(tokens), loss_fn, target, repeats, wait)
+        for split in (False, True):
+            result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, split, repeats, wait, result)
         progress()
     for parameter in stage.parameters():
         parameter.grad = None
@@ -145,12 +138,21 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _as_tuple(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)
-
-
 def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in _as_tuple(inputs))
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in given)
+
+
+def _order(num_stages: int, k: int, split: bool) -> Schedule:
+    """All F of one rank, then all backwards; with ``split`` each of them is an I and its W."""
+    order = build_schedule("breadth-first", num_ranks=1, num_microbatches=1, num_segments=k, stages_per_rank=num_stages)
+    if not split:
+        return order
+
+    def parts(unit: Unit) -> list[Unit]:
+        return [unit._replace(kind=kind) for kind in ("IW" if unit.kind == "B" else unit.kind)]
+
+    return Schedule([[part for unit in order.ranks[0] for part in parts(unit)]])
 
 
 def _measure_cut(
@@ -160,6 +162,7 @@ def _measure_cut(
     make_target: Callable[[int], Tensor] | None,
     seq_len: int,
     k: int,
+    split: bool,
     repeats: int,
     wait: Callable[[], object],
     result: Measured,
@@ -168,12 +171,9 @@ def _measure_cut(
     inputs, sink = _leaves(make_inputs(seq_len)), _Sink()
     feeds = any(x.requires_grad for x in inputs)
     modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
-    order = build_schedule(
-        "breadth-first", num_ranks=1, num_microbatches=1, num_segments=k, stages_per_rank=len(modules)
-    )
     engine = PipelineEngine(
         modules,
-        schedule=order,
+        schedule=_order(len(modules), k, split),
         num_microbatches=1,
         num_segments=k,
         segment_sizes=sizes,
@@ -189,10 +189,12 @@ def _measure_cut(
             sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
             whole, report = time.perf_counter() - begin, engine.report()
-            if repetition == 0:  # the first step of a shape counts the bytes of graphs
-                saved = report.stages[feeds].activation_bytes
-                if saved is not None:
-                    result.saved.append((seq_len, k, saved))
+            held = engine.last_step.activations.get(int(feeds)) if engine.last_step is not None else None
+            if repetition == 0 and held is not None:  # the first step of a shape counts the bytes of graphs
+                if split:
+                    result.left.append((held.kept, held.gradients))
+                else:
+                    result.saved.append((seq_len, k, held.peak_saved))
             if repetition < WARM_UP:
                 continue
             steps.append((whole - (time.thread_time() - ran), whole, report))
@@ -201,7 +203,7 @@ def _measure_cut(
             for unit, start, end in report.timeline:
                 if unit.stage == feeds:
                     key = starts[unit.segment], sizes[unit.segment]
-                    result.units.setdefault(key, ([], []))[unit.kind == "B"].append(end - start)
+                    result.units.setdefault(key, {kind: [] for kind in PASSES})[unit.kind].append(end - start)
             result.unit_overhead.append((report.seconds - report.busy) / len(report.timeline))
             result.step_overhead.append(whole - report.seconds)
         return result._replace(
@@ -211,44 +213,6 @@ def _measure_cut(
         )
     finally:
         engine.close()
-
-
-def _measure_alone(
-    stage: nn.Module,
-    inputs: Tensor | tuple[Tensor, ...],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    target: Tensor | None,
-    repeats: int,
-    wait: Callable[[], object],
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of a first segment's B, of the gradients of its inputs alone, and of its parameters alone."""
-    leaves = _leaves(inputs)
-    wanted = [x for x in leaves if x.requires_grad]
-    parameters = [p for p in stage.parameters() if p.requires_grad]
-    seconds: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for repetition in range(WARM_UP_ALONE + repeats):
-        output = stage(*leaves)
-        if loss_fn is not None:
-            output = loss_fn(output, target)
-        roots = [x for x in _as_tuple(output) if x.requires_grad]
-        seeds = [torch.ones_like(x) for x in roots]
-        passes: list[Callable[[], object]] = [
-            lambda r=roots, s=seeds: torch.autograd.backward(r, s, retain_graph=True),  # type: ignore[misc]
-            *(
-                (lambda r=roots, s=seeds, of=of: torch.autograd.grad(r, of, s, retain_graph=True)) if of else float
-                for of in (wanted, parameters)
-            ),
-        ]
-        with torch.autocast("cpu", enabled=False):
-            for run, times in zip(passes, seconds, strict=True):
-                wait()
-                begin = time.perf_counter()
-                run()
-                if repetition >= WARM_UP_ALONE:
-                    times.append(time.perf_counter() - begin)
-        for leaf in wanted:
-            leaf.grad = None
-    return seconds
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
@@ -284,8 +248,7 @@ def _joined(measured: Sequence[Measured]) -> Measured:
     """The repetitions of all processes as those of one."""
     first = measured[0]
     return first._replace(
-        units={k: tuple([t for m in measured for t in m.units[k][i]] for i in (0, 1)) for k in first.units},  # type: ignore[misc]
-        alone={k: tuple([t for m in measured for t in m.alone[k][i]] for i in (0, 1, 2)) for k in first.alone},  # type: ignore[misc]
+        units={k: {kind: [t for m in measured for t in m.units[k][kind]] for kind in PASSES} for k in first.units},
         unit_overhead=[t for m in measured for t in m.unit_overhead],
         step_overhead=[t for m in measured for t in m.step_overhead],
     )
@@ -295,29 +258,23 @@ def fit_part(measured: Sequence[Measured]) -> Part:
     """One layer of what one process, or several at a time, measured of the same stage."""
     all_ = _joined(measured)
     layers, median = all_.layers, statistics.median
-    samples = [Sample(*key, median(f), median(b)) for key, (f, b) in sorted(all_.units.items())]
-    attends = all_.kv > 0
+    samples = [Sample(*key, *(median(times[kind]) for kind in PASSES)) for key, times in sorted(all_.units.items())]
 
-    def fit(rows: Sequence[tuple[float, float, float]], with_pairs: bool) -> Fit:
-        found = fit_seconds(rows, with_pairs=with_pairs)
+    def fit(name: str) -> Fit:
+        rows = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens), getattr(s, name)) for s in samples]
+        found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
-    sizes = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens)) for s in samples]
-    forward = [(*size, s.forward) for size, s in zip(sizes, samples, strict=True)]
-    backward = [(*size, s.backward) for size, s in zip(sizes, samples, strict=True)]
-    # What the inputs' gradients have that the whole has not is noise: a weight's share cannot be negative.
-    added = [(n, 0.0, max(0.0, median(b) - median(i or [0.0]))) for n, (b, i, _) in all_.alone.items()]
-    alone = [(n, visible_pairs(0, n), median(w or [0.0])) for n, (_, _, w) in all_.alone.items()]
     saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
+    kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
     return Part(
         layers=layers,
-        forward=fit(forward, attends),
-        backward=fit(backward, attends),
-        weight=fit(added, False),
-        weight_alone=fit(alone, attends),
-        noise=median(_noise(times) for pair in all_.units.values() for times in pair),
+        **{name: fit(name) for name in PASSES.values()},
+        noise=median(_noise(times) for of_kind in all_.units.values() for times in of_kind.values()),
         saved_bytes=saved[0] / layers,
         saved_token_bytes=saved[1] / layers,
+        kept_token_bytes=kept / layers,
+        gradient_token_bytes=gradients / layers,
         kv_bytes=all_.kv / layers,
         kv_gradient_bytes=all_.kv_gradients / layers,
         message_bytes=all_.message,

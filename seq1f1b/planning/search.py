@@ -23,7 +23,6 @@ __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _ONLY_BY_NAME = ("auto",)
 _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
-_SPLITS = "not run by the engine: it splits the backward"
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ def search_plans(
     recompute: Sequence[str] | None = None,
     best: int = 5,
     within: float = 1.2,
-    for_engine: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanSearch:
     """Simulates every family that these counts allow, and keeps the fastest that fit.
@@ -190,13 +188,10 @@ def search_plans(
         segments: numbers of segments; None: powers of two up to 16.
         recompute: None: all, or "none" with a profile, which measured stages as they are.
         best, within: how many plans to return at most, none slower than ``within`` times the fastest.
-        for_engine: only orders that ``PipelineEngine`` runs. Families that split the backward fall out, and ``auto``
-            leaves it whole.
         progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
             plans whose uncertain terms are tried.
     Raises:
-        ValueError: a count is out of range; a family in ``names`` splits the backward, with ``for_engine``; or nothing
-            fits: then it says the least that could.
+        ValueError: a count is out of range, or nothing fits: then it says the least that could.
     """
     cap = int(hardware.memory if memory is None else memory)
     counts = {"memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
@@ -204,12 +199,9 @@ def search_plans(
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
-    pricing = Pricing(
-        model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync, for_engine
-    )
-    splits = [family.name for family in families() if for_engine and pricing.is_split(family)]
+    pricing = Pricing(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
     wanted = _Wanted(
-        _wanted_families(names, splits),
+        _wanted_families(names),
         stages_per_rank,
         _wanted_segments(segments, grouped[0].seq_len),
         _wanted_recompute(recompute, hardware),
@@ -225,7 +217,7 @@ def search_plans(
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in pricing.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
-        fallen |= dict.fromkeys(splits, _SPLITS) | dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
+        fallen |= dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
     return PlanSearch(plans, terms[0], fallen, len(candidates), pricing.num_simulated)
 
 
@@ -275,17 +267,13 @@ class _Wanted(NamedTuple):
         ]
 
 
-def _wanted_families(names: Sequence[str] | None, splits: Sequence[str]) -> list[Family]:
-    """Those named; else all but ``auto`` and those that the engine does not run, ``splits``."""
+def _wanted_families(names: Sequence[str] | None) -> list[Family]:
+    """Those named; else all but ``auto``."""
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-        if name in splits:
-            raise ValueError(
-                f"{name} splits the backward, which the engine does not run: leave it out, or plan without for_engine"
-            )
-    return [known[name] for name in names or (name for name in known if name not in {*_ONLY_BY_NAME, *splits})]
+    return [known[name] for name in names or (name for name in known if name not in _ONLY_BY_NAME)]
 
 
 def _wanted_segments(segments: Sequence[int] | None, shortest: int) -> Sequence[int]:

@@ -77,11 +77,10 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     )
     makespans = []
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
-        is_split = name == "zb-h1"
-        options = {"costs": tuple(cost.unit_seconds([16384], split_backward=True))} if is_split else {}
+        options = {"costs": tuple(cost.unit_seconds([16384])[:3])} if name == "zb-h1" else {}
         order = seq1f1b.build_schedule(name, **counts, options=options)
         run = order.simulate(
-            **cost.simulation_arguments(order, [16384], split_backward=is_split),
+            **cost.simulation_arguments(order, [16384]),
             memory=cost.step_memory([16384]), steps=3, optimizer_sync=False,
         )  # fmt: skip
         makespans.append(f"{run.makespan:.3g}")

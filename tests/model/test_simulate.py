@@ -119,6 +119,14 @@ def test_split_backward() -> None:
         schedule.simulate(1.0, 4.0, weight=5.0)
 
 
+def test_the_cost_of_a_split_backward() -> None:
+    """I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``."""
+    schedule = Schedule.from_text("F0.0 F1.0 I0.0 W0.0 B1.0")
+    simulation = schedule.simulate(1.0, 4.0, weight=5.0, input=2.5)
+    assert [start for _, start, _ in simulation.timeline[0]] == [0.0, 1.0, 2.0, 4.5, 9.5]
+    assert simulation.makespan == 13.5
+
+
 def test_measured_durations_are_replayed() -> None:
     rng = random.Random(3)
     schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)

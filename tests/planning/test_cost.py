@@ -163,11 +163,12 @@ def test_seconds_after_the_pipeline_by_hand():
 
 def test_floors_and_extras():
     slow = ideal(launch=1.0, forward_kernels=3.0, input_kernels=5.0, weight_kernels=2.0, unit_overhead=0.25)
-    seconds = CostModel(SMALL, slow, num_ranks=3, seq_len=8).unit_seconds([4, 4])
-    assert [part[0][0] for part in seconds] == pytest.approx([2 * 3 + 0.25, 2 * 5 + 0.25, 2 * 2])
-    split = CostModel(SMALL, replace(slow, split_backward_extra=0.5), num_ranks=3, seq_len=8)
-    costs = split.unit_seconds([4, 4], split_backward=True)
-    assert [part[0][0] for part in costs] == pytest.approx([6.25, 2 * 5 * 1.5 + 0.25, 2 * 2 * 1.5 + 0.25])
+    cost = CostModel(SMALL, replace(slow, split_backward_extra=0.5), num_ranks=3, seq_len=8)
+    seconds = cost.unit_seconds([4, 4])
+    assert seconds.forward[0][0] == pytest.approx(2 * 3 + 0.25)
+    assert seconds.backward[0][0] == pytest.approx(2 * 5 + 2 * 2 + 0.25)
+    assert seconds.input[0][0] == pytest.approx(2 * 5 * 1.5 + 0.25)
+    assert seconds.weight[0][0] == pytest.approx(2 * 2 * 1.5 + 0.25)
 
 
 def test_split_balances_time():
@@ -176,7 +177,8 @@ def test_split_balances_time():
     sizes = cost.split(4, multiple_of=128)
     assert sum(sizes) == 65536 and sizes == sorted(sizes, reverse=True)
     seconds = cost.unit_seconds(sizes)
-    total = [sum(sum(part[stage][s] for stage in range(4)) for part in seconds) for s in range(4)]
+    passes = (seconds.forward, seconds.backward)
+    total = [sum(sum(part[stage][s] for stage in range(4)) for part in passes) for s in range(4)]
     assert max(total) / min(total) < 1.02
     assert cost.split(4, mix=0.0, multiple_of=128) == [16384] * 4
 
@@ -189,7 +191,7 @@ def test_the_head_takes_layers_from_its_stage():
     def slowest(layers):
         cost = CostModel(shape, machine, num_ranks=8, seq_len=32768, layout=Layout(layers=layers))
         seconds = cost.unit_seconds([32768])
-        return max(sum(part[s][0] for part in seconds) for s in range(8))
+        return max(seconds.forward[s][0] + seconds.backward[s][0] for s in range(8))
 
     found = CostModel(shape, machine, num_ranks=8, seq_len=32768).balanced_layers()
     choices = [(*(rest // 7 + (s < rest % 7) for s in range(7)), 32 - rest) for rest in range(7, 33)]
@@ -264,7 +266,7 @@ def test_simulated_memory_is_the_ranks_bytes(name):
     for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
         sizes = cost.split(k)
-        arguments = cost.simulation_arguments(order, sizes, split_backward=name == "seq-zb-h1")
+        arguments = cost.simulation_arguments(order, sizes)
         memory = order.simulate(**arguments, memory=cost.step_memory(sizes)).memory
         for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
             assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations

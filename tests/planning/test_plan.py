@@ -47,8 +47,6 @@ def price(plan, machine=MACHINE, step=None):
     step = step or plan
     cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
     order = plan.build()
-    forward, inputs, weights = cost.unit_seconds(step.segment_sizes, split_backward=is_split(order))
-    full = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
     latencies, rates = cost.links(order.rank_of_stage)
     optimizer = [
         sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
@@ -56,7 +54,8 @@ def price(plan, machine=MACHINE, step=None):
     ]
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
     messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
-    run = order.simulate(forward, full, weights, latencies, **messages, **steps, prefetch=plan.prefetch)
+    seconds = cost.unit_seconds(step.segment_sizes)._asdict()
+    run = order.simulate(**seconds, transfer=latencies, **messages, **steps, prefetch=plan.prefetch)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
     return run.period, bytes_of_ranks
 
@@ -196,32 +195,16 @@ def test_auto_is_made_for_the_cap():
         search_plans(SHAPE, replace(MACHINE, context_bytes=0.0), **counts, **some, names=["auto"], memory=10**8)
 
 
-def test_for_the_engine_no_backward_is_split():
-    """Families that split it fall out and say so, and nothing else changes; asked for by name they are refused."""
-    few = {"segments": [1, 4], "stages_per_rank": [1, 2], "recompute": ["none"], "best": 10_000, "within": 1e9}
-    free, engine = (search_plans(SHAPE, MACHINE, **COUNTS, **few, for_engine=which) for which in (False, True))
-    left = [plan for plan in free.plans if not is_split(plan.build())]
-    assert 0 < len(left) < len(free.plans)
-    assert engine.plans == tuple(left)
-    reason = "not run by the engine: it splits the backward"
-    splitting = {plan.schedule for plan in free.plans} - {plan.schedule for plan in left}
-    assert splitting <= {name for name, why in engine.fallen.items() if why == reason}
-    with pytest.raises(ValueError, match="seq-zb-h1 splits the backward, which the engine does not run: leave"):
-        search_plans(SHAPE, MACHINE, **COUNTS, names=["seq1f1b", "seq-zb-h1"], for_engine=True)
-
-
-def test_auto_for_the_engine_leaves_the_backward_whole():
-    """It beats the named families that the engine runs in the same bytes, with the places that its messages need."""
-    some = {"segments": [4], "stages_per_rank": [2], "recompute": ["none"], "best": 1, "for_engine": True}
+def test_auto_has_the_places_that_its_messages_need():
+    """It splits the backward, and its plan tells the engine the places that its bytes were counted with."""
+    some = {"segments": [4], "stages_per_rank": [2], "recompute": ["none"], "best": 1}
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
     named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq1f1b-interleaved"]).plans[0]
-    for cap in (None, max(named.peak)):
-        auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"], memory=cap).plans[0]
-        assert not is_split(auto.build()) and (auto.prefetch, named.prefetch) == (4, 1)
-        seconds, peak = price(auto)
-        assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
-        assert auto.seconds <= named.seconds and max(peak) <= (cap or MACHINE.memory)
-        assert Plan.from_json(auto.to_json()) == auto
+    auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"]).plans[0]
+    assert is_split(auto.build()) and (auto.prefetch, named.prefetch) == (4, 1)
+    seconds, peak = price(auto)
+    assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
+    assert Plan.from_json(auto.to_json()) == auto
     assert auto.engine_arguments()["prefetch"] == 4
 
 
@@ -402,7 +385,7 @@ def test_bad_plan_files():
         Plan.from_json(json.dumps(good))
 
 
-@pytest.mark.parametrize("name", ["seq1f1b", "auto"])
+@pytest.mark.parametrize("name", ["seq1f1b", "seq-zb-h1", "auto"])
 def test_the_engine_runs_a_plan(name, tmp_path):
     pytest.importorskip("torch", reason="the engine needs torch")
     import torch
@@ -411,7 +394,8 @@ def test_the_engine_runs_a_plan(name, tmp_path):
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    plan = small_plan(names=[name], segments=[4], recompute=["none"], for_engine=True)
+    plan = small_plan(names=[name], segments=[4], recompute=["none"])
+    assert is_split(plan.build()) == (name != "seq1f1b")
     plan.save(tmp_path / "plan.json")
     config = Config()
     model = whole_model(config)
@@ -561,7 +545,6 @@ def test_bad_files_of_lengths(text, message, capsys, tmp_path):
         (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
         (["--hardware", "none.json"], "none.json"),
         (["--schedules", "fast"], "there is no schedule named 'fast'"),
-        (["--schedules", "seq1f1b,zbv"], "zbv splits the backward, which the engine does not run"),
         (["--ranks", "33"], "there are 33 stages, must be in 1..32"),
     ],
 )

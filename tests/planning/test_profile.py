@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from seq1f1b import ModelShape, build_schedule, partition_sequence
+from seq1f1b import ModelShape, Schedule, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -25,21 +25,23 @@ SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
 MACHINE = load_hardware("cpu-zen5")
 
 
-def part(forward, backward, weight=(0.0, 0.0, 0.0), **changes):
-    """One whose costs are given, in seconds: (floor, per token, per pair)."""
+def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
+    """One whose costs are given, in seconds: (floor, per token, per pair). I is a tenth dearer than B less W."""
     values = {
         "layers": 2,
         "forward": Fit(*forward, 0.03),
         "backward": Fit(*backward, 0.04),
-        "weight": Fit(*weight, 0.1),
-        "weight_alone": Fit(*backward, 0.1),
+        "input": Fit(*(1.1 * (b - w) for b, w in zip(backward, weight, strict=True)), 0.05),
+        "weight": Fit(*weight, 0.06),
         "noise": 0.0,
         "saved_bytes": 100.0,
         "saved_token_bytes": 7.5,
+        "kept_token_bytes": 2.5,
+        "gradient_token_bytes": 1.5,
         "kv_bytes": 256.0,
         "kv_gradient_bytes": 512.0,
         "message_bytes": 128.0,
-        "samples": (Sample(0, 64, 1.0, 2.0), Sample(64, 64, 1.5, 2.5)),
+        "samples": (Sample(0, 64, 1.0, 2.0, 1.25, 0.75), Sample(64, 64, 1.5, 2.5, 1.75, 0.75)),
     }
     return Part(**{**values, **changes})
 
@@ -125,10 +127,12 @@ def test_a_synthetic_stage_is_measured():
     measured = measure_stage(Stage(), inputs, seq_len=256, segments=(1, 2, 4), repeats=30, layers=2)
     assert sorted(measured.units) == [(0, 64), (0, 128), (0, 256), (64, 64), (128, 64), (128, 128), (192, 64)]
     # The least of the repetitions is what other processes did not disturb; a sleep is never shorter than asked for.
-    for (_, tokens), (forward, backward) in measured.units.items():
-        for times, least in ((forward, 1e-3 + 20e-6 * tokens), (backward, 2e-3 + 40e-6 * tokens)):
-            assert least <= min(times) < least + 2e-3
-    found = fit_part([measured._replace(units={k: ([min(f)], [min(b)]) for k, (f, b) in measured.units.items()})])
+    for (_, tokens), times in measured.units.items():
+        for kind, least in (("F", 1e-3 + 20e-6 * tokens), ("B", 2e-3 + 40e-6 * tokens), ("I", 2e-3 + 40e-6 * tokens)):
+            assert least <= min(times[kind]) < least + 2e-3
+        assert 0 < min(times["W"]) < 1e-3  # there is no linear layer
+    least = {key: {kind: [min(t)] for kind, t in times.items()} for key, times in measured.units.items()}
+    found = fit_part([measured._replace(units=least)])
     assert found.layers == 2 and found.kv_bytes == 0.0
     assert found.message_bytes == 12.0
     assert found.forward.per_pair == 0.0  # there is no attention to see pairs
@@ -152,6 +156,10 @@ def test_a_real_stage_is_measured():
     assert found.kv_bytes == found.kv_gradient_bytes == 2 * token  # of one layer
     # Kept at least: both norms' inputs, q and what attention gave, the inputs of four products and of the activation.
     assert found.saved_token_bytes >= 5 * token and all(p.grad is None for p in stage.parameters())
+    # W reads inputs and output gradients of the linear layers: at least four outputs as wide as the hidden states.
+    assert 0 < found.kept_token_bytes <= found.saved_token_bytes and found.gradient_token_bytes >= 4 * token
+    assert found.weight.seconds(64, 0.0) > 0 and found.weight.per_pair == 0.0
+    assert found.input.seconds(64, visible_pairs(0, 64)) > 0
     assert found.forward.seconds(64, visible_pairs(0, 64)) > 0
     assert len(found.samples) == 7
 
@@ -204,6 +212,7 @@ def test_bad_files(tmp_path):
         ("{", "a profile must be JSON"),
         ("[]", 'whose "format" is'),
         (json.dumps({**good, "format": "seq1f1b plan 1"}), 'whose "format" is'),
+        (json.dumps({**good, "format": "seq1f1b profile 1"}), "has the format 'seq1f1b profile 1'.*: measure again"),
         (changed(["torch"], None), r"missing fields \['torch'\]"),
         (changed(["torch"], 2), "torch is 2, must be a text"),
         (changed(["speed"], 1), r"unknown fields \['speed'\]"),
@@ -221,7 +230,7 @@ def test_bad_files(tmp_path):
         (changed(["layer", "backward", "per_pair"], "fast"), "layer: backward: per_pair is 'fast'"),
         (changed(["head", "samples"], {}), "head: samples is {}, must be a list"),
         (changed(["head", "samples", 1], [1, 2]), r"head: samples\[1\] is \[1, 2\], must be \['begin'"),
-        (changed(["head", "samples", 1], [1, 2, -3.0, 4.0]), r"head: samples\[1\]: forward is -3.0"),
+        (changed(["head", "samples", 1], [1, 2, -3.0, 4.0, 5.0, 6.0]), r"head: samples\[1\]: forward is -3.0"),
         (changed(["layer", "layers"], 0), "layer: layers is 0, must be at least 1"),
         (
             changed(["layer", "forward"], dict.fromkeys(Fit._fields, 0.0)),
@@ -285,15 +294,20 @@ def test_units_cost_what_was_measured(head_in_loss):
     ahead, behind = (sum(head), 0.0) if head_in_loss else head
     layer = (1e-4 + 1e-6 * 100 + 2e-8 * pairs, 3e-4 + 2e-6 * 100 + 5e-8 * pairs)
     assert seconds.forward[1][1] == pytest.approx(2 * layer[0] + ahead + 1e-6)
-    assert seconds.input[1][1] + seconds.weight[1][1] == pytest.approx(2 * layer[1] + behind + 1e-6)
+    assert seconds.backward[1][1] == pytest.approx(2 * layer[1] + behind + 1e-6)
     share = 0.0 if head_in_loss else 2e-5 + 3e-6 * 100
-    assert seconds.weight[1][1] == pytest.approx(2 * (1e-4 + 9e-7 * 100) + share)
+    weight = 2 * (1e-4 + 9e-7 * 100) + share
+    assert seconds.weight[1][1] == pytest.approx(weight + 1e-6)
+    assert seconds.input[1][1] == pytest.approx(1.1 * (2 * layer[1] + behind - weight) + 1e-6)
     assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
     assert cost.message_bytes(sizes) == [200 * 128, 100 * 128]
     saved = [2 * (100 + 7.5 * size) for size in sizes]
     assert cost.step_memory(sizes).activations[0] == [
         math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
     ]
+    assert cost.step_memory(sizes).kept_activations[0] == [(2 + 1) * 2.5 * size for size in sizes]
+    ends = 2 if head_in_loss else 3
+    assert cost.step_memory(sizes).output_gradients[1] == [ends * 1.5 * size for size in sizes]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.rank_bytes(order, sizes)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
@@ -303,11 +317,49 @@ def test_uncertain_factors_scale_their_passes():
     seconds = cost_model(measured_forward=2.0, measured_backward=3.0, measured_ends=0.0).unit_seconds([300])
     pairs = visible_pairs(0, 300)
     assert seconds.forward[1][0] == pytest.approx(2 * 2 * (1e-4 + 1e-6 * 300 + 2e-8 * pairs) + 1e-6)
-    both = seconds.input[0][0] + seconds.weight[0][0]
-    assert both == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
+    assert seconds.backward[0][0] == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
     spread = ProfiledHardware.of(profile(), MACHINE).spread
     assert spread["measured_forward"] == pytest.approx((0.97, 1.03))
     assert spread["measured_backward"] == pytest.approx((0.96, 1.04))
+    assert spread["measured_input"] == pytest.approx((0.95, 1.05))
+    assert spread["measured_weight"] == pytest.approx((0.94, 1.06))
+
+
+def test_split_and_whole_backwards_have_their_own_costs():
+    """In the order whose rank runs a whole B, and in the one that runs I and W in its place; one stage, no bubble."""
+    cost = CostModel(SHAPE, ProfiledHardware.of(profile(), MACHINE), num_ranks=1, seq_len=300)
+    seconds = cost.unit_seconds([200, 100])
+    # W is the same for the same tokens, wherever they lie; I grows with the offset.
+    even = cost.unit_seconds([100, 100, 100])
+    assert len(set(even.weight[0])) == 1 and even.input[0] == sorted(set(even.input[0]))
+    for text, passes in (
+        ("F0.0 F0.1 B0.1 B0.0", (seconds.forward, seconds.backward)),
+        ("F0.0 F0.1 I0.1 W0.1 I0.0 W0.0", (seconds.forward, seconds.input, seconds.weight)),
+        ("F0.0 F0.1 I0.1 W0.1 B0.0", None),
+    ):
+        order = Schedule.from_text(text)
+        found = order.simulate(**cost.simulation_arguments(order, [200, 100])).makespan
+        if passes is None:
+            split = seconds.input[0][1] + seconds.weight[0][1]
+            assert found == pytest.approx(sum(seconds.forward[0]) + split + seconds.backward[0][0])
+        else:
+            assert found == pytest.approx(sum(sum(rows[0]) for rows in passes))
+
+
+@pytest.mark.parametrize("name", ["seq-zb-h1", "auto"])
+def test_split_orders_are_made_for_the_measured_costs(name):
+    """F, I and W of the profile go into the order and its price; they are not alike."""
+    machine = ProfiledHardware.of(profile(), MACHINE)
+    found = search_plans(
+        SHAPE, machine, seq_len=512, num_ranks=2, num_microbatches=4, names=[name], segments=[2], stages_per_rank=[1]
+    )
+    plan = found.plans[0]
+    cost = CostModel(SHAPE, machine, num_ranks=2, seq_len=512, layout=plan.layout)
+    seconds = cost.unit_seconds(plan.segment_sizes)
+    assert plan.options["costs"] == [seconds.forward, seconds.input, seconds.weight]
+    assert all(f != i != w != f for f, i, w in zip(*(rows[0] for rows in plan.options["costs"]), strict=True))
+    assert {"measured_input", "measured_weight"} <= {term.name for term in found.uncertain}
+    assert "measured_backward" not in {term.name for term in found.uncertain}
 
 
 @pytest.mark.parametrize(
@@ -391,7 +443,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     found = Profile.load(file)
     assert found.model == SHAPE._replace(layers=1) and found.layer.layers == 2 and found.seconds > 0
     asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
-    few = ["--microbatches", "4", "--schedules", "1f1b,seq1f1b", "--stages", "1", "--output", str(order)]
+    few = ["--microbatches", "4", "--schedules", "1f1b,seq-zb-h1", "--stages", "1", "--output", str(order)]
     assert main([*asked, *few]) == 0
     assert "(profile)\ncap" in capfd.readouterr().out
     assert Plan.load(order).hardware.endswith("(profile)")

@@ -141,7 +141,7 @@ def test_filling_any_order(name, P, M, k, v, uneven):
             assert stage.peak_live_units <= stage.planned_live_units
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 # The middle one of what each family allows of two ranks.
 TWO_RANKS = [
