@@ -381,15 +381,20 @@ class StageStep:
         tape, unit.tape = unit.tape, None
         if tape is None:
             raise RuntimeError("W finds nothing that I has left: it has run already")
+        is_last = self.stage.last_gradients == ("W", key)
+        is_left = bool(tape.products)  # else it has all run in waits
         tape.run()
         unit.kept_bytes = unit.gradient_bytes = 0
-        if self._parallel is not None:
-            self._parallel.after_weight(is_last=self.stage.last_gradients == ("W", key))
+        if self._parallel is not None and (is_left or is_last):
+            self._parallel.after_weight(is_last)
 
     def fill(self, m: int, s: int) -> bool:
         """Runs one product of W(m.s), whose I has run; returns whether any is left."""
         tape = self.units[m * self._num_segments + s].tape
-        return tape is not None and tape.run_next()
+        is_left = tape is not None and tape.run_next()
+        if self._parallel is not None and not is_left:
+            self._parallel.after_weight(is_last=False)  # the last one has its place in the order, alike on all replicas
+        return is_left
 
     def _measure_tape(self, unit: LiveUnit, received: Received) -> None:
         """What is in places of receivers does not count."""

@@ -134,8 +134,9 @@ def test_ddp_by_the_schedule_in_torchs_place():
     run_processes(4, replicas, "ddp", True, True)
 
 
-# Three that split the backward, the last of them in part: the last gradients of its stage 3 come from a whole B.
-SPLIT = [("seq-zb-h1", 2, K, 1), ("seq-zbv", 2, K, 2), ("dualpipev", 4, 1, 2)]
+# Three that split the backward, the last of them in part: the last gradients of its stage 3 come from a whole B. In the
+# second W runs in waits, which fall anywhere.
+SPLIT = [("seq-zb-h1", 2, K, 1, "planned"), ("seq-zbv", 2, K, 2, "fill"), ("dualpipev", 4, 1, 2, "planned")]
 
 
 def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None:
@@ -145,7 +146,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
     group, data_mesh = mesh.get_group("data"), mesh["data"]
     config = Config(hidden=16, kv_heads=2, checkpoint=head_in_loss)  # I recomputes, under the wrapper's hooks
     model = whole_model(config)
-    for name, M, k, v in SPLIT:
+    for name, M, k, v, weights in SPLIT:
         tokens, target = batch(config, 2 * M, LENGTH, size=1)
         _, truth = run_whole(model, tokens, target, 2 * M)
         schedule = build_schedule(name, num_ranks=2, num_microbatches=M, num_segments=k, stages_per_rank=v)
@@ -158,7 +159,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
             loss_fn = wrap(kind, loss_fn, group, data_mesh)
         engine = PipelineEngine(
             wrapped, schedule=schedule, num_microbatches=M, num_segments=k, loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"),
+            group=mesh.get_group("pipeline"), weights=weights,
         )  # fmt: skip
         half = slice(replica * M, (replica + 1) * M)
         reductions: list[list[int]] = []
