@@ -6,6 +6,7 @@ ranks wait for such moments. The picture shows, for each schedule, the counted s
 is measured in steps of equal lengths.
 
     python benchmarks/timeline.py docs/_static/timeline.png
+    python benchmarks/timeline.py docs/_static/waits.png --waits    # 1F1B with whole backwards, and with W in waits
 """
 
 from __future__ import annotations
@@ -64,11 +65,14 @@ def measure(rank: int, options: argparse.Namespace, path: str) -> None:
     sizes = seq1f1b.partition_sequence(
         options.length, options.segments, strategy="profiled", costs=report.segment_seconds, multiple_of=16
     )
+    if options.waits:
+        other, arguments = "1F1B, W in waits", {"schedule": "1f1b", "weights": "fill"}
+    else:
+        other = f"Seq1F1B, {options.segments} segments"
+        arguments = {"num_segments": options.segments, "segment_sizes": sizes}
     engines = {
         "1F1B": seq1f1b.PipelineEngine(stage, schedule="1f1b", **common),
-        f"Seq1F1B, {options.segments} segments": seq1f1b.PipelineEngine(
-            stage, num_segments=options.segments, segment_sizes=sizes, **common
-        ),
+        other: seq1f1b.PipelineEngine(stage, **common, **arguments),
     }
     counted: dict[str, list[Any]] = {name: [] for name in engines}
     for engine in engines.values():  # their first steps allocate
@@ -84,12 +88,10 @@ def measure(rank: int, options: argparse.Namespace, path: str) -> None:
                 counted[name].append(report)
                 busiest = max(busiest, foreign)
     if rank == 0:
-        draw(counted, options, sizes, busiest, path)
+        draw(counted, options, busiest, path)
 
 
-def draw(
-    counted: dict[str, list[Any]], options: argparse.Namespace, sizes: list[int], busiest: float, path: str
-) -> None:
+def draw(counted: dict[str, list[Any]], options: argparse.Namespace, busiest: float, path: str) -> None:
     few = {name: len(reports) for name, reports in counted.items() if len(reports) < MIN_COUNTED}
     if few:
         raise SystemExit(f"fewer than {MIN_COUNTED} steps counted, others use the cores: {few}")
@@ -98,14 +100,14 @@ def draw(
     print(head)
     for name, report in shown.items():
         print(f"{name}: {report.makespan:.3f} s, bubble {report.bubble:.1%}, {len(counted[name])} steps counted")
-    print("segments of", *sizes, f"tokens; other processes used at most {busiest:.2f} of a core")
+    print(f"other processes used at most {busiest:.2f} of a core")
     first, second = (report.makespan for report in shown.values())
     machine = head.splitlines()[2].removeprefix("# ")
     timelines(
         path,
-        {f"{name}: {r.makespan:.2f} s, bubble {r.bubble:.0%}": r.timeline for name, r in shown.items()},
+        {f"{name}: {r.makespan:.2f} s, bubble {r.bubble:.0%}": r.timeline_with_waits for name, r in shown.items()},
         f"One measured step of 2 ranks, {options.microbatches} micro-batches of {options.length} tokens: "
-        f"Seq1F1B is {first / second:.2f} times as fast",
+        f"{'with W in waits it' if options.waits else 'Seq1F1B'} is {first / second:.2f} times as fast",
         f"{machine}; during counted steps other processes used at most {busiest:.2f} of a core",
     )
 
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--segments", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--waits", action="store_true", help="1F1B with W in waits in place of Seq1F1B")
     parser.add_argument("--limit", type=float, default=FOREIGN_LIMIT, help="cores that others may use (%(default)s)")
     parser.add_argument("--minutes", type=float, default=3.0, help="give up after so long (%(default)s)")
     options = parser.parse_args()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
+_IN_WAITS = ":"  # fills parts of W that ran in waits
 _FILL = {letter: {"F": "-", "B": "=", "I": "~", "W": "+"}.get(letter, "*") for letter in style.PASSES}
 
 
@@ -50,13 +51,16 @@ def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None 
         if scale * narrowest < 1:
             line = _shares(track, begin, scale, columns)
         else:
-            for unit, start, stop in track:
+            for (unit, start, stop), in_wait in zip(track, style.in_waits(track), strict=True):
                 left, right = round((start - begin) * scale), round((stop - begin) * scale)
-                line = line[:left].ljust(left) + label(unit)[: right - left].ljust(right - left, _FILL[unit.kind])
+                name, fill = ("", _IN_WAITS) if in_wait else (label(unit), _FILL[unit.kind])
+                line = line[:left].ljust(left) + name[: right - left].ljust(right - left, fill)
         lines.append(f"rank {rank}".ljust(margin) + line)
     example = next((unit for unit in units if unit.segment > 0), units[0])
     kinds = [kind for kind in _FILL if any(unit.kind == kind for unit in units)]
     legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {style.PASSES[kind]}" for kind in kinds)
+    if any(map(any, map(style.in_waits, timeline))):
+        legend += f", {_IN_WAITS * 2} weight gradient in a wait"
     if label(example):
         legend += f" of micro-batch {example.microbatch}" + (f", segment {example.segment}" * (example.segment > 0))
     if scale > 0:
@@ -88,12 +92,13 @@ def _shortest(timeline: Timeline) -> dict[str, float]:
 def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
     """One pass or blank per column: what is most in arrears of its share of the time so far."""
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
-    for unit, start, stop in track:
-        left, right, fill = (start - begin) * scale, (stop - begin) * scale, _FILL[unit.kind]
+    for (unit, start, stop), in_wait in zip(track, style.in_waits(track), strict=True):
+        left, right = (start - begin) * scale, (stop - begin) * scale
+        fill = _IN_WAITS if in_wait else _FILL[unit.kind]
         for column in range(int(left), min(math.ceil(right), columns)):
             share = min(right, column + 1) - max(left, column)
             shares[column][fill] = shares[column].get(fill, 0.0) + share
-    line, due = "", dict.fromkeys((" ", *_FILL.values()), 0.0)
+    line, due = "", dict.fromkeys((" ", *_FILL.values(), _IN_WAITS), 0.0)
     for passes in shares:
         for fill, share in {**passes, " ": 1 - sum(passes.values())}.items():
             due[fill] += share
@@ -186,8 +191,12 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
     room = 0.005 * ax.get_xlim()[1]  # that one character takes
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, (track, first_stage) in enumerate(zip(timeline, style.first_stages(timeline), strict=True)):
-        for hatch in (None, "////"):
-            shown = [entry for entry in track if (entry[0].stage != first_stage) is (hatch is not None)]
+        hatches = [
+            "...." if in_wait else "////" if unit.stage != first_stage else None
+            for (unit, _, _), in_wait in zip(track, style.in_waits(track), strict=True)
+        ]
+        for hatch in (None, "////", "...."):
+            shown = [entry for entry, its in zip(track, hatches, strict=True) if its == hatch]
             bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
             colors = [style.color_of(unit) for unit, _, _ in shown]
             ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
@@ -228,6 +237,8 @@ def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
         for unit, _, _ in track
     ):
         handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="////", label="later stages of a rank"))
+    if any(any(style.in_waits(track)) for timeline in named.values() for track in timeline):
+        handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="....", label="W in waits"))
     return handles
 
 
@@ -251,7 +262,7 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
             thread = {"ph": "M", "pid": pid, "tid": rank}
             events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
             events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-            for unit, start, stop in track:
+            for (unit, start, stop), in_wait in zip(track, style.in_waits(track), strict=True):
                 events.append(
                     {
                         "ph": "X",
@@ -260,7 +271,7 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
                         "ts": (start - begin) * 1e6,
                         "dur": (stop - start) * 1e6,
                         "name": f"[{unit.stage}]{unit}" if names_stage else str(unit),
-                        "cat": style.PASSES[unit.kind],
+                        "cat": style.PASSES[unit.kind] + " in a wait" * in_wait,
                         "args": {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment},
                     }
                 )

@@ -46,6 +46,12 @@ def first_stages(timeline: Timeline) -> list[int]:
     return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
 
 
+def in_waits(track: Sequence[tuple[Unit, float, float]]) -> list[bool]:
+    """Per entry, whether it is a part of a unit that ran in a wait: the unit's own place comes later in the track."""
+    last = {unit: i for i, (unit, _, _) in enumerate(track)}
+    return [last[unit] > i for i, (unit, _, _) in enumerate(track)]
+
+
 def time_unit(seconds: float) -> tuple[float, str]:
     """Seconds per unit, and the unit in which a time of this size reads well."""
     return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))

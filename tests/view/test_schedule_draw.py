@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from seq1f1b import Schedule, Simulation, build_schedule
+from seq1f1b import Schedule, Simulation, Unit, build_schedule
 from seq1f1b.view import draw
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -182,3 +182,23 @@ def test_png_of_one_timeline_with_more_microbatches_than_colours(tmp_path: Path)
     path = tmp_path / "timeline.png"
     draw.timeline_png(path, simulate("seq1f1b", 4, 1e-3, num_microbatches=12).timeline)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_in_waits_are_told_apart(tmp_path: Path) -> None:
+    """A unit that comes again later in its track is drawn as parts in waits before that."""
+    track = (
+        (Unit("F", 0, 0, 0), 0.0, 2.0),
+        (Unit("I", 0, 0, 0), 2.0, 4.0),
+        (Unit("W", 0, 0, 0), 4.0, 6.0),  # a part, in a wait
+        (Unit("I", 0, 1, 0), 8.0, 10.0),
+        (Unit("W", 0, 0, 0), 10.0, 12.0),
+    )
+    text = draw.timeline_text([track], width=20)
+    assert text.splitlines()[0] == "rank 0  0-0~::  1~0+"
+    assert ":: weight gradient in a wait" in text.replace("\n", " ")
+    draw.trace_json(tmp_path / "trace.json", [track])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    categories = [event["cat"] for event in events if event["ph"] == "X"]
+    assert categories == ["forward", "input gradient", "weight gradient in a wait", "input gradient", "weight gradient"]
+    draw.timeline_png(tmp_path / "waits.png", [track])
+    assert (tmp_path / "waits.png").stat().st_size > 0
