@@ -143,7 +143,7 @@ class PipelineReport:
 
     @property
     def timeline_with_waits(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
-        """The same with the parts of W that ran in waits, each before its unit's own place: for drawings."""
+        """The same for drawings, with the parts of W that ran in waits, each before its unit's own place."""
         start = min(track[0][1] for track in (r.timeline for r in self.ranks) if track)
         tracks = (sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
         return tuple(tuple((u, a - start, b - start) for u, a, b in track) for track in tracks)
