@@ -280,8 +280,7 @@ class Schedule:
         """
         _check_steps(steps, optimizer_sync, seed)
         tokens = None if segment_sizes is None else self._tokens(segment_sizes)
-        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        program = self._lower(prefetch)
+        sizes, program = self._message_sizes(message_bytes), self._lower(prefetch)
         times = _C.program_simulate(
             program,
             tuple(map(self._pass_seconds(forward, backward, weight, input).get, _C.PASSES)),
@@ -293,16 +292,25 @@ class Schedule:
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
+        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes)
+        return Simulation(**self._times(times, many_steps=steps > 1), **peaks, schedule=self)
+
+    def _peaks(
+        self, program: Any, tokens: list[int] | None, unit_bytes: Any, memory: StepMemory | None, sizes: Sequence[int]
+    ) -> dict[str, Any]:
+        """The fields of a simulation that tell what is held."""
         peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
-        return Simulation(
-            **self._times(times, many_steps=steps > 1),
-            peak=peak,
-            peak_tokens=None if tokens is None else self._peak(program, tokens),
-            peak_bytes=None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
-            memory=peak_memory if memory is not None else None,
-            given=memory,
-            schedule=self,
-        )
+        return {
+            "peak": peak,
+            "peak_tokens": None if tokens is None else self._peak(program, tokens),
+            "peak_bytes": None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
+            "memory": peak_memory if memory is not None else None,
+            "given": memory,
+        }
+
+    def _message_sizes(self, message_bytes: int | Sequence[int]) -> Sequence[int]:
+        """Bytes of a message of each segment."""
+        return message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
 
     def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
         """Tokens of every unit, flat."""
@@ -355,8 +363,7 @@ class Schedule:
 
         Args and errors are those of :meth:`simulate`.
         """
-        sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
-        return self._memory(self._lower(prefetch), memory, sizes)[1]
+        return self._memory(self._lower(prefetch), memory, self._message_sizes(message_bytes))[1]
 
     def _lower(self, prefetch: int) -> Any:
         program = self._lowered.get(prefetch)

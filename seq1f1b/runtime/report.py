@@ -92,7 +92,7 @@ class Report:
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
         receive_places: places of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far, in host memory.
-        timeline: (unit, start, end) on the machine's monotonic clock. Of a W, what was left at its place in the order.
+        timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
         fills: the same of the parts of W that ran in waits (``weights="fill"``).
         edges: edges from and to this rank.
     """

@@ -273,7 +273,7 @@ def test_linear_layers_leave_their_weights_to_w(name):
 
 
 def test_a_frozen_base_under_lora_leaves_nothing_to_w(monkeypatch):
-    peft = pytest.importorskip("peft", reason="needs peft")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
     model = build("llama")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model = peft.inject_adapter_in_model(config, model).double()
