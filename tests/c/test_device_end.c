@@ -592,7 +592,7 @@ static void test_a_unit_that_stalls(void)
 int main(int argc, char **argv)
 {
     int is_slow = argc > 1 && strcmp(argv[1], "valgrind") == 0;
-    test_orders_and_timings(argc > 2 ? atoi(argv[2]) : is_slow ? 10 : 250); /* of four steps each */
+    test_orders_and_timings(argc > 2 ? atoi(argv[2]) : is_slow ? 10 : 120); /* of four steps each */
     test_faults_of_transfers();
     test_faults_of_hosts();
     test_a_unit_that_stalls();
