@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from seq1f1b import Schedule, Unit
+from seq1f1b.schedule import inputs_of
 
 UnitSeconds = Mapping[tuple[str, int, int], float]  # (kind, stage, segment) -> seconds
 
@@ -26,9 +27,10 @@ def replay(
     get equal shares, and together ``crowding`` times less is done where they are twice as many.
 
     Args:
-        order: of F and whole B. waking: seconds from the end of a unit to the start of what waits on another rank.
+        waking: seconds from the end of a unit to the start of what waits on another rank.
     """
     ranks, now = order.ranks, 0.0
+    inputs = inputs_of(unit for rank in ranks for unit in rank)
     arrives: dict[Unit, float] = {}
     position = [0] * len(ranks)
     left: dict[int, float] = {}  # running ranks, and what is left of their units, 1 to 0
@@ -36,11 +38,9 @@ def replay(
     def starts_at(rank: int) -> float:
         """Infinite while what the next unit waits for has not ended."""
         unit = ranks[rank][position[rank]]
-        neighbour = unit.stage - 1 if unit.kind == "F" else unit.stage + 1
-        if not 0 <= neighbour < order.num_stages:
-            return 0.0
-        is_near = order.rank_of_stage[neighbour] == rank
-        return arrives.get(unit._replace(stage=neighbour), math.inf) - (waking if is_near else 0.0)
+        is_near = {other: order.rank_of_stage[other.stage] == rank for other in inputs[unit]}
+        times = (arrives.get(other, math.inf) - (waking if near else 0.0) for other, near in is_near.items())
+        return max(times, default=0.0)
 
     def speed(rank: int) -> float:
         unit = ranks[rank][position[rank]]

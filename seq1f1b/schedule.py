@@ -47,6 +47,21 @@ def unit_of(unit: tuple[int, int, int, int]) -> Unit:
     return Unit(_C.PASSES[number], stage, microbatch, segment)
 
 
+def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
+    """Those of the units whose results each of them takes, as the core has it."""
+    units = set(units)
+    num_stages, num_microbatches, num_segments = (
+        1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
+    )
+    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+    after = {}
+    for unit in units:
+        number = _C.PASSES.index(unit.kind), *unit[1:]
+        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number)
+        after[unit] = [other for other in map(unit_of, inputs) if other in units]
+    return after
+
+
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 """Per rank, its units in run order with start and end in seconds: simulated or measured."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.schedule import Simulation, Unit, per_place, per_unit, unit_of
+from seq1f1b.schedule import Simulation, Unit, inputs_of, per_place, per_unit
 from seq1f1b.view import style
 
 if TYPE_CHECKING:
@@ -205,17 +205,8 @@ def _memory(timeline: Timeline, run: Simulation | None) -> _Memory:
 
 
 def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
-    """The units that must end before each unit may start: its inputs, as the core has them, and by its rank's order."""
-    units = {unit for track in timeline for unit, _, _ in track}
-    num_stages, num_microbatches, num_segments = (
-        1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
-    )
-    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
-    after = {}
-    for unit in units:
-        number = _C.PASSES.index(unit.kind), *unit[1:]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number)
-        after[unit] = [other for other in map(unit_of, inputs) if other in units]
+    """The units that must end before each unit may start: its inputs, and what its rank runs before it."""
+    after = inputs_of(unit for track in timeline for unit, _, _ in track)
     for track in timeline:
         for (earlier, _, _), (unit, _, _) in pairwise(track):
             if earlier not in after[unit]:
