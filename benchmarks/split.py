@@ -2,15 +2,19 @@
 
     python benchmarks/split.py [--rounds 15] [--quick]
     python benchmarks/split.py --sleep [--ranks 8 --microbatches 8 --segments 4]
+    python benchmarks/split.py --replay
 
 One process, one thread: two Llama-like blocks over one segment. Their backward comes whole, as I and W of this engine,
 and as torch's ``stage_backward_input`` and ``stage_backward_weight``, in turn within every round. Times are of the
-engine's units (torch's: of the two calls), bytes in shares of what the graph of F saved. Then W of short segments:
-adding a product to a gradient in place, beside one product and one addition, which is what autograd does.
+engine's units (torch's: of the two calls), bytes in shares of what the graph of torch's F saved. Then W of short
+segments: adding a product to a gradient in place, beside one product and one addition, which is what autograd does.
 
 ``--sleep``: ranks as threads whose units sleep, each as long as a seed says (jitter of 20 %), so that there may be more
 ranks than cores. It prints what an order loses with W where the order has it and with W in waits, beside the simulation
 of the same seconds. Lost is what a step takes longer than the ranks' mean work.
+
+``--replay``: units of one and of two blocks are measured, whole and split, and orders of 4 and 8 ranks simulated with
+their seconds and bytes: speed and peak memory beside 1f1b's, with W where the order has it and with W in waits.
 """
 
 from __future__ import annotations
@@ -26,15 +30,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import header
+from model import Block as ModelBlock
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import seq1f1b
-from seq1f1b import PipelineEngine, Schedule, Unit, build_schedule
+from seq1f1b import PipelineEngine, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.ops.context import current
+from seq1f1b.planning.profiler import Measured, measure_stage
 from seq1f1b.runtime import deferred
 from seq1f1b.runtime import stage as stage_room
 from seq1f1b.runtime.saved_bytes import SavedBytes
+from seq1f1b.schedule import StepMemory
 from seq1f1b.testing import run_ranks
 
 HEAD_DIM = 64
@@ -126,7 +133,7 @@ class Torch:
 
 
 def compare(hidden: int, tokens: int, dtype: torch.dtype, rounds: int) -> tuple[float, float, float, float]:
-    """Prints a row; returns I + W over B of this engine and of torch, and the share held of both."""
+    """Prints a row; returns I + W over B of this engine and of torch, and what both hold between I and W."""
     torch.manual_seed(1)
     x, seed = torch.randn(1, tokens, hidden).to(dtype), torch.randn(1, tokens, hidden).to(dtype)
     whole, split = (Engine(order, make_blocks(hidden, dtype), x.clone().requires_grad_(), seed) for order in ORDERS)
@@ -147,7 +154,7 @@ def compare(hidden: int, tokens: int, dtype: torch.dtype, rounds: int) -> tuple[
     }
     parts = {name: [statistics.median(part) * 1e3 for part in zip(*times[name], strict=True)] for name in arms}
     kept = split.engine.last_step.activations[0]
-    held = (kept.kept + kept.gradients) / kept.saved
+    held = (kept.kept + kept.gradients) * tokens / theirs.saved  # keys and values, in our cache, are gone with I
     print(
         f"{str(dtype).removeprefix('torch.'):9} {hidden:6} {tokens:6}  {parts['whole'][0]:8.1f}  "
         f"{parts['ours'][0]:8.1f} + {parts['ours'][1]:6.1f} {ratios['ours']:6.3f}  "
@@ -283,11 +290,78 @@ def sleep(options: argparse.Namespace) -> None:
     print(f"W in waits loses less than planned W in {fewer} of {SEEDS} seeds")
 
 
+# -- measured units in orders of more ranks than cores -----------------------------------------------------------------
+
+LENGTH, HIDDEN = 2048, 256  # of a sequence in tokens, and of a model with two blocks on each rank
+LATENCY, BANDWIDTH = 50e-6, 20e9  # of a message, in seconds and bytes per second
+ORDERS_REPLAYED = [  # family, segments, stages per rank
+    ("1f1b", 1, 1), ("zb-h1", 1, 1), ("interleaved-1f1b", 1, 2), ("zbv", 1, 2),
+    ("seq1f1b", 4, 1), ("seq-zb-h1", 4, 1), ("seq1f1b-interleaved", 4, 2), ("seq-zbv", 2, 2), ("seq-zbv", 4, 2),
+    ("seq-v-half", 4, 2),
+]  # fmt: skip
+
+
+def measure_units(blocks: int) -> Measured:
+    torch.manual_seed(0)
+    stage = nn.Sequential(*(ModelBlock(HIDDEN, i, "ours") for i in range(blocks)))
+    return measure_stage(stage, lambda tokens: torch.randn(1, tokens, HIDDEN), seq_len=LENGTH, segments=(1, 2, 4))
+
+
+def simulate_units(order: Schedule, measured: Measured, fill: bool) -> tuple[float, int]:
+    """Seconds of a step whose stages are all as the measured one, and bytes of the rank that holds most."""
+    tokens = LENGTH // order.num_segments
+    units = [measured.units[s * tokens, tokens] for s in range(order.num_segments)]
+    seconds = {kind: [[statistics.median(unit[kind]) for unit in units]] * order.num_stages for kind in "FBIW"}
+    saved = next(size for _, k, size in measured.saved if k == order.num_segments) // order.num_segments
+    kept, gradients = (round(statistics.fmean(sizes) * tokens) for sizes in zip(*measured.left, strict=True))
+    everywhere = [[1] * order.num_segments] * order.num_stages
+    memory = StepMemory(
+        activations=[[saved * one for one in row] for row in everywhere],
+        kept_activations=[[kept * one for one in row] for row in everywhere],
+        output_gradients=[[gradients * one for one in row] for row in everywhere],
+        kv=round(measured.kv * LENGTH),
+        kv_gradients=round(measured.kv_gradients * LENGTH),
+    )
+    run = order.simulate(
+        seconds["F"], seconds["B"], seconds["W"], LATENCY, input=seconds["I"], bandwidth=BANDWIDTH,
+        message_bytes=tokens * HIDDEN * 4, memory=memory, fill=fill,
+    )  # fmt: skip
+    assert run.memory is not None
+    return run.makespan, max(run.memory.total)
+
+
+def replay() -> None:
+    measured = {2: measure_units(1), 1: measure_units(2)}  # by stages per rank
+    for per_rank, units in measured.items():
+        whole = {kind: statistics.median(units.units[0, LENGTH][kind]) * 1e3 for kind in "FBIW"}
+        text = ", ".join(f"{kind} {ms:.1f}" for kind, ms in whole.items())
+        print(f"a stage of blocks: {2 // per_rank}, in ms: {text}")
+    for num_ranks in (4, 8):
+        print(f"\nP {num_ranks}, M 8: speed and memory beside 1f1b's; then with W in waits")
+        base = None
+        for family, k, per_rank in ORDERS_REPLAYED:
+            shape = {"num_ranks": num_ranks, "num_microbatches": 8, "num_segments": k, "stages_per_rank": per_rank}
+            try:
+                order = build_schedule(family, **shape)
+            except ScheduleError as error:
+                print(f"{family:20} v {per_rank} k {k}: {error}")
+                continue
+            splits = any(unit.kind == "I" for unit in order.ranks[0])
+            found = simulate_units(order, measured[per_rank], False)
+            filled = simulate_units(order if splits else order.defer_weights(), measured[per_rank], True)
+            base = base or found
+            print(
+                f"{family:20} v {per_rank} k {k}: "
+                + "   ".join(f"{base[0] / t:5.2f} {size / base[1]:5.2f}" for t, size in (found, filled))
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="two cells and few rounds: whether it runs")
     parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--replay", action="store_true")
     for name, least in (("--ranks", 8), ("--microbatches", 8), ("--segments", 4)):
         parser.add_argument(name, type=int, default=least, help="of --sleep")
     options = parser.parse_args()
@@ -297,6 +371,10 @@ def main() -> None:
         deferred.Tape = stage_room.Tape = SleepingTape  # type: ignore[misc, attr-defined]
         print(header("Split backward: units that sleep, W as planned and in waits"))
         sleep(options)
+        return
+    if options.replay:
+        print(header("Split backward: orders of 4 and 8 ranks, simulated with measured units"))
+        replay()
         return
     rounds = 3 if options.quick else options.rounds
     print(header("Split backward: I and W beside B, two Llama-like blocks over one segment"))
