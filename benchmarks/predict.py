@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import FOREIGN_LIMIT, ForeignLoad, header
+from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header
 from model import HEAD_DIM, Block, cross_entropy
 from sharing import UnitSeconds, replay
 from torch import Tensor, nn
@@ -543,8 +543,7 @@ def main() -> None:
     if len(os.sched_getaffinity(0)) < CORES:
         parser.error(f"needs {CORES} cores")
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Freed memory stays with the process: else page faults, which differ between profile and step, take their time.
-    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    os.environ |= KEPT_HEAP
     print(header("Steps predicted from profiles, and plans against measured steps"))
     if options.any_load:
         print("# COUNTS STEPS UNDER ANY LOAD: no result")

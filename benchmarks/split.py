@@ -5,9 +5,10 @@
     python benchmarks/split.py --replay
 
 One process, one thread: two Llama-like blocks over one segment. Their backward comes whole, as I and W of this engine,
-and as torch's ``stage_backward_input`` and ``stage_backward_weight``, in turn within every round. Times are of the
-engine's units (torch's: of the two calls), bytes in shares of what the graph of torch's F saved. Then W of short
-segments: adding a product to a gradient in place, beside one product and one addition, which is what autograd does.
+and as torch's ``stage_backward_input`` and ``stage_backward_weight``; each split in turn with the whole one, in a heap
+that keeps its pages. Times are of the engine's units (torch's: of the two calls), bytes in shares of what the graph of
+torch's F saved. Then W of short segments: adding a product to a gradient in place, beside one product and one addition,
+which is what autograd does.
 
 ``--sleep``: ranks as threads whose units sleep, each as long as a seed says (jitter of 20 %), so that there may be more
 ranks than cores. It prints what an order loses with W where the order has it and with W in waits, beside the simulation
@@ -20,16 +21,18 @@ their seconds and bytes: speed and peak memory beside 1f1b's, with W where the o
 from __future__ import annotations
 
 import argparse
+import gc
 import math
+import os
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import header
+from common import KEPT_HEAP, header
 from model import Block as ModelBlock
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -46,6 +49,7 @@ from seq1f1b.testing import run_ranks
 
 HEAD_DIM = 64
 ORDERS = {"whole": "F0.0 B0.0", "split": "F0.0 I0.0 W0.0"}
+WARM_UP = 3
 
 
 class Norm(nn.Module):
@@ -113,6 +117,7 @@ class Torch:
         self.saved = self.held = 0
 
     def seconds(self) -> tuple[float, float]:
+        gc.collect()  # its graphs are circles, which would make the heap grow with every call
         x = self.x.detach().requires_grad_()
         with SavedBytes([self.module], [x]) as saved:
             loss = (self.module(x) * self.seed).sum()
@@ -138,21 +143,16 @@ def compare(hidden: int, tokens: int, dtype: torch.dtype, rounds: int) -> tuple[
     x, seed = torch.randn(1, tokens, hidden).to(dtype), torch.randn(1, tokens, hidden).to(dtype)
     whole, split = (Engine(order, make_blocks(hidden, dtype), x.clone().requires_grad_(), seed) for order in ORDERS)
     theirs = Torch(make_blocks(hidden, dtype), x, seed)
-    arms: dict[str, Callable[[], tuple[float, float]]] = {
-        "whole": whole.seconds, "ours": split.seconds, "torch": theirs.seconds
-    }  # fmt: skip
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    for turn in range(-2, rounds):
-        for name, run in arms.items():
-            found = run()
-            if turn >= 0:
-                times[name].append(found)
-    base = [b for b, _ in times["whole"]]
-    ratios = {
-        name: statistics.median((i + w) / b for (i, w), b in zip(times[name], base, strict=True))
-        for name in ("ours", "torch")
+    seconds: dict[str, list[tuple[float, float]]] = {"whole": [], "ours": [], "torch": []}
+    ratios = {}
+    for name, arm in (("ours", split.seconds), ("torch", theirs.seconds)):
+        pairs = [(whole.seconds(), arm()) for _ in range(WARM_UP + rounds)][WARM_UP:]
+        ratios[name] = statistics.median(sum(found) / base for (base, _), found in pairs)
+        seconds["whole"] += (base for base, _ in pairs)
+        seconds[name] += (found for _, found in pairs)
+    parts = {
+        name: [statistics.median(part) * 1e3 for part in zip(*found, strict=True)] for name, found in seconds.items()
     }
-    parts = {name: [statistics.median(part) * 1e3 for part in zip(*times[name], strict=True)] for name in arms}
     kept = split.engine.last_step.activations[0]
     held = (kept.kept + kept.gradients) * tokens / theirs.saved  # keys and values, in our cache, are gone with I
     print(
@@ -366,6 +366,8 @@ def main() -> None:
         parser.add_argument(name, type=int, default=least, help="of --sleep")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if os.environ != os.environ | KEPT_HEAP:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEPT_HEAP)
     if options.sleep:
         # In the modules' own names, which a type checker takes for fixed.
         deferred.Tape = stage_room.Tape = SleepingTape  # type: ignore[misc, attr-defined]

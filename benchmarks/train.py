@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch_attention
 from arms import Arm, Case, OurArm, Spec, timed
-from common import FOREIGN_LIMIT, ForeignLoad, Pairs, header, in_turn, look_at_rates, spawn
+from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, Pairs, header, in_turn, look_at_rates, spawn
 
 
 def load_example() -> ModuleType:
@@ -138,8 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("Torch's attention and ours in training steps, two processes of one thread"))
-    # Freed memory stays: else eager attention spends its time in page faults.
-    os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+    os.environ |= KEPT_HEAP
     spawn(2, measure_attention, options.model, options.pairs, options.only)
 
 
