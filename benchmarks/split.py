@@ -21,7 +21,6 @@ their seconds and bytes: speed and peak memory beside 1f1b's, with W where the o
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import random
@@ -117,7 +116,6 @@ class Torch:
         self.saved = self.held = 0
 
     def seconds(self) -> tuple[float, float]:
-        gc.collect()  # its graphs are circles, which would make the heap grow with every call
         x = self.x.detach().requires_grad_()
         with SavedBytes([self.module], [x]) as saved:
             loss = (self.module(x) * self.seed).sum()

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -54,7 +55,7 @@ class Tape:
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
         use.layer.check(use.weight)
-        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        x, dy = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         self.products.append(Product(use, x, dy, _versions(use, x, dy)))
         self._noted[id(use.weight)] = use.weight.numel()
 
@@ -73,7 +74,7 @@ class Tape:
                 f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
                 "W, which needs all three as they were"
             )
-        _accumulate(use.weight, x, dy)
+        _accumulate(use.weight, x, dy, use.layer.is_hooked)
         return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
@@ -95,6 +96,18 @@ class Layer:
         self.module = module
         self._parent, self._child = parent, child
         self._cast: tuple[int, Tensor] | None = None  # for autocast: the weight's version, and its copy
+
+    @cached_property
+    def is_hooked(self) -> bool:
+        """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
+
+        Hooks of the node that accumulates live as long as somebody in Python holds it.
+        """
+        weight = self.module.weight
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            return True
+        edge = get_gradient_edge(weight)
+        return sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
 
     def check(self, weight: nn.Parameter) -> None:
         """Raises where the module or the weight of a forward is no longer the stage's."""
@@ -169,10 +182,9 @@ def autocast(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor.to(dtype)
 
 
-@torch.no_grad()
-def _accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+def _accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) -> None:
     """Adds the product to the weight's gradient as autograd would, but without a temporary of the weight's size."""
-    if _is_hooked(weight):
+    if is_hooked:
         torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
         return
     dtype = weight.grad_dtype or weight.dtype
@@ -186,17 +198,6 @@ def _accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
         rows = max(1, _BLOCK // x.shape[1])
         for i in range(0, dy.shape[1], rows):
             weight.grad[i : i + rows].add_(dy[:, i : i + rows].t() @ x)
-
-
-def _is_hooked(weight: nn.Parameter) -> bool:
-    """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
-
-    Hooks of the node that accumulates live as long as somebody in Python holds it.
-    """
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return True
-    edge = get_gradient_edge(weight)
-    return sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------

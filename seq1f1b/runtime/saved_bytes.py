@@ -50,7 +50,7 @@ class SavedBytes:
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output, kept as it is, would keep its own graph
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
@@ -318,15 +319,38 @@ def test_five_steps_leave_no_tensors():
     assert len(set(counts[1:])) == 1, counts
 
 
+def test_a_step_that_fails_leaves_no_graph():
+    kept = []
+
+    class Exp(nn.Module):
+        def forward(self, x):
+            output = x.exp()  # which its own backward takes
+            kept.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+    module, (x, target) = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Exp()).double(), data()
+
+    def loss_fn(output, target):
+        if len(kept) == M:
+            raise ValueError("the last one fails")
+        return mean_of_squares(output, target)
+
+    with pytest.raises(Exception, match="the last one fails"):
+        engine_of(module, loss_fn=loss_fn, schedule="gpipe", num_segments=1).step(x, target=target)
+    gc.collect()
+    assert len(kept) == M
+    assert all(storage.expired() for storage in kept)
+
+
 def test_products_are_dropped_as_they_are_done(monkeypatch):
     module, (x, target) = mlp(), data()
     seen = []
     accumulate = deferred._accumulate
 
-    def watched(weight, x, dy):
+    def watched(weight, x, dy, *others):
         assert all(ref() is None for ref in seen[:-1])
         seen.append(weakref.ref(dy))
-        accumulate(weight, x, dy)
+        accumulate(weight, x, dy, *others)
 
     monkeypatch.setattr(deferred, "_accumulate", watched)
     engine_of(module).step(x, target=target)
