@@ -176,7 +176,7 @@ def short_segments(rounds: int) -> None:
         times: tuple[list[float], list[float]] = ([], [])
 
         def in_place(weight=weight, x=x, dy=dy) -> None:
-            deferred._accumulate(weight, x, dy)
+            deferred._accumulate(weight, x, dy, False)
 
         def apart(other=other, x=x, dy=dy) -> None:
             with torch.no_grad():
