@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -62,12 +63,13 @@ GRID = list(dict.fromkeys(cases()))
 SLICE = [case for i, case in enumerate(GRID) if i % 37 == 7]
 
 
-def check(name, P, M, k, v, uneven):
+def check(name, P, M, k, v, uneven, weights="planned"):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, M)
-    losses, gradients, _ = run_order(model, schedule, tokens, target, sizes=SIZES[k] if uneven else None)
+    sizes = SIZES[k] if uneven else None
+    losses, gradients, _ = run_order(model, schedule, tokens, target, sizes=sizes, weights=weights)
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert max(abs(float(a) - float(b)) for a, b in zip(losses, truth[0], strict=True)) <= 1e-12
 
@@ -78,9 +80,32 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("weights", ["planned", "fill"])
 @pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
-def test_whole_grid(name, P, M, k, v, uneven):
-    check(name, P, M, k, v, uneven)
+def test_whole_grid(name, P, M, k, v, uneven, weights):
+    check(name, P, M, k, v, uneven, weights)
+
+
+SIXTEEN_BITS = [
+    ("zb-h1", 3, 6, 1, 1, "planned"), ("seq-zb-h2", 2, 4, 4, 1, "planned"), ("zbv", 2, 4, 1, 2, "planned"),
+    ("seq-zbv", 2, 3, 3, 2, "fill"), ("dualpipev", 2, 4, 1, 2, "planned"), ("seq1f1b-interleaved", 2, 4, 2, 2, "fill"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "weights"), SIXTEEN_BITS)
+def test_16_bit_parameters(name, P, M, k, v, weights):
+    """No further from float64 than the same 16-bit model run whole by torch, whose sums are of 16 bits, too."""
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG, torch.bfloat16)
+    truth = run_whole(copy.deepcopy(model).double(), tokens, target, M)[1]
+    whole = gradient_error(run_whole(model, tokens, target, M)[1], truth)
+    _, gradients, reports = run_order(
+        model, schedule, tokens, target, sizes=SIZES[k] if k > 1 else None, weights=weights
+    )
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+    assert all(stage.deferred_weights > 0 for report in reports for stage in report.stages)
+    assert gradient_error(gradients, truth) <= 1.1 * whole
 
 
 def random_split_orders(count):
