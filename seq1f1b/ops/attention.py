@@ -8,11 +8,13 @@ any model can be checked against itself run whole.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
@@ -66,21 +68,29 @@ def causal_attention(
         window: number of keys that a query sees, its own included; default all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
-        doc_ids: (batch, tokens) integers of the segment's tokens; a query sees the keys of its own document only.
+        doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
     Returns:
         (batch, heads, tokens, head_dim) of q's dtype, in memory (batch, tokens, heads, head_dim).
     Raises:
         ValueError, TypeError: shapes or dtypes disagree, or an option is out of range.
-        RuntimeError: inside a step, if the KV cache is used out of order, e.g. one layer twice in a forward.
+        RuntimeError: inside a step, if the KV cache is used out of order, e.g. one layer twice in a forward; for
+            forward-mode differentiation.
     Source: Seq1F1B, arXiv:2406.03488.
     """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is {value!r:.80}, must be a tensor")
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids)
+    if not isinstance(layer, Tensor):
+        _check_layer(layer)
     # Two tensors for "none": dynamo refuses one tensor in two places of an autograd.Function.
     slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
-    docs = q.new_empty(0) if doc_ids is None else doc_ids.to(torch.int32)
+    docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
     options = (slopes, docs, *_options(q, scale, window, softcap))
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not torch.compiler.is_compiling():
+        _check_tangents(q=q, k=k, v=v)
     in_step = stepping if torch.compiler.is_compiling() else _C.in_step()
 
     if in_step:
@@ -102,10 +112,16 @@ def layer_handle(index: int) -> Tensor:
     Raises:
         ValueError: index is negative.
     """
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
+    _check_layer(index)
     _C.layer_register(index)
     return torch.tensor(index, dtype=torch.int64, device="cpu")
+
+
+def _check_layer(index: int) -> None:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
+    if index < 0:
+        raise ValueError(f"layer is {index}, must be 0 or more")
 
 
 def token_offset(*, shard: tuple[int, int] | None = None) -> int:
@@ -147,7 +163,7 @@ def positions(
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
     rank, size = (0, 1) if shard is None else check_shard(shard)
     x = x.detach()
-    docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else doc_ids.to(torch.int32)
+    docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else _ids(doc_ids)
     return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
 
 
@@ -247,6 +263,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
     if slopes is not None:
+        if slopes.is_complex():
+            raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
         if slopes.requires_grad:
             raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
         if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
@@ -258,12 +276,38 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
             raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
 
 
+def _check_tangents(**inputs: Tensor) -> None:
+    """No op here has a rule for forward-mode differentiation: it would lose the tangents without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for name, t in inputs.items():
+        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
+
+
+def _ids(doc_ids: Tensor) -> Tensor:
+    """In 32 bits, if they fit."""
+    ids = doc_ids.to(torch.int32)
+    if doc_ids.dtype != torch.int64 or doc_ids.device.type == "meta":
+        return ids
+    fit, rule = (ids == doc_ids).all(), "doc_ids must lie in -2^31..2^31 - 1"
+    if torch.compiler.is_compiling() or doc_ids.is_cuda:
+        torch._assert_async(fit, rule)  # without waiting for a device
+    elif not fit:
+        raise ValueError(f"{rule}: they reach from {int(doc_ids.min())} to {int(doc_ids.max())}")
+    return ids
+
+
 def _options(q: Tensor, scale: float | None, window: int | None, softcap: float | None) -> tuple[float, int, float]:
     """What the ops take for scale, window and softcap, where 0 stands for none."""
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, must be at least 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, must be above 0")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"window is {window!r}, must be an int")
+    if window is not None and not 1 <= window < 2**63:
+        raise ValueError(f"window is {window}, must be at least 1 and below 2^63")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}, must be above 0 and finite")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}, must be finite")
     return float(scale) if scale is not None else q.shape[3] ** -0.5, window or 0, softcap or 0.0
 
 

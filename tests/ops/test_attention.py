@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import platform
 import time
 
@@ -11,6 +12,7 @@ import torch
 from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import seq1f1b.ops.attention as attention
 from seq1f1b import _C
@@ -289,6 +291,18 @@ BAD = {
     ),
     "documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"\(2, 12\)"),
     "float documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 12)}, TypeError, "must be an integer type"),
+    "no tensor": (lambda q, k, v: {"k": None}, TypeError, "k is None, must be a tensor"),
+    "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer is -1, must be 0 or more"),
+    "wide window": (lambda q, k, v: {"window": 2**63}, ValueError, "window is 9223372036854775808, must be"),
+    "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window is 2.5, must be an int"),
+    "infinite softcap": (lambda q, k, v: {"softcap": math.inf}, ValueError, "softcap is inf, must be"),
+    "scale": (lambda q, k, v: {"scale": math.nan}, ValueError, "scale is nan, must be finite"),
+    "complex slopes": (
+        lambda q, k, v: {"alibi_slopes": torch.ones(4, dtype=torch.complex64)}, TypeError, "must be real",
+    ),
+    "wide documents": (
+        lambda q, k, v: {"doc_ids": torch.full((2, 12), 2**31)}, ValueError, "they reach from 2147483648 to 2147483648",
+    ),
     "layout": (lambda q, k, v: {"q": q.to_sparse()}, ValueError, "layout torch.sparse_coo"),
 }  # fmt: skip
 
@@ -305,6 +319,36 @@ def test_bad_input_is_named(name: str) -> None:
 def test_bad_layer_handles(layer: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         layer_handle(layer)  # type: ignore[arg-type]
+
+
+def test_compiled_code_refuses_wide_documents() -> None:
+    q, k, v = random_qkv(4, 2)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(doc_ids: Tensor) -> Tensor:
+        return causal_attention(q, k, v, layer=0, doc_ids=doc_ids)
+
+    ids = torch.arange(12).expand(2, 12) // 5
+    torch.testing.assert_close(compiled(ids), causal_attention(q, k, v, layer=0, doc_ids=ids))
+    with pytest.raises(RuntimeError, match="doc_ids must lie in"):
+        compiled(ids + 2**32)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_tangents_are_refused(learns: bool) -> None:
+    q, k, v = random_qkv(4, 2)
+    q.requires_grad_(learns)
+
+    def attend(k: Tensor) -> Tensor:
+        return causal_attention(q, k, v, layer=0)
+
+    for differentiate in (lambda: torch.func.jvp(attend, (k,), (k,)), lambda: torch.func.jacfwd(attend)(k)):
+        with pytest.raises(RuntimeError, match="k has a tangent: attention has no forward-mode derivative"):
+            differentiate()
+    with forward_ad.dual_level():
+        attend(k)  # of no interest
+        with pytest.raises(RuntimeError, match="k has a tangent"):
+            attend(forward_ad.make_dual(k, k))
 
 
 def test_other_devices_are_refused() -> None:
