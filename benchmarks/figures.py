@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from seq1f1b.view import style
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f7f7f")
 MARKS = ("o", "s", "^", "D", "v")
 STYLE = {
@@ -108,16 +110,15 @@ def lines(
         plt.close(figure)
 
 
-PASSES = {"F": (0.38, "forward"), "B": (1.0, "backward")}  # strength of the colour, and its name
 BUBBLE = {"facecolor": "white", "edgecolor": "#bbbbbb", "hatch": "////", "linewidth": 0.0}
 
 
 def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> None:
-    """Measured steps, {heading: timeline}, one above the other on one time axis. Grey is the bubble."""
+    """Measured steps, {heading: timeline}, one above the other on one time axis. Dots are W in waits."""
     with plt.rc_context({**STYLE, "font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11, "legend.fontsize": 11}):
         figure, axes = plt.subplots(len(tracks), 1, figsize=(10.0, 4.2), sharex=True, layout="constrained")
         longest = 0.0
-        microbatches: set[int] = set()
+        shown = [unit for timeline in tracks.values() for track in timeline for unit, _, _ in track]
         for axis, (heading, timeline) in zip(axes, tracks.items(), strict=True):
             begin = min(start for track in timeline for _, start, _ in track)
             end = max(stop for track in timeline for _, _, stop in track) - begin
@@ -126,19 +127,20 @@ def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> No
             axis.set_title(heading, loc="left")
             for rank, track in enumerate(timeline):
                 axis.barh(rank, end, 0.86, **BUBBLE)
-                for unit, start, stop in track:
-                    strength, _ = PASSES[unit.kind]
+                for (unit, start, stop), in_wait in zip(track, style.in_waits(track), strict=True):
                     colour = matplotlib.colors.to_rgb(COLOURS[unit.microbatch % len(COLOURS)])
-                    fill = [1 - strength * (1 - part) for part in colour]
+                    strength = style.STRENGTH[unit.kind]
                     axis.barh(
-                        rank, stop - start, 0.86, left=start - begin, color=[fill], edgecolor="white", linewidth=0.8
-                    )
+                        rank, stop - start, 0.86, left=start - begin, edgecolor="white", linewidth=0.8,
+                        color=[[1 - strength * (1 - part) for part in colour]], hatch="...." if in_wait else None,
+                    )  # fmt: skip
+                    if stop - start < 0.012 * len(tracks) * end:
+                        continue  # no room for its name
                     text = f"{unit.microbatch}.{unit.segment}" if in_segments else f"{unit.microbatch}"
                     axis.text(
                         (start + stop) / 2 - begin, rank, text, ha="center", va="center_baseline",
-                        fontsize=8 if in_segments else 11, color="white" if strength == 1.0 else "black",
+                        fontsize=8 if in_segments else 11, color="white" if strength > 0.6 else "black",
                     )  # fmt: skip
-                    microbatches.add(unit.microbatch)
             axis.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
             axis.tick_params(axis="y", length=0)
             axis.invert_yaxis()
@@ -146,13 +148,22 @@ def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> No
         axes[-1].set_xlim(0, longest)
         axes[-1].set_xlabel("seconds")
         patch = matplotlib.patches.Patch
-        handles = [patch(color=COLOURS[m % len(COLOURS)], label=f"micro-batch {m}") for m in sorted(microbatches)]
-        handles += [patch(color=str(1 - 0.6 * strength), label=name) for strength, name in PASSES.values()]
+        handles = [
+            patch(color=COLOURS[m % len(COLOURS)], label=f"micro-batch {m}")
+            for m in sorted({unit.microbatch for unit in shown})
+        ]
+        handles += [
+            patch(color=str(1 - 0.6 * strength), label=style.PASSES[kind])
+            for kind, strength in style.STRENGTH.items()
+            if any(unit.kind == kind for unit in shown)
+        ]
+        if any(any(style.in_waits(track)) for timeline in tracks.values() for track in timeline):
+            handles.append(patch(facecolor="0.7", edgecolor="white", hatch="....", label="W in a wait"))
         handles.append(patch(**BUBBLE, label="bubble: the rank waits"))
         figure.legend(
             handles=handles,
             loc="outside lower center",
-            ncols=len(handles),
+            ncols=len(handles) if len(handles) < 8 else (len(handles) + 1) // 2,
             columnspacing=1.2,
             handlelength=1.2,
             title=caption,

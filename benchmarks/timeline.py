@@ -6,7 +6,7 @@ ranks wait for such moments. The picture shows, for each schedule, the counted s
 is measured in steps of equal lengths.
 
     python benchmarks/timeline.py docs/_static/timeline.png
-    python benchmarks/timeline.py docs/_static/waits.png --waits    # 1F1B with whole backwards, and with W in waits
+    python benchmarks/timeline.py docs/_static/waits.png --waits --microbatches 4    # 1F1B, and with W in waits
 """
 
 from __future__ import annotations
