@@ -121,7 +121,7 @@ def _check_layer(index: int) -> None:
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"layer is {index!r}, must be an int or what seq1f1b.layer_handle made")
     if index < 0:
-        raise ValueError(f"layer is {index}, must be 0 or more")
+        raise ValueError(f"layer key is {index}, must be at least 0")
 
 
 def token_offset(*, shard: tuple[int, int] | None = None) -> int:

@@ -292,7 +292,7 @@ BAD = {
     "documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"\(2, 12\)"),
     "float documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 12)}, TypeError, "must be an integer type"),
     "no tensor": (lambda q, k, v: {"k": None}, TypeError, "k is None, must be a tensor"),
-    "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer is -1, must be 0 or more"),
+    "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer key is -1, must be at least 0"),
     "wide window": (lambda q, k, v: {"window": 2**63}, ValueError, "window is 9223372036854775808, must be"),
     "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window is 2.5, must be an int"),
     "infinite softcap": (lambda q, k, v: {"softcap": math.inf}, ValueError, "softcap is inf, must be"),

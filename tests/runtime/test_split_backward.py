@@ -94,7 +94,10 @@ SIXTEEN_BITS = [
 
 @pytest.mark.parametrize(("name", "P", "M", "k", "v", "weights"), SIXTEEN_BITS)
 def test_16_bit_parameters(name, P, M, k, v, weights):
-    """No further from float64 than the same 16-bit model run whole by torch, whose sums are of 16 bits, too."""
+    """As far from float64 as the same 16-bit model run whole by torch: what rounding does, with chance in it.
+
+    Without one of the micro-batches it would be off by twenty times as much.
+    """
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG, torch.bfloat16)
@@ -105,7 +108,7 @@ def test_16_bit_parameters(name, P, M, k, v, weights):
     )
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
     assert all(stage.deferred_weights > 0 for report in reports for stage in report.stages)
-    assert gradient_error(gradients, truth) <= 1.1 * whole
+    assert gradient_error(gradients, truth) <= 1.5 * whole
 
 
 def random_split_orders(count):
