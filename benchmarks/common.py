@@ -25,7 +25,7 @@ from seq1f1b import _C
 FOREIGN_LIMIT = 0.08  # of one core; a step during which others used more does not count
 MIN_COUNTED = 15  # fewer counted steps per arm: "unmeasured"
 LOOKS, LOOK_SECONDS = 20, 0.001  # at what a core can multiply
-# Of processes to come: freed memory stays with them. Else they measure how fast the kernel brings pages back.
+# The environment of processes that keep freed memory. Others also measure how fast the kernel hands out pages.
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 

@@ -16,7 +16,7 @@ The interval of a step is the hypotenuse of independent parts, each moved on its
 
 A step counts while other processes use less than 8 % of a core; the median of a configuration's steps is compared.
 
-    python benchmarks/predict.py                 # all of it, about twelve minutes
+    python benchmarks/predict.py                 # all of it, up to about fifteen minutes
     python benchmarks/predict.py --any-load      # counts every step: to try it out on a machine in use, not for results
 """
 
@@ -285,7 +285,7 @@ def sizes_of(configuration: Configuration, profiles: Profiles) -> list[int]:
 def unit_costs(
     configuration: Configuration, profile: Profile, sizes: Sequence[int], factors: dict[str, float]
 ) -> UnitSeconds:
-    """Of every pass, with the copy of its message, which the sender makes."""
+    """Seconds of every pass. They include the copy of its message, which the sender makes."""
     num_stages = len(configuration.layers)
     model = CostModel(
         SETUPS[configuration.setup].shape(sum(configuration.layers)),

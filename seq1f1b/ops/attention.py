@@ -281,7 +281,7 @@ def _check_tangents(**inputs: Tensor) -> None:
     if forward_ad._current_level < 0:
         return
     for name, t in inputs.items():
-        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call] # torch's has no types
             raise RuntimeError(f"{name} has a tangent: attention has no forward-mode derivative, use the backward")
 
 
