@@ -435,9 +435,11 @@ def timed(arm: Arm) -> float:
     return seconds
 
 
-def bubble(arm: Arm) -> float:
-    """Of the last step: the share of the ranks' time, from the first unit's start to the last one's end, in no unit.
+def idle_shares(arm: Arm) -> tuple[float, float]:
+    """Of the last step: the bubble, and the least bubble that any order of these units could have.
 
+    The bubble: the share of the ranks' time, from the first unit's start to the last one's end, in no unit. The least
+    one: no step is shorter than the units of its busiest rank, so that the others are idle for the difference.
     Collective.
     """
     spans = arm.spans()
@@ -445,4 +447,5 @@ def bubble(arm: Arm) -> float:
     tracks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(tracks, own)
     starts, ends, busy = zip(*tracks, strict=True)
-    return 1.0 - sum(busy) / (len(tracks) * (max(ends) - min(starts)))
+    mean = sum(busy) / len(busy)
+    return 1.0 - mean / (max(ends) - min(starts)), 1.0 - mean / max(busy)

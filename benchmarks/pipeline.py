@@ -9,7 +9,8 @@ Rounds run every arm once, forwards and backwards in turn. A step counts only wh
 a core; a ratio is the median over the rounds in which both steps counted, with its 95 % interval (bootstrap), and fewer
 than 15 are "unmeasured". Before, each arm's loss and gradients are compared with the model run whole in float64.
 Memory is measured in processes of its own: the peak of resident memory in a step over what is resident before it, on
-the rank where it is largest. `bubble` is the time in no unit, from the first unit to the last.
+the rank where it is largest. `bubble` is the time in no unit, from the first unit to the last; `least` what it would
+still be if the busiest rank never waited, so that no order of the same units has less.
 
     python benchmarks/pipeline.py --length 2048 --microbatches 2 4           # every schedule, both attentions
     python benchmarks/pipeline.py --schedules 1F1B seq1f1b --segments 1 2 4 8 16 --split even flops profiled
@@ -43,8 +44,8 @@ from arms import (
     OurArm,
     Spec,
     Unavailable,
-    bubble,
     errors,
+    idle_shares,
     make_arm,
     timed,
     whole_model,
@@ -93,14 +94,15 @@ class Results(Records):
         pairs = Pairs()
         for r in self.of("round", case):
             if a.label in r["steps"] and b.label in r["steps"]:
-                (x, foreign_x, _), (y, foreign_y, _) = r["steps"][a.label], r["steps"][b.label]
+                (x, foreign_x, *_), (y, foreign_y, *_) = r["steps"][a.label], r["steps"][b.label]
                 pairs.add(x, y, max(foreign_x, foreign_y) < self.limit)
         return pairs
 
-    def steps(self, case: Case, spec: Spec) -> list[tuple[float, bool, float]]:
-        """(seconds, counted, bubble) of every step."""
+    def counted(self, case: Case, spec: Spec) -> tuple[list[tuple[float, ...]], int]:
+        """(seconds, bubble, least bubble) of every step that counts, and the number of those that do not."""
         steps = [r["steps"][spec.label] for r in self.of("round", case) if spec.label in r["steps"]]
-        return [(seconds, foreign < self.limit, share) for seconds, foreign, share in steps]
+        counted = [(seconds, *shares) for seconds, foreign, *shares in steps if foreign < self.limit]
+        return counted, len(steps) - len(counted)
 
     def peak(self, case: Case, spec: Spec) -> dict[str, Any] | None:
         return next((r for r in reversed(self.of("peak", case)) if Spec(**r["spec"]) == spec), None)
@@ -143,7 +145,7 @@ def measure(
         for spec, arm in list(arms.items())[:: -1 if turn % 2 else 1]:
             load.start()
             seconds, foreign = timed(arm), load.cores()
-            steps[spec.label] = (seconds, foreign, bubble(arm))
+            steps[spec.label] = (seconds, foreign, *idle_shares(arm))
         if results is not None:
             results.add(what="round", case=str(case), steps=steps)
 
@@ -287,13 +289,13 @@ def bars() -> list[Bar]:
 # -- showing -------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
-    f"{'schedule':44} {'s/step':>7} {'spread':>15} {'tokens/s':>8} {'over 1F1B':>26} {'bubble':>6} "
+    f"{'schedule':44} {'s/step':>7} {'spread':>15} {'tokens/s':>8} {'over 1F1B':>26} {'bubble':>6} {'least':>5} "
     f"{'peak MB':>8} {'error of loss, gradients':>24}  steps"
 )
 
 
 def show(results: Results) -> None:
-    loads = sorted(foreign for r in results.records if r["what"] == "round" for _, foreign, _ in r["steps"].values())
+    loads = sorted(foreign for r in results.records if r["what"] == "round" for _, foreign, *_ in r["steps"].values())
     if loads:
         print(
             f"# a step counts while other processes use less than {results.limit:g} of a core; in all of them it was "
@@ -328,25 +330,24 @@ def row(results: Results, case: Case, spec: Spec) -> str:
     refused = arm.get("refused") or peak.get("refused")
     if refused:
         return f"{spec.name:44} {refused}"
-    steps = results.steps(case, spec)
-    counted = [(seconds, share) for seconds, counts, share in steps if counts]
+    counted, discarded = results.counted(case, spec)
     text = f"{spec.name:44} "
     if counted:
-        seconds = sorted(s for s, _ in counted)
+        seconds = sorted(step[0] for step in counted)
         median, pairs = statistics.median(seconds), results.pairs(case, base_of(spec), spec)
         quartiles = f"{seconds[len(seconds) // 4]:.3f}..{seconds[-1 - len(seconds) // 4]:.3f}"
         ratio = "{:.3f} [{:.3f}, {:.3f}]".format(*pairs.ratio()) if pairs.a else "-"
         ratio = ratio if pairs.measured else f"unmeasured ({len(pairs.a)})"
         rate = case.length * case.microbatches / median
-        text += (
-            f"{median:7.3f} {quartiles:>15} {rate:8.0f} {ratio:>26} {statistics.median(b for _, b in counted):6.1%} "
-        )
+        text += f"{median:7.3f} {quartiles:>15} {rate:8.0f} {ratio:>26} "
+        text += f"{statistics.median(step[1] for step in counted):6.1%} "
+        least = [step[2] for step in counted if len(step) > 2]
+        text += f"{statistics.median(least):5.1%} " if least else f"{'-':>5} "
     else:
-        text += f"{'':7} {'':15} {'':8} {'':26} {'':6} "
+        text += f"{'':7} {'':15} {'':8} {'':26} {'':6} {'':5} "
     text += f"{max(peak['growth']) / 2**20:8.0f} " if "growth" in peak else f"{'-':>8} "
     if "loss_error" in arm:
         text += f"{arm['loss_error']:11.1e}, {arm['gradient_error']:11.1e}  {len(counted)}"
-        discarded = len(steps) - len(counted)
         text += f", {discarded} discarded" if discarded else ""
     return text.rstrip()
 
