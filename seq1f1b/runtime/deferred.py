@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
@@ -49,12 +48,20 @@ class Product(NamedTuple):
 class Tape:
     """The products that one unit leaves to its W, in the order in which its backward came to them."""
 
+    is_open = False  # True from I on: until then a gradient is one that the stage takes for itself
+
     def __init__(self, noted: dict[int, int]) -> None:
         self.products: deque[Product] = deque()
         self._noted = noted  # gets the elements of every weight that a product is for, by the weight's id
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
         use.layer.check(use.weight)
+        if not self.is_open or torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{use.layer.name}: the stage takes a gradient through this layer inside its forward (as by "
+                "torch.autograd.grad), and a schedule that splits the backward would lose the weight's part. Use a "
+                "schedule with whole backwards"
+            )
         x, dy = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         self.products.append(Product(use, x, dy, _versions(use, x, dy)))
         self._noted[id(use.weight)] = use.weight.numel()
@@ -159,7 +166,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, value, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
         dx = dy @ value if ctx.needs_input_grad[0] else None

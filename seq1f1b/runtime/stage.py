@@ -358,6 +358,8 @@ class StageStep:
         unit.forward = False
         roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[s])
         enter(unit)
+        if unit.tape is not None:
+            unit.tape.is_open = True
         if roots and self._parallel is None:
             torch.autograd.backward(roots, seeds)
         elif roots:

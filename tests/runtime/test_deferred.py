@@ -376,6 +376,29 @@ def test_a_tape_is_taken_once(monkeypatch):
         engine_of(module).step(x, target=target)
 
 
+class Penalised(nn.Module):
+    """Adds the norm of its layer's gradient by the input, as a gradient penalty does."""
+
+    def __init__(self, create_graph):
+        super().__init__()
+        self.layer, self.create_graph = nn.Linear(HIDDEN, HIDDEN), create_graph
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y = torch.tanh(self.layer(x))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=self.create_graph, retain_graph=True)
+        return y + slope
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_gradient_inside_the_forward_is_refused_or_right(create_graph):
+    """Its product must not reach the tape: with I of the unit it would be taken for a gradient of the loss."""
+    module, (x, target) = Penalised(create_graph).double(), data()
+    with pytest.raises(RuntimeError, match=r"layer: the stage takes a gradient .* schedule with whole backwards"):
+        engine_of(module).step(x, target=target)
+    compare(module, schedule="seq1f1b")
+
+
 class Meddling(nn.Module):
     """Does something in the backward of the second segment of micro-batch 0, once its layers are through."""
 
