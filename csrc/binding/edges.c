@@ -35,10 +35,11 @@ static s1f_status relay_result(PyObject *result, PyGILState_STATE state)
     return status;
 }
 
-static s1f_status relay_begin_step(void *context, int64_t step, int32_t num_places)
+static s1f_status relay_begin_step(void *context, int64_t step, int64_t most_payload)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    return relay_result(PyObject_CallMethod(context, "begin_step", "Li", (long long)step, (int)num_places), state);
+    return relay_result(PyObject_CallMethod(context, "begin_step", "LL", (long long)step, (long long)most_payload),
+                        state);
 }
 
 static s1f_status relay_post(void *context, int64_t sequence, void *place)

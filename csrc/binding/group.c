@@ -237,9 +237,10 @@ static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
         s1f_status status;
         int32_t length = bytes > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)bytes;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
+        status = s1f_group_gather(group, &epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
         Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? s1f_list_of(fds.count, gathered_item, &g) : s1f_raise_for_group(status, group);
+        result = status == S1F_OK ? Py_BuildValue("NI", s1f_list_of(fds.count, gathered_item, &g), epoch)
+                                  : s1f_raise_for_group(status, group);
     }
     free(g.fds);
     free(g.bytes);
@@ -267,6 +268,7 @@ PyMethodDef s1f_group_methods[] = {
     {"group_failure", group_failure, METH_O, "group_failure(group): (rank, text, unit, edge), None if no rank failed."},
     {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure."},
     {"group_gather", group_gather, METH_VARARGS,
-     "group_gather(group, epoch, round, recovering, data, hangup_fds): the bytes of every rank, in rank order."},
+     "group_gather(group, epoch, round, recovering, data, hangup_fds): (bytes of every rank in rank order, epoch); the "
+     "bytes are none where the epoch is a later one, in which a rank has come."},
     {NULL, NULL, 0, NULL},
 };

@@ -468,14 +468,36 @@ s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void 
 
 /* -- small collectives ------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
+static uint32_t epoch_of(mailbox *box)
+{
+    return (uint32_t)(atomic_load_explicit(&box->given.position, memory_order_acquire) >> 32);
+}
+
+/* Copies what a rank gave to this round. A rank that left may write its next contribution meanwhile: its epoch, which
+ * it raises before it writes, then tells. */
+static s1f_status take(s1f_group *group, int32_t rank, uint32_t round, char *out, int32_t *out_bytes)
+{
+    const mailbox *box = &group->mailboxes[rank];
+    int32_t bytes = box->bytes[round % 2];
+    if (bytes < 0 || bytes > S1F_GATHER_BYTES)
+        return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)bytes);
+    memcpy(out + (size_t)rank * S1F_GATHER_BYTES, box->data[round % 2], (size_t)bytes);
+    out_bytes[rank] = bytes;
+    atomic_thread_fence(memory_order_acquire);
+    return S1F_OK;
+}
+
+s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes)
 {
     if (bytes < 0 || bytes > S1F_GATHER_BYTES)
         return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
                         (int)bytes);
-    uint64_t target = ((uint64_t)epoch << 32) + round + 1;
+    uint64_t start = (uint64_t)*epoch << 32, target = start + round + 1;
     mailbox *own = &group->mailboxes[group->rank];
+    if (epoch_of(own) < *epoch)
+        s1f_signal_raise(&own->given, start);
+    atomic_thread_fence(memory_order_release);
     own->bytes[round % 2] = bytes;
     memcpy(own->data[round % 2], data, (size_t)bytes);
     s1f_signal_raise(&own->given, target);
@@ -488,15 +510,17 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, in
                                   .edge = "all ranks to meet",
                                   .sequence = -1};
         s1f_status status = s1f_group_wait(group, &box->given, target, &reason);
+        if (status == S1F_OK)
+            status = take(group, rank, round, out, out_bytes);
+        if (recovering && epoch_of(box) > *epoch && (status == S1F_OK || status == S1F_ERR_STATE)) {
+            *epoch = epoch_of(box);
+            return S1F_OK;
+        }
+        if (!recovering && status == S1F_ERR_STATE && s1f_group_has_failed(group))
+            return s1f_group_check(group);
         if (status != S1F_OK)
             return status;
-        int32_t box_bytes = box->bytes[round % 2];
-        if (box_bytes < 0 || box_bytes > S1F_GATHER_BYTES)
-            return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)box_bytes);
-        memcpy(out + (size_t)rank * S1F_GATHER_BYTES, box->data[round % 2], (size_t)box_bytes);
-        out_bytes[rank] = box_bytes;
     }
     /* A rank that left because of a failure may write its next round while it is read here; then the failure stands. */
-    atomic_thread_fence(memory_order_acquire);
     return recovering ? S1F_OK : s1f_group_check(group);
 }

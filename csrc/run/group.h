@@ -69,8 +69,10 @@ void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have l
 
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
  * (epoch, round) is the same on all ranks and rises; rounds of an epoch count from 0. Needs a block that all ranks
- * share. recovering: goes on while a failure stands. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
-s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
+ * share. recovering: goes on while a failure stands; if a rank has come in a later epoch, which it then will not leave
+ * without this one, *epoch becomes that, out is of no use, and the caller begins there. hangup_fds[num_ranks]: as of an
+ * arena end, or NULL. Blocks. */
+s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
 
 /* A rank waits for signals: 64-bit positions that another thread or process raises. A futex lies on the low half. */

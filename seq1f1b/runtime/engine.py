@@ -33,7 +33,7 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule, build_schedule, unit_of
-from seq1f1b.transport import DTYPES, RankGroup, resolve_group
+from seq1f1b.transport import DTYPES, RankGroup, resolve_group, withdraw
 
 __all__ = ["PipelineEngine"]
 
@@ -75,7 +75,8 @@ class PipelineEngine:
             ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
             within a host, leave them on the GPUs: these two have run over stand-ins only, never on a GPU.
             ``engine.edges`` says which one carries each.
-        timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation).
+        timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation),
+            and until all ranks have come here.
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
         prefetch: receive places beyond the most that the order needs at once.
@@ -122,36 +123,42 @@ class PipelineEngine:
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
     ) -> None:
-        schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
-            schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
-        )
-        modules = modules_of(stage)
-        self._options = Options(
-            num_microbatches=num_microbatches,
-            num_segments=num_segments,
-            segment_sizes=segment_sizes,
-            model_shape=model_shape,
-            seq_dim=seq_dim,
-            arg_rules=arg_rules or {},
-            loss_fn=loss_fn,
-            loss_reduction=loss_reduction,
-            loss_weight=loss_weight,
-            scale_grads=scale_grads,
-            transport=transport,
-            timeout=timeout,
-            first_step_timeout=first_step_timeout,
-            grad_dtype=grad_dtype,
-            prefetch=prefetch,
-            spin_us=spin_us,
-            weights=weights,
-            shard=shard,
-        )
-        self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
-        self.shard = shard
-        self.device = common_device(modules)
+        try:
+            schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
+                schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
+            )
+            modules = modules_of(stage)
+            self._options = Options(
+                num_microbatches=num_microbatches,
+                num_segments=num_segments,
+                segment_sizes=segment_sizes,
+                model_shape=model_shape,
+                seq_dim=seq_dim,
+                arg_rules=arg_rules or {},
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                loss_weight=loss_weight,
+                scale_grads=scale_grads,
+                transport=transport,
+                timeout=timeout,
+                first_step_timeout=first_step_timeout,
+                grad_dtype=grad_dtype,
+                prefetch=prefetch,
+                spin_us=spin_us,
+                weights=weights,
+                shard=shard,
+            )
+            self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
+            self.shard = shard
+            self.device = common_device(modules)
+            check_launch(group)
+        except BaseException as error:
+            withdraw(group, error)
+            raise
         self._device_edges: DeviceEdges | None = None
-        check_launch(group)
-        self._group: RankGroup = resolve_group(group, transport)
+        arrival_timeout = max(timeout, first_step_timeout)
+        self._group: RankGroup = resolve_group(group, transport, timeout=timeout, arrival_timeout=arrival_timeout)
+        self._group.set_limits(timeout, spin_us)
         try:
             self._join(modules, schedule)
         except BaseException as error:
@@ -279,7 +286,13 @@ class PipelineEngine:
         return self._tied.counted_elsewhere()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps."""
+        """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
+
+        Args:
+            value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them: what a peer sends is data.
+        Raises:
+            TypeError: the value is something else.
+        """
         return self._group.all_gather_object(value)
 
     def report(self, gather: bool = False) -> Any:

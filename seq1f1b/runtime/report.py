@@ -10,10 +10,12 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
+from seq1f1b.transport.values import sendable
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
 
 _RUN = _C.OPCODES.index("RUN")
+sendable(Unit)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class StepRecord:
     deferred_weights: dict[int, int]  # by stage
 
 
+@sendable
 @dataclass(frozen=True)
 class StageReport:
     """One stage. Units and tokens are live from the start of their F to the end of their B, or W.
@@ -63,6 +66,7 @@ class StageReport:
     trained_weights: int
 
 
+@sendable
 @dataclass(frozen=True)
 class EdgeReport:
     """What carries the messages from one stage to the next, or gradients back, as seen from one of its two ranks.
@@ -78,6 +82,7 @@ class EdgeReport:
     transport: str
 
 
+@sendable
 @dataclass(frozen=True)
 class Report:
     """One rank's last step. Times in seconds, of the host: work that a CUDA device does later is not in them.

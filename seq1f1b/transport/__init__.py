@@ -4,7 +4,7 @@ Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/
 """
 
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
-from seq1f1b.transport.joining import connect, resolve_group
+from seq1f1b.transport.joining import connect, resolve_group, withdraw
 from seq1f1b.transport.loopback import LoopbackGroup
 
-__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "connect", "resolve_group"]
+__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "connect", "resolve_group", "withdraw"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
+from seq1f1b.transport.values import pack, unpack
 
 ARENA_BYTES = _C.ARENA_BYTES
 """Address space of one edge; memory appears as it is touched."""
@@ -56,6 +56,14 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
         gpu: on which the memory is; -1: host memory.
     """
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+
+
+class Superseded(Exception):
+    """Another rank tries to meet in a later epoch: it has left this one."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"epoch {epoch}")
+        self.epoch = epoch
 
 
 class RankGroup(ABC):
@@ -154,14 +162,26 @@ class RankGroup(ABC):
         return self._epoch
 
     def _recover(self) -> None:
-        """All ranks have left the failed step once they meet here; nobody enters a new one before it is forgotten."""
-        self._epoch += 1
-        self._round = 0
-        steps = self._gather(struct.pack("q", self.step), recovering=True)
-        self._forget_failure()
-        self._gather(b"", recovering=True)
+        """All ranks have left the failed step once they meet here; nobody enters a new one before it is forgotten.
+
+        A rank may give up and come again, with a new epoch each time. All go to the latest one.
+        """
+        epoch = self._enter_epoch(self._epoch + 1)
+        while True:
+            self._epoch, self._round = epoch, 0
+            try:
+                steps = self._gather(struct.pack("q", self.step), recovering=True)
+                self._forget_failure()
+                self._gather(b"", recovering=True)
+                break
+            except Superseded as later:
+                epoch = later.epoch
         self.step = max(struct.unpack("q", step)[0] for step in steps)
         self._acknowledged = False
+
+    def _enter_epoch(self, epoch: int) -> int:
+        """Tells the others of an epoch. Returns the latest that this rank knows."""
+        return epoch
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
@@ -172,7 +192,10 @@ class RankGroup(ABC):
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         self._round += 1
         fds = self._hangup_fds()
-        return _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+        everyones, epoch = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+        if epoch > self._epoch:
+            raise Superseded(epoch)
+        return everyones
 
     def _hangup_fds(self) -> list[int]:
         return [-1] * self.size
@@ -194,7 +217,8 @@ class RankGroup(ABC):
         self._gather(b"")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [pickle.loads(data) for data in self._gather(pickle.dumps(value))]
+        """Values of :mod:`seq1f1b.transport.values`, by rank."""
+        return [unpack(data) for data in self._gather(pack(value))]
 
     def _all_gather_floats(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         gathered = self._gather(struct.pack(f"{len(values)}d", *values))

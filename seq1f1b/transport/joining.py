@@ -6,16 +6,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from seq1f1b._C import PipelineError
+from seq1f1b.transport.arrival import SETUP_TIMEOUT, Arrival, refuse
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.shm import connect_shm
-from seq1f1b.transport.store import connect_store
-
-_next_generation = 0  # of pipelines whose edges go over a process group
+from seq1f1b.transport.store import StoreRank
 
 
-def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = ARENA_BYTES) -> RankGroup:
+def connect(
+    process_group: Any,
+    transport: str = "auto",
+    *,
+    arena_bytes: int = ARENA_BYTES,
+    arrival_timeout: float = 1800.0,
+    timeout: float = SETUP_TIMEOUT,
+) -> RankGroup:
     """Joins the processes of a torch process group into a pipeline. Collective.
 
     Args:
@@ -24,6 +31,10 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
         arena_bytes: address space of one edge; a smaller one only where address space is limited.
+        arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
+    Raises:
+        ValueError: the ranks ask for what cannot be; on every rank.
+        PipelineError: another rank failed, or did not come.
     """
     if transport not in ("auto", "shm", "c10d", "nccl", "copy"):
         raise ValueError(f'transport must be "auto", "shm", "c10d", "nccl" or "copy", got {transport!r}')
@@ -39,22 +50,33 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
             'through host memory: use init_process_group("cpu:gloo,cuda:nccl"), or name no backend'
         )
 
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, value, group=process_group)
-        return values
-
-    global _next_generation
-    meeting = Meeting(rank)
+    process_group = process_group or dist.group.WORLD
+    arrival = Arrival(process_group, rank, size, arrival_timeout, timeout)
+    group = None
     try:
-        wishes, names, tokens, generations = zip(
-            *gather((transport, meeting.name, meeting.token, _next_generation)), strict=True
-        )
-        generation = max(generations)
-        _next_generation = generation + 1
+        group = _connect(arrival, process_group, transport, arena_bytes, timeout)
+        arrival.gather(None)  # everyone has one
+        return group
+    except BaseException as error:
+        first = arrival.fail(error)
+        if group is not None:
+            group.close()
+        if first is not None and isinstance(error, (PipelineError, OSError)):  # which may be what the first one caused
+            raise first from error
+        raise
+    finally:
+        if not isinstance(group, StoreRank):
+            arrival.close()
+
+
+def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: int, timeout: float) -> RankGroup:
+    rank, size = arrival.rank, arrival.size
+    meeting = Meeting(rank, timeout)
+    try:
+        wishes, names, tokens = zip(*arrival.gather((transport, meeting.name, meeting.token)), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
-        unmet: list[dict[int, str]] = gather(meeting.dial(names, tokens))
+        unmet: list[dict[int, str]] = arrival.gather(meeting.dial(names, tokens))
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
                 raise ValueError(
@@ -72,13 +94,17 @@ def connect(process_group: Any, transport: str = "auto", *, arena_bytes: int = A
         for connection in connections.values():
             connection.close()
         connections = {}
-    address = "127.0.0.1" if one_host else None
-    process_group = process_group or dist.group.WORLD
-    return connect_store(rank, size, process_group, gather, address, connections, generation, arena_bytes)
+    return StoreRank(rank, size, process_group, arrival.link, connections, arrival.attempt, arena_bytes)
 
 
-def resolve_group(group: Any, transport: str = "auto") -> RankGroup:
-    """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1."""
+def resolve_group(
+    group: Any, transport: str = "auto", *, arrival_timeout: float = 1800.0, timeout: float = SETUP_TIMEOUT
+) -> RankGroup:
+    """Resolves an engine's ``group=``: a ProcessGroup, a loopback's rank, or None for the default group, else P = 1.
+
+    Args:
+        arrival_timeout, timeout: of :func:`connect`.
+    """
     if isinstance(group, RankGroup):
         return group
     if isinstance(group, LoopbackGroup):
@@ -87,4 +113,14 @@ def resolve_group(group: Any, transport: str = "auto") -> RankGroup:
         raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return LoopbackGroup(1)[0]
-    return connect(group, transport)
+    return connect(group, transport, arrival_timeout=arrival_timeout, timeout=timeout)
+
+
+def withdraw(group: Any, error: BaseException) -> None:
+    """Tells the other ranks of an engine's ``group=`` that this one failed before it could join them, and why."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return
+    if group is None or isinstance(group, dist.ProcessGroup):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank >= 0 and size > 1:
+            refuse(group or dist.group.WORLD, rank, error)

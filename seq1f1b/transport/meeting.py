@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
-SETUP_TIMEOUT = 120.0  # seconds for all ranks to arrive at set-up
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -38,7 +37,7 @@ class Meeting:
     id and a random 128-bit token that travelled through the process group.
     """
 
-    def __init__(self, rank: int, timeout_s: float = SETUP_TIMEOUT) -> None:
+    def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.name = f"\0seq1f1b-{secrets.token_hex(16)}"

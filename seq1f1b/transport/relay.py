@@ -23,9 +23,9 @@ _UINT8 = DTYPES.index(torch.uint8)
 class C10dRelay:
     """One end of an edge whose messages a torch process group moves between two private arenas.
 
-    Message ``n`` is one transfer of the header and as many payload bytes as message ``n`` of the edge's last step had,
-    which both ends know, and a second one of what is longer. So from the second step of a shape on, a receive is posted
-    in full before its message is sent.
+    A message is two transfers: its header, whose receive is posted before it is sent, and then the payload, whose size
+    the header tells. So both ends always ask for the same bytes, whatever steps their ranks run: gloo ends the process
+    where they do not.
 
     gloo cannot be polled, a wait of it that times out closes the pair, and aborting the group does not end a wait
     (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
@@ -51,10 +51,8 @@ class C10dRelay:
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
         self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
-        self._step = self._num_places = 0
-        self._expected: dict[int, int] = {}  # payload bytes by message number, of the step before
-        self._sizes: dict[int, int] = {}  # of this step
-        self._started: tuple[list[int], list[int]] = ([], [])  # bytes of first and second transfers begun in this step
+        self._step = self._most_payload = 0
+        self._started: tuple[list[int], list[int]] = ([], [])  # bytes of headers and payloads begun in this step
         self._draining = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -63,24 +61,18 @@ class C10dRelay:
 
     # called by the arena
 
-    def begin_step(self, step: int, num_places: int) -> None:
-        self._expected = self._sizes if num_places == self._num_places else {}
-        self._sizes = {}
-        self._step, self._num_places = step, num_places
+    def begin_step(self, step: int, most_payload: int) -> None:
+        self._step, self._most_payload = step, most_payload
         self._started = ([], [])
 
     def post(self, sequence: int, place: int) -> None:
-        step, first = self._step, _C.HEADER_BYTES + self._expected.get(sequence, 0)
-        work = self._transfer(0, place, first)
-        self._queue.put((sequence, lambda: self._receive_rest(step, sequence, place, first, work)))
+        step, most_payload, work = self._step, self._most_payload, self._transfer(0, place, _C.HEADER_BYTES)
+        self._queue.put((sequence, lambda: self._receive_payload(step, sequence, place, most_payload, work)))
 
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:
-        step, first = self._step, _C.HEADER_BYTES + self._expected.get(sequence, 0)
-        self._sizes[sequence] = payload_bytes
-        works = [self._transfer(0, place, first)]
-        rest = _C.HEADER_BYTES + payload_bytes - first
-        if rest > 0:
-            works.append(self._transfer(1, place + first, rest))
+        step, works = self._step, [self._transfer(0, place, _C.HEADER_BYTES)]
+        if payload_bytes > 0:
+            works.append(self._transfer(1, place + _C.HEADER_BYTES, payload_bytes))
 
         def finish() -> None:
             for work in works:
@@ -90,7 +82,7 @@ class C10dRelay:
         self._queue.put((sequence, finish))
 
     def _transfer(self, which: int, address: int, size: int) -> Any:
-        """Begins a transfer from or to memory of the arena; first and second ones of an edge have a tag each."""
+        """Begins a transfer from or to memory of the arena; headers (0) and payloads (1) of an edge have a tag each."""
         work = self._start(place_tensor(self._mapping, address, _UINT8, (size,)), which)
         self._started[which].append(size)
         return work
@@ -103,17 +95,15 @@ class C10dRelay:
 
     # the helper thread
 
-    def _receive_rest(self, step: int, sequence: int, place: int, first: int, work: Any) -> None:
+    def _receive_payload(self, step: int, sequence: int, place: int, most_payload: int, work: Any) -> None:
         work.wait(FOREVER)
         payload_bytes = _C.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
-        rest = _C.HEADER_BYTES + payload_bytes - first
-        if rest > 0:
+        if 0 < payload_bytes <= most_payload:  # one that is longer, too
             with self._lock:
                 if self._draining:
                     return
-                work = self._transfer(1, place + first, rest)
+                work = self._transfer(1, place + _C.HEADER_BYTES, payload_bytes)
             work.wait(FOREVER)
-        self._sizes[sequence] = max(payload_bytes, 0)
         _C.relay_done(self.end, step, sequence)
 
     def _work(self) -> None:
@@ -128,16 +118,20 @@ class C10dRelay:
     # after a failed step, and at the end
 
     def started(self) -> tuple[list[int], list[int]]:
-        """Transfers that this end began in the failed step; it begins no more."""
+        """Transfers that this end began in the failed step, and since; it begins no more, but in :meth:`drain`."""
         with self._lock:
             self._draining = True
             return list(self._started[0]), list(self._started[1])
 
     def drain(self, theirs: tuple[list[int], list[int]]) -> None:
-        """Completes the transfers that only the other end began, and waits until this end has none in flight."""
+        """Completes the transfers that only the other end began, and waits until this end has none in flight.
+
+        Again after an attempt that failed elsewhere: what has been completed is among those that both ends began.
+        """
         for which in (0, 1):
             for size in theirs[which][len(self._started[which]) :]:
                 work = self._start(torch.zeros(size, dtype=torch.uint8), which)
+                self._started[which].append(size)
                 self._queue.put((-1, functools.partial(work.wait, FOREVER)))
         idle = threading.Event()
         self._queue.put((-1, idle.set))
@@ -145,8 +139,6 @@ class C10dRelay:
             raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
         if not self._is_receiver:  # every place may be written again
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
-        self._sizes, self._started = {}, ([], [])
-        self._draining = False
 
     def flush(self) -> None:
         """Waits until the peer has everything."""
@@ -155,7 +147,7 @@ class C10dRelay:
 
     def settle(self) -> None:
         """Every transfer of the step is complete: a step that fails before it begins here left nothing in flight."""
-        self._started = ([], [])
+        self._started, self._draining = ([], []), False
 
     def close(self) -> None:
         self._queue.put(None)

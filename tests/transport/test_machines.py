@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ HOST_OF = (1, 1, 0, 0)
 def join(hosts: tuple[Host, Host], port: int, rank: int) -> None:
     hosts[HOST_OF[rank]].enter()
     limit = datetime.timedelta(seconds=60)
-    store = dist.TCPStore(hosts[0].name, port, P, is_master=rank == 2, timeout=limit)
+    store = dist.TCPStore(hosts[1].name, port, P, is_master=rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
 
 
@@ -130,9 +131,32 @@ def test_a_host_that_is_killed(hosts: tuple[Host, Host]) -> None:
         results = [ranks.result(rank) for rank in (0, 1)]
     for (name, text, (rank, unit, edge), ended), again, closed in results:
         assert name == again[0] == "PipelineError"
-        assert rank == 2 and unit == "F1.0" and "stage 2" in edge
+        assert rank == 2 and unit == "F1.0" and "stage 2" in edge, (text, rank, unit, edge, results)
         assert f"rank 2 is gone, last seen in F1.0 ({edge}" in text
         assert ended - killed < AT_ONCE and again[3] - ended < AT_ONCE and closed - again[3] < AT_ONCE
+
+
+def step_until_the_store_is_gone(rank: int, pipe: Connection) -> Any:
+    engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == 2 else 0)
+    engine.step(TOKENS, target=TARGET)
+    pipe.send(("result", "ready"))
+    first = outcome(lambda: engine.step(TOKENS, target=TARGET))
+    engine.close()
+    return first, time.monotonic()
+
+
+def test_the_host_of_the_launchers_store_is_killed(hosts: tuple[Host, Host]) -> None:
+    """Neighbours of a rank there name it, the others the store; nobody waits."""
+    with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 4), step_until_the_store_is_gone) as ranks:
+        assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
+        assert ranks.result(2) == "in the trap"
+        for rank in (0, 1):
+            os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        (name, text, _, ended), closed = ranks.result(3)
+        ranks.processes[2].kill()
+    assert name == "PipelineError" and ended - killed < AT_ONCE and closed - ended < AT_ONCE
+    assert re.search(rf"lost the launcher's store at {hosts[1].name}:{PORT + 4}|rank [01] is gone", text), text
 
 
 def step_once(rank: int, pipe: Connection) -> Any:

@@ -1,0 +1,155 @@
+"""How the ranks of a process group come together, before they share anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from seq1f1b import _C
+from seq1f1b.transport.link import SharedStore, StoreLink, own_connection
+from seq1f1b.transport.processes import first_line
+from seq1f1b.transport.values import pack, unpack
+
+SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
+
+_T = TypeVar("_T")
+_PREFIX = "seq1f1b"
+_last_attempt = 0  # of this process, in any process group
+_attempt_lock = threading.Lock()
+
+
+class Arrival:
+    """Small values among the ranks of a process group, by way of the group's store.
+
+    Ranks meet in an attempt, a number that all of them agree on, however often each of them has tried. Every wait ends
+    with everybody's values, or with an error on all ranks that says which rank failed and why, or which has not come.
+
+    Args:
+        arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: for each later one.
+    """
+
+    def __init__(self, process_group: Any, rank: int, size: int, arrival_s: float, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._arrival_s, self._timeout_s = arrival_s, timeout_s
+        self._round = 0
+        self._group_store = process_group.get_group_store()
+        self.attempt = _begin(SharedStore(self._group_store, _PREFIX))
+        try:
+            self.link = StoreLink(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
+        except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
+            text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
+            raise (self._fail_directly(_error_of(rank, text)) or _error_of(rank, text)) from error
+        try:
+            self._ask(self._check_failure)  # of this attempt, which the others have left
+        except BaseException:
+            self.close()
+            raise
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's values (of :mod:`seq1f1b.transport.values`), by rank. Collective.
+
+        Raises:
+            PipelineError: another rank ended this attempt, or did not come.
+        """
+        limit_s = self._timeout_s if self._round else self._arrival_s
+        data, start, pause = pack(value), time.monotonic(), 1e-4
+        self._ask(lambda store: store.set(self._key(self.rank), data))
+        while (found := self._ask(self._look)) is None:
+            if self._round == 0 and (newest := self._ask(lambda store: store.number("attempt"))) > self.attempt:
+                self.attempt = _note_attempt(newest)  # a rank has tried more often
+                self._ask(lambda store: store.set(self._key(self.rank), data))
+            if time.monotonic() - start > limit_s:
+                raise self._name_the_missing(limit_s)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        self._round += 1
+        return [unpack(each) for each in found]
+
+    def fail(self, error: BaseException) -> _C.PipelineError | None:
+        """Ends this attempt on every rank. Returns the failure of another rank that came first."""
+        try:
+            rank, text = self._ask(lambda store: _fail(store, self.attempt, self.rank, error))
+        except _C.PipelineError:
+            return None if self.link.lost is None else self._fail_directly(error)
+        return None if rank == self.rank else _error_of(rank, text)
+
+    def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
+        """The same over the group's own connection, where this rank's is gone."""
+        try:
+            rank, text = _fail(SharedStore(self._group_store, _PREFIX), self.attempt, self.rank, error)
+        except Exception:
+            return None
+        return None if rank == self.rank else _error_of(rank, text)
+
+    def close(self) -> None:
+        self.link.close()
+
+    def _key(self, rank: int) -> str:
+        return f"{self.attempt}/{self._round}/{rank}"
+
+    def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
+        try:
+            return self.link.ask(lambda: do(self.link.store), self._timeout_s)
+        except (ConnectionError, TimeoutError) as error:
+            raise _C.PipelineError(f"the pipeline's set-up: {error}") from error
+
+    def _look(self, store: SharedStore) -> list[bytes] | None:
+        keys = [self._key(rank) for rank in range(self.size)]
+        if store.has(*keys):  # a failure that came later is one of the next round
+            return store.get_all(keys)
+        self._check_failure(store)
+        return None
+
+    def _check_failure(self, store: SharedStore) -> None:
+        key = _failed(self.attempt)
+        if store.has(key):
+            raise _error_of(*unpack(store.get(key)))
+
+    def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
+        """Ends the attempt in the name of the ranks that have not come; or with the failure that came first."""
+        keys = [self._key(rank) for rank in range(self.size)]
+        there = self._ask(lambda store: [store.has(key) for key in keys])
+        missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
+        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        what = "come to" if self._round == 0 else "gone on with"
+        error = _error_of(missing[0], f"{who} not {what} the pipeline's set-up for {waited_s:.0f} s")
+        return self.fail(error) or error
+
+
+def refuse(process_group: Any, rank: int, error: BaseException) -> None:
+    """Tells the other ranks, which may wait for this one, that it will not come and why."""
+    store = SharedStore(process_group.get_group_store(), _PREFIX)
+    _fail(store, _begin(store), rank, error)
+
+
+def _begin(store: SharedStore) -> int:
+    """A new attempt of this rank: the newest of all, if this rank has made fewer. Such a one may have failed."""
+    with _attempt_lock:
+        return _note_attempt(store.raise_number("attempt", _last_attempt + 1))
+
+
+def _note_attempt(attempt: int) -> int:
+    global _last_attempt
+    _last_attempt = max(_last_attempt, attempt)
+    return attempt
+
+
+def _failed(attempt: int) -> str:
+    return f"{attempt}/failed"
+
+
+def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> tuple[int, str]:
+    """Ends an attempt, unless somebody has. Returns whose failure it was, and its text."""
+    if isinstance(error, _C.PipelineError):  # which says it all
+        rank, text = getattr(error, "rank", rank), first_line(error)
+    else:
+        text = f"rank {rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
+    return unpack(store.set_first(_failed(attempt), pack((rank, text))))  # type: ignore[no-any-return]
+
+
+def _error_of(rank: int, text: str) -> _C.PipelineError:
+    error = _C.PipelineError(text)
+    error.rank = rank
+    return error

@@ -1,0 +1,76 @@
+"""Small values as bytes that a peer may send: what is read can only ever be data, never code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, TypeVar
+
+_Class = TypeVar("_Class", bound=type[Any])
+_records: dict[str, type[Any]] = {}
+
+
+def sendable(kind: _Class) -> _Class:
+    """A dataclass or named tuple that may be part of a value; its fields are values."""
+    _records[kind.__name__] = kind
+    return kind
+
+
+def pack(value: Any) -> bytes:
+    """JSON, in which everything that JSON lacks is an object with one key, its type.
+
+    Raises:
+        TypeError: the value is, or holds, something else than None, bool, int, float, str, bytes, list, tuple, dict or
+            a :func:`sendable` class.
+    """
+    return json.dumps(_encode(value), separators=(",", ":")).encode()
+
+
+def unpack(data: bytes) -> Any:
+    """The value that was packed.
+
+    Raises:
+        ValueError: the bytes are none that :func:`pack` makes.
+    """
+    try:
+        return _decode(json.loads(data))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a value of a peer: {type(error).__name__}: {error}") from error
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) is list:
+        return [_encode(each) for each in value]
+    if type(value) is tuple:
+        return {"tuple": [_encode(each) for each in value]}
+    if type(value) is dict:
+        return {"dict": [[_encode(key), _encode(each)] for key, each in value.items()]}
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    kind = type(value).__name__
+    if _records.get(kind) is type(value):
+        parts = value if isinstance(value, tuple) else (getattr(value, field.name) for field in fields(value))
+        return {"record": [kind, [_encode(each) for each in parts]]}
+    raise TypeError(
+        f"ranks tell each other None, bool, int, float, str, bytes, and lists, tuples and dicts of them, not {kind}"
+    )
+
+
+def _decode(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_decode(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    ((kind, content),) = found.items()
+    if kind == "tuple":
+        return tuple(_decode(each) for each in content)
+    if kind == "dict":
+        return {_decode(key): _decode(each) for key, each in content}
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "record":
+        name, parts = content
+        return _records[name](*(_decode(each) for each in parts))
+    raise ValueError(f"no such type: {kind!r}")

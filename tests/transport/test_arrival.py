@@ -1,0 +1,271 @@
+"""Do ranks meet, however often each has tried, and does each of them hear why they do not?"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from torch import nn
+
+from seq1f1b import PipelineEngine, PipelineError, transport
+from seq1f1b.transport.link import SharedStore
+
+TRANSPORTS = ["shm", "c10d"]
+
+
+def join(store: str, world: int, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def running(world: int, folder: Path, fn: Any, *arguments: Any) -> PipedProcesses:
+    return PipedProcesses(world, join_and_run, partial(join, str(folder / "store"), world), fn, *arguments)
+
+
+def engine(**options: Any) -> PipelineEngine:
+    options = {"num_microbatches": 2, "loss_fn": lambda y, target: (y - target).square().mean()} | options
+    return PipelineEngine(nn.Linear(4, 4), **options)
+
+
+def step(made: PipelineEngine) -> Any:
+    x = torch.ones(2, 3, 4)
+    return outcome(lambda: made.step(x, target=x))
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def make_wrongly(rank: int, pipe: Connection, kind: str, options: dict[str, Any]) -> Any:
+    """Rank 1 fails while the others wait for it, and then all make a good engine."""
+    if rank == 1:
+        time.sleep(1.0)
+    began = time.monotonic()
+    found = outcome(lambda: engine(transport=kind, **(options if rank == 1 else {})))
+    waited = time.monotonic() - began
+    if rank == 1:  # who comes so late that another attempt has begun joins that one
+        time.sleep(1.0)
+    good = engine(transport=kind, timeout=30.0)
+    ended = step(good)
+    good.close()
+    return found, waited, ended
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"timeout": 0.0}, "ValueError: timeout is 0.0, must be above 0"),
+        ({"num_microbatches": None}, "TypeError: PipelineEngine needs num_microbatches=, or plan="),
+        ({"num_microbatches": None, "plan": "/no/such/plan"}, "FileNotFoundError"),
+    ],
+)
+def test_a_rank_that_fails_before_it_comes(tmp_path: Path, kind: str, options: dict[str, Any], error: str) -> None:
+    """The others wait with time-outs of minutes, and hear it at once."""
+    with running(3, tmp_path, make_wrongly, kind, options) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    for rank, ((name, text, attributes, _), waited, ended) in enumerate(results):
+        if rank == 1:
+            assert error.startswith(name)
+        else:
+            assert name == "PipelineError" and text.startswith(f"rank 1 ended the pipeline's set-up: {error}")
+            assert attributes[0] == 1 and waited < AT_ONCE
+        assert ended[0] == "", ended
+
+
+def make_without_descriptors(rank: int, pipe: Connection, kind: str, free: int) -> Any:
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    if rank == 0:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+    began = time.monotonic()
+    found = outcome(lambda: engine(transport=kind, timeout=4.0))
+    return found, time.monotonic() - began
+
+
+def join_over_tcp(port: int, run: int, rank: int) -> None:
+    store = dist.PrefixStore(f"run {run}", dist.TCPStore("127.0.0.1", port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_without_descriptors(kind: str) -> None:
+    """Wherever in set-up they run out, the other rank hears it in time; from some number on, they are enough."""
+    launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = []
+    for free in range(6):
+        with PipedProcesses(
+            2, join_and_run, partial(join_over_tcp, launchers.port, free), make_without_descriptors, kind, free
+        ) as ranks:
+            ((name, text, _, _), _), (others, waited) = [ranks.result(rank) for rank in range(2)]
+        made.append(name == "")
+        assert waited < 4.0 + AT_ONCE
+        if name:
+            assert "open files" in text, text
+            assert others[0] == "PipelineError" and "open files" in others[1] and others[2][0] == 0, (free, others)
+    assert made[-1] and not made[0], made
+
+
+def come_late(rank: int, pipe: Connection, kind: str) -> Any:
+    """Rank 1 comes when the others have given up twice; then all try until it works."""
+    if rank == 1:
+        time.sleep(5.0)
+    found = []
+    while len(found) < 10:
+        try:
+            made = engine(transport=kind, timeout=1.5, first_step_timeout=1.5)
+        except PipelineError as error:
+            found.append((str(error), error.rank))
+        else:
+            ended = step(made)
+            made.close()
+            return found, ended
+    return found, None
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, kind: str) -> None:
+    with running(3, tmp_path, come_late, kind) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    for rank, (found, ended) in enumerate(results):
+        assert ended is not None and ended[0] == "", (found, ended)
+        if rank != 1:
+            assert found[0][0].startswith("rank 1 has not come to the pipeline's set-up for 2 s"), found
+            assert all(lost == 1 for _, lost in found)
+
+
+# -- recovery ----------------------------------------------------------------------------------------------------------
+
+
+def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
+    """Rank 1 stays in its own code for several time-outs, while the others try again and again."""
+    made = engine(transport=kind, timeout=1.5, first_step_timeout=1.5)
+    assert step(made)[0] == ""
+    if rank == 1:
+        time.sleep(late)
+    found = []
+    until = time.monotonic() + 25.0
+    done = 0
+    while done < 2 and time.monotonic() < until:
+        name, text, _, _ = step(made)
+        done = done + 1 if name == "" else 0
+        found += [(name, text)] if name else []
+    made.close()
+    return found, done
+
+
+@pytest.mark.parametrize("late", [2.0, 8.0])
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, kind: str, late: float) -> None:
+    with running(3, tmp_path, recover_late, kind, late) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    for found, done in results:
+        assert done == 2, found
+        assert {name for name, _ in found} <= {"PipelineError"}, found
+    assert any("rank 1 has been in code after step 1" in text for _, text in results[0][0])
+
+
+def train_or_evaluate(rank: int, pipe: Connection, kind: str) -> Any:
+    """Rank 1 evaluates while the others train, over longer sequences than before; afterwards all train."""
+    made = engine(transport=kind, timeout=3.0, first_step_timeout=3.0)
+    x = torch.ones(2, 3, 4)
+    made.step(x, target=x)
+    long = torch.ones(2, 300, 4)
+    found = outcome(lambda: made.eval(long, target=long) if rank == 1 else made.step(long, target=long))
+    ended = None
+    for _ in range(8):
+        ended = step(made)
+        if ended[0] == "":
+            break
+    made.close()
+    return found, ended
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, kind: str) -> None:
+    """Every rank ends with an error that says so; gloo ended the process where two ends asked for different sizes."""
+    with running(3, tmp_path, train_or_evaluate, kind) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    for (name, text, _, _), ended in results:
+        assert name in ("PipelineError", "RuntimeError") and ended[0] == "", (name, text, ended)
+    assert any(re.search(r"received F0.0 of step 2 \((train|eval)", text) for (_, text, _, _), _ in results), results
+
+
+# -- who writes to the store -------------------------------------------------------------------------------------------
+
+
+def forge(rank: int, pipe: Connection, secret: str) -> Any:
+    """Somebody who reaches the launcher's store writes into it, over everything that ranks read there."""
+    os.environ["SEQ1F1B_SECRET"] = secret
+    made = engine(transport="c10d", timeout=3.0)
+    assert step(made)[0] == ""
+    os.environ["SEQ1F1B_SECRET"] = ""
+    if rank == 0:
+        stranger = SharedStore(dist.group.WORLD.get_group_store(), "seq1f1b")
+        generation = made._group._generation
+        for name in ("failure/0", "progress/1", "progress/0"):
+            stranger.set(f"{generation}/{name}", b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    time.sleep(1.0)
+    return step(made)
+
+
+@pytest.mark.parametrize("secret", ["", "of this run"])
+def test_what_a_stranger_writes_into_the_store_is_never_code(tmp_path: Path, secret: str) -> None:
+    with running(2, tmp_path, forge, secret) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    for name, text, _, _ in results:
+        assert name == "PipelineError"
+        assert ("is not signed with SEQ1F1B_SECRET" if secret else "not a value of a peer") in text, text
+
+
+def meet_with(rank: int, pipe: Connection) -> Any:
+    os.environ["SEQ1F1B_SECRET"] = f"secret {rank}"
+    return outcome(lambda: transport.connect(None, "shm", timeout=3.0, arrival_timeout=3.0))
+
+
+def test_ranks_with_different_secrets_do_not_meet(tmp_path: Path) -> None:
+    with running(2, tmp_path, meet_with) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert any("is not signed with SEQ1F1B_SECRET" in text for _, text, _, _ in results), results
+
+
+def test_no_port_is_opened_beside_the_launchers(tmp_path: Path) -> None:
+    """What a pipeline's processes listen on: the launcher's store and gloo's, as without a pipeline."""
+    code = """
+import os, pathlib, sys, torch.distributed as dist
+sys.path[:0] = sys.argv[1:]
+dist.init_process_group("gloo")
+from test_arrival import engine, step
+def listening():
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.islink(f"/proc/self/fd/{fd}"):
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    rows = []
+    for name in ("tcp", "tcp6"):
+        rows += [line.split() for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+before = listening()
+made = engine(transport="c10d")
+assert step(made)[0] == ""
+assert listening() <= before, (before, listening())
+dist.barrier()
+made.close()
+"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = tmp_path / "listen.py"
+    script.write_text(code)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    done = subprocess.run([*command, str(script), *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
