@@ -96,10 +96,14 @@ static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *message_payload_bytes(PyObject *Py_UNUSED(module), PyObject *address)
+static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
 {
     const void *place;
-    return s1f_to_address(address, &place) ? PyLong_FromLongLong(s1f_message_payload_bytes(place)) : NULL;
+    if (!s1f_to_address(address, &place))
+        return NULL;
+    const s1f_message *message = place;
+    int64_t bytes = s1f_message_payload_bytes(place);
+    return Py_BuildValue("Li", (long long)bytes, bytes >= 0 && message->training != 0);
 }
 
 /* -- calls that may wait --------------------------------------------------------------------------------------------- */
@@ -322,8 +326,8 @@ PyMethodDef s1f_edge_methods[] = {
      "relay_end(group, mapping, relay, peer_rank, is_receiver, text): an end whose messages a Python object moves."},
     {"relay_done", relay_done, METH_VARARGS, "relay_done(end, step, sequence): a message has come, or has gone."},
     {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
-    {"message_payload_bytes", message_payload_bytes, METH_O,
-     "message_payload_bytes(place): size of the message at this address, -1 if there is none."},
+    {"message_head", message_head, METH_O,
+     "message_head(place): (bytes after the header, -1 if there is no message; whether of a training step)."},
     {"edge_begin_step", edge_begin_step, METH_VARARGS, "edge_begin_step(end, num_places): enters a step."},
     {"edge_post", edge_post, METH_VARARGS, "edge_post(end, sequence, place): the place is free for this message."},
     {"edge_wait", edge_wait, METH_VARARGS,

@@ -446,7 +446,7 @@ class PipelineEngine:
             program, executor = (self._program, self._executor) if step.training else self._eval_parts()
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()
-            self._step = self._group.begin_step()
+            self._step = self._group.begin_step(step.training)
             self._agree()
             self._tied.meet()
             accumulators = self._enter_grad_dtype() if step.training else []

@@ -78,7 +78,7 @@ class RankGroup(ABC):
     def __init__(self, rank: int, size: int, group: object, *, arena_bytes: int, local_size: int) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.arena_bytes = arena_bytes
-        self.step = 0
+        self.step, self.training = 0, True
         self._local_size = local_size
         self._epoch = self._round = 0
         self._acknowledged = False  # this rank's user has seen the standing failure
@@ -133,9 +133,11 @@ class RankGroup(ABC):
 
     # -- steps
 
-    def begin_step(self) -> int:
+    def begin_step(self, training: bool = True) -> int:
         """Enters a step, after recovery from a failed one. Returns its number, which all ranks agree on.
 
+        Args:
+            training: whether it trains; all ranks agree on that too, unless they err.
         Raises:
             PipelineError: another rank failed since this one left its last step; or a rank is gone.
         """
@@ -145,6 +147,7 @@ class RankGroup(ABC):
                 self.check()
             self._recover()
         self.step += 1
+        self.training = training
         _C.group_begin_step(self.group, self.step)
         return self.step
 

@@ -23,9 +23,13 @@ _UINT8 = DTYPES.index(torch.uint8)
 class C10dRelay:
     """One end of an edge whose messages a torch process group moves between two private arenas.
 
-    A message is two transfers: its header, whose receive is posted before it is sent, and then the payload, whose size
-    the header tells. So both ends always ask for the same bytes, whatever steps their ranks run: gloo ends the process
-    where they do not.
+    gloo ends the process where two ends ask for different sizes, so each part of a message has a tag of its own:
+
+    - the header;
+    - of the payload, as many bytes as message ``n`` had in the edge's last step that trained, or that evaluated: one
+      tag for each, since ends that both ran that step well agree on them. So from a shape's second step on a receive is
+      posted in full before its message is sent;
+    - what is longer, once the header tells.
 
     gloo cannot be polled, a wait of it that times out closes the pair, and aborting the group does not end a wait
     (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
@@ -33,8 +37,13 @@ class C10dRelay:
     completed by :meth:`drain`, as nothing can cancel it.
 
     Args:
+        tag: of the edge; it uses ``TAGS * tag`` and those behind it.
         broken: hears, from the helper thread, why a transfer failed, and of which message on which edge.
     """
+
+    TAGS = 4
+    NONE: tuple[list[int], ...] = ([], [], [], [])
+    _HEADER, _EVALUATING, _TRAINING, _REST = range(TAGS)
 
     def __init__(
         self,
@@ -51,8 +60,11 @@ class C10dRelay:
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
         self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
-        self._step = self._most_payload = 0
-        self._started: tuple[list[int], list[int]] = ([], [])  # bytes of headers and payloads begun in this step
+        self._step, self._known, self._most_payload = 0, self._EVALUATING, 0
+        self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by known part: room of a place, sizes by message
+        self._expected: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # of this step
+        self._started: tuple[list[int], ...] = ([], [], [], [])
         self._draining = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -62,17 +74,46 @@ class C10dRelay:
     # called by the arena
 
     def begin_step(self, step: int, most_payload: int) -> None:
-        self._step, self._most_payload = step, most_payload
-        self._started = ([], [])
+        self._step, self._known = step, self._TRAINING if self._group.training else self._EVALUATING
+        last_most, last = self._last.get(self._known, (0, {}))
+        self._expected = last if last_most == most_payload else {}
+        self._most_payload, self._sizes = most_payload, {}
+        self._started = ([], [], [], [])
 
     def post(self, sequence: int, place: int) -> None:
-        step, most_payload, work = self._step, self._most_payload, self._transfer(0, place, _C.HEADER_BYTES)
-        self._queue.put((sequence, lambda: self._receive_payload(step, sequence, place, most_payload, work)))
+        known, expected = self._known, self._expected.get(sequence, 0)
+        header, payload = place, place + _C.HEADER_BYTES
+        works = [self._transfer(self._HEADER, header, _C.HEADER_BYTES)]
+        if expected > 0:
+            works.append(self._transfer(known, payload, expected))
+        step, sizes, most = self._step, self._sizes, self._most_payload
+
+        def finish() -> None:
+            works[0].wait(FOREVER)
+            payload_bytes, trains = _C.message_head(place)
+            if not 0 <= payload_bytes <= most or trains != (known == self._TRAINING):
+                _C.relay_done(self.end, step, sequence)  # who waits for it looks at the header, and says so
+            elif payload_bytes > expected:
+                with self._lock:
+                    if self._draining:
+                        return
+                    works.append(self._transfer(self._REST, payload + expected, payload_bytes - expected))
+            for work in works[1:]:
+                work.wait(FOREVER)
+            sizes[sequence] = payload_bytes
+            _C.relay_done(self.end, step, sequence)
+
+        self._queue.put((sequence, finish))
 
     def send(self, sequence: int, place: int, payload_bytes: int) -> None:
-        step, works = self._step, [self._transfer(0, place, _C.HEADER_BYTES)]
-        if payload_bytes > 0:
-            works.append(self._transfer(1, place + _C.HEADER_BYTES, payload_bytes))
+        expected, payload = self._expected.get(sequence, 0), place + _C.HEADER_BYTES
+        works = [self._transfer(self._HEADER, place, _C.HEADER_BYTES)]
+        if expected > 0:
+            works.append(self._transfer(self._known, payload, expected))
+        if payload_bytes > expected:
+            works.append(self._transfer(self._REST, payload + expected, payload_bytes - expected))
+        step = self._step
+        self._sizes[sequence] = payload_bytes
 
         def finish() -> None:
             for work in works:
@@ -81,30 +122,17 @@ class C10dRelay:
 
         self._queue.put((sequence, finish))
 
-    def _transfer(self, which: int, address: int, size: int) -> Any:
-        """Begins a transfer from or to memory of the arena; headers (0) and payloads (1) of an edge have a tag each."""
-        work = self._start(place_tensor(self._mapping, address, _UINT8, (size,)), which)
-        self._started[which].append(size)
+    def _transfer(self, part: int, address: int, size: int) -> Any:
+        """Begins to move a part of a message from or to memory of the arena."""
+        work = self._start(place_tensor(self._mapping, address, _UINT8, (size,)), part)
+        self._started[part].append(size)
         return work
 
-    def _start(self, data: Tensor, which: int) -> Any:
-        tag = 2 * self._tag + which
+    def _start(self, data: Tensor, part: int) -> Any:
+        tag = self.TAGS * self._tag + part
         if self._is_receiver:
             return dist.irecv(data, group=self._process_group, group_src=self.peer, tag=tag)
         return dist.isend(data, group=self._process_group, group_dst=self.peer, tag=tag)
-
-    # the helper thread
-
-    def _receive_payload(self, step: int, sequence: int, place: int, most_payload: int, work: Any) -> None:
-        work.wait(FOREVER)
-        payload_bytes = _C.message_payload_bytes(place)  # -1: not a message, which the one who waits will say
-        if 0 < payload_bytes <= most_payload:  # one that is longer, too
-            with self._lock:
-                if self._draining:
-                    return
-                work = self._transfer(1, place + _C.HEADER_BYTES, payload_bytes)
-            work.wait(FOREVER)
-        _C.relay_done(self.end, step, sequence)
 
     def _work(self) -> None:
         while (entry := self._queue.get()) is not None:
@@ -115,23 +143,33 @@ class C10dRelay:
                 self._broken(first_line(error), f"{self._text}, message {sequence}")
             del entry, task  # or the last message's tensors live on
 
-    # after a failed step, and at the end
+    # after a step, and at the end
 
-    def started(self) -> tuple[list[int], list[int]]:
-        """Transfers that this end began in the failed step, and since; it begins no more, but in :meth:`drain`."""
+    def flush(self) -> None:
+        """Waits until the peer has everything."""
+        if not self._is_receiver:
+            _C.relay_flush(self.end)
+
+    def settle(self) -> None:
+        """The step ended well: nothing is in flight, and both ends know its sizes."""
+        self._last[self._known] = self._most_payload, self._sizes
+        self._started = ([], [], [], [])
+
+    def started(self) -> tuple[list[int], ...]:
+        """Bytes that this end began to move in the failed step, by part; it begins no more, but in :meth:`drain`."""
         with self._lock:
             self._draining = True
-            return list(self._started[0]), list(self._started[1])
+            return tuple(list(sizes) for sizes in self._started)
 
-    def drain(self, theirs: tuple[list[int], list[int]]) -> None:
+    def drain(self, theirs: tuple[list[int], ...]) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
         Again after an attempt that failed elsewhere: what has been completed is among those that both ends began.
         """
-        for which in (0, 1):
-            for size in theirs[which][len(self._started[which]) :]:
-                work = self._start(torch.zeros(size, dtype=torch.uint8), which)
-                self._started[which].append(size)
+        for part in range(self.TAGS):
+            for size in theirs[part][len(self._started[part]) :]:
+                work = self._start(torch.zeros(size, dtype=torch.uint8), part)
+                self._started[part].append(size)
                 self._queue.put((-1, functools.partial(work.wait, FOREVER)))
         idle = threading.Event()
         self._queue.put((-1, idle.set))
@@ -140,14 +178,9 @@ class C10dRelay:
         if not self._is_receiver:  # every place may be written again
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
 
-    def flush(self) -> None:
-        """Waits until the peer has everything."""
-        if not self._is_receiver:
-            _C.relay_flush(self.end)
-
-    def settle(self) -> None:
-        """Every transfer of the step is complete: a step that fails before it begins here left nothing in flight."""
-        self._started, self._draining = ([], []), False
+    def forget(self) -> None:
+        """Both ends have drained: neither counts on what an earlier step was."""
+        self._last, self._started, self._draining = {}, ([], [], [], []), False
 
     def close(self) -> None:
         self._queue.put(None)

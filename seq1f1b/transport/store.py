@@ -21,7 +21,7 @@ from seq1f1b.transport.values import pack, unpack
 
 _T = TypeVar("_T")
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
-_TAGS = 1 << 14  # of one generation: two per edge, two transfers each; torch's tags are 31 bits
+_TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of each; torch's tags are 31 bits
 
 
 class StoreRank(ProcessRank):
@@ -143,8 +143,8 @@ class StoreRank(ProcessRank):
 
     # -- steps
 
-    def begin_step(self) -> int:
-        step = super().begin_step()
+    def begin_step(self, training: bool = True) -> int:
+        step = super().begin_step(training)
         self._link.post(self._publish_progress)
         return step
 
@@ -165,7 +165,7 @@ class StoreRank(ProcessRank):
         self._ask(lambda: self._set_watching(False), recovering=True)
         super()._recover()
         for relay in self._relays.values():
-            relay.settle()
+            relay.forget()
         self._set_watching(True)
 
     def _set_watching(self, watching: bool) -> None:
@@ -178,7 +178,7 @@ class StoreRank(ProcessRank):
         started = {edge: relay.started() for edge, relay in self._relays.items()}
         everyones = [unpack(data) for data in self._gather(pack(started), recovering=True)]
         for edge, relay in self._relays.items():
-            relay.drain(everyones[relay.peer].get(edge, ([], [])))
+            relay.drain(everyones[relay.peer].get(edge, relay.NONE))
         _C.group_clear(self.group)
 
     # -- collectives and edges
@@ -235,7 +235,8 @@ class StoreRank(ProcessRank):
         first_tag = self._generation * _TAGS
         broken = functools.partial(self._suspect, peer_rank)
         if peer_rank not in self._lifelines:
-            self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, 2 * (first_tag + _TAGS - 1), broken)
+            tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
+            self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, tag, broken)
         tag = first_tag + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
         relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, broken)
         self._relays[source_stage, destination_stage] = relay
