@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from seq1f1b.ops.packing import document_starts, pack_documents
     from seq1f1b.ops.ulysses import ulysses_attention
     from seq1f1b.runtime.engine import PipelineEngine
+    from seq1f1b.runtime.looks import SegmentWarning
     from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup
 
@@ -33,6 +34,7 @@ __all__ = [
     "ScheduleError",
     "ScheduleSeq1F1B",
     "ScheduleSeqInterleaved1F1B",
+    "SegmentWarning",
     "Simulation",
     "Unit",
     "add_loss",
@@ -60,6 +62,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "PipelineState": "seq1f1b.adapters.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
     "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
+    "SegmentWarning": "seq1f1b.runtime.looks",
     "add_loss": "seq1f1b.ops.context",
     "carry_in": "seq1f1b.ops.context",
     "carry_out": "seq1f1b.ops.context",

@@ -91,6 +91,9 @@ class PipelineEngine:
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
             num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
             does not do is refused by name.
+        unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
+            :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
+            step of a length is looked at.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -121,6 +124,7 @@ class PipelineEngine:
         weights: str = "planned",
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
+        unchecked: bool = False,
     ) -> None:
         schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
             schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
@@ -145,6 +149,7 @@ class PipelineEngine:
             spin_us=spin_us,
             weights=weights,
             shard=shard,
+            unchecked=unchecked,
         )
         self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
         self.shard = shard
@@ -326,7 +331,16 @@ class PipelineEngine:
             )
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
-        self._stages = {
+        self._stages = self._make_stages(modules)
+        self._tied = TiedParameters(self.modules(), self._group)
+        self._cache = _C.kv_cache_create()
+        self._ends: dict[tuple[int, int], Any] = {}
+        self._program = self._lower(self.schedule.handle)
+        self._connect()
+        self._executor = self._make_executor(self._program)
+
+    def _make_stages(self, modules: Sequence[Any], *, is_whole: bool = False) -> dict[int, Stage]:
+        return {
             index: Stage(
                 module,
                 index,
@@ -335,15 +349,11 @@ class PipelineEngine:
                 loss_fn=self._options.loss_fn,
                 device=self.device,
                 order=self.schedule.ranks[self.rank],
+                unchecked=self._options.unchecked,
+                is_whole=is_whole,
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
-        self._tied = TiedParameters(self.modules(), self._group)
-        self._cache = _C.kv_cache_create()
-        self._ends: dict[tuple[int, int], Any] = {}
-        self._program = self._lower(self.schedule.handle)
-        self._connect()
-        self._executor = self._make_executor(self._program)
 
     def _agree(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""

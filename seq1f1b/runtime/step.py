@@ -150,6 +150,7 @@ class Step:
                     auxiliary_seeds=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
                     keep_outputs=arguments.return_outputs and stage.is_last,
                     measures=self.training and not is_known,
+                    looks=options.num_segments > 1 and not is_known,
                 ),
             )
             self._parts[index] = part
