@@ -122,7 +122,7 @@ def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype 
             try:
                 truth = session.run(whole=True, dtype=wide)
             except Exception as error:  # a stage that takes one dtype only, say
-                notes.append(f"The whole model does not run in {wide}: {str(error).splitlines()[0]:.120}")
+                notes.append(f"The whole model does not run in {wide}: {session.recover(error)}")
                 wide = None
         plain = session.run(whole=True, dtype=None)
         found = session.run(whole=False, dtype=None)
@@ -161,6 +161,14 @@ class _Session:
                 engine._group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
             engine._group.end_step(failed=True)
             raise
+
+    def recover(self, error: Exception) -> str:
+        """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
+        self._engine._group.begin_step()  # waits until all ranks have left the failed run
+        self._engine._group.end_step(failed=False)
+        text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
+        texts = self._engine.all_gather_object([isinstance(error, _C.PipelineError), text])
+        return min(texts)[1]  # type: ignore[no-any-return]
 
     def end(self) -> None:
         self._state.restore()
@@ -370,8 +378,9 @@ class _Comparison:
             )
         elif right["output"]:
             causes.append(
-                f"{looks.STATE}: outputs and losses agree and gradients do not, so state reaches later segments "
-                "without its gradient; hand it on by seq1f1b.carry_in and carry_out"
+                f"{looks.STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
+                "tokens in the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, "
+                "without detach"
             )
         elif self._engine.num_segments == 1:
             causes.append("state across micro-batches: one segment differs, too, when micro-batches run in this order")
