@@ -15,11 +15,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from seq1f1b.runtime.steady import uncompiled
 
 __all__ = ["SegmentWarning"]
 
@@ -111,9 +114,16 @@ class Watch(TorchFunctionMode):
         self._counted: dict[int, Tensor] = {}  # made by arange over the segment's tokens, or from such a tensor
         self._cells: Counter[tuple[int, ...]] = Counter()
         self._attends = False
+        self._others = ExitStack()
+
+    def __enter__(self) -> Watch:
+        self._others.enter_context(uncompiled())  # functions that the stage calls: compiled modules are not watched
+        super().__enter__()  # type: ignore[no-untyped-call] # torch's has no types
+        return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call] # torch's has no types
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._others.close()
         if kind is not None:
             return
         for around, calls in self._cells.items():

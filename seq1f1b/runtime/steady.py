@@ -1,9 +1,11 @@
-"""Makes a model's runs comparable: without dropout, and in one floating dtype throughout."""
+"""Makes a model's runs comparable: without dropout, without compiled code, and in one floating dtype throughout."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +21,31 @@ _DROPOUTS = frozenset(
 )
 
 
+_lock = threading.Lock()
+_uncompiled = 0  # threads inside `uncompiled`: more than one only where ranks are threads
+_stance: Any = None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, compiled functions run as they were written: dynamo would trace what a mode does."""
+    global _uncompiled, _stance
+    with _lock:
+        _uncompiled += 1
+        if _uncompiled == 1 and "torch._dynamo" in sys.modules:  # whoever compiled has imported it
+            _stance = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _lock:
+            _uncompiled -= 1
+            if _uncompiled == 0 and _stance is not None:
+                _stance.__exit__(None, None, None)  # back to the caller's
+                _stance = None
+
+
 class Steady(TorchFunctionMode):
-    """Within, dropout returns its input.
+    """Within, dropout returns its input and compiled functions run as they were written.
 
     Args:
         dtype: the dtype in which the model runs, if that is not its own. What a model casts to a narrower one for its
@@ -39,6 +64,7 @@ class Steady(TorchFunctionMode):
         for device in ("cpu", "cuda") if self._dtype is not None else ():
             if torch.is_autocast_enabled(device):
                 self._others.enter_context(torch.autocast(device, enabled=False))
+        self._others.enter_context(uncompiled())
         super().__enter__()  # type: ignore[no-untyped-call] # torch's has no types
         return self
 

@@ -20,7 +20,6 @@ from seq1f1b import _C
 from seq1f1b.runtime import looks
 from seq1f1b.runtime.aside import RandomState, modules_aside
 from seq1f1b.runtime.data_parallel import data_parallel, without_hooks
-from seq1f1b.runtime.saved_bytes import is_compiled
 from seq1f1b.runtime.steady import Steady
 from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule
@@ -105,16 +104,14 @@ class _Pass:
 def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
     """What ``engine.verify`` does; ``dtype`` of the reference, None: float64 if it fits."""
     refusal, own, fits = _refusal(engine), _own_dtype(engine), _fits(engine)
-    everyones = engine.all_gather_object([refusal, str(own), fits, any(map(is_compiled, engine.modules()))])
+    everyones = engine.all_gather_object([refusal, str(own), fits])
     for rank, (text, *_) in enumerate(everyones):
         if text:
             raise ValueError(f"rank {rank}: {text}")
     engine._tied.meet()  # makes copies equal, before they are aside
     notes = []
     if dtype is None:
-        dtype = torch.float64 if all(fits for _, _, fits, compiled in everyones if not compiled) else own
-        if any(compiled for *_, compiled in everyones):
-            dtype = own
+        dtype = torch.float64 if all(fits for *_, fits in everyones) else own
     wide = None if all(str(dtype) == name for _, name, *_ in everyones) else dtype
     session = _Session(engine, arguments)
     try:

@@ -264,6 +264,44 @@ def test_a_refusal_is_heard_on_every_rank():
     run_ranks(2, run)
 
 
+@torch.compile(fullgraph=True, backend="aot_eager")
+def compiled_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x) * torch.arange(x.shape[-1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("what", ["module", "method", "function"])
+def test_compiled_code_runs_as_it_was_written(what):
+    """In a verification all of it does, and in a look what a stage calls; a look leaves out a compiled stage."""
+    tokens, target = mixers_batch()
+    for mix in (attention, torchs_attention):
+        module: Any = Net(Mixer(mix))
+        if what == "module":
+            module = torch.compile(module, backend="aot_eager")
+        elif what == "method":
+            module.mixer.forward = torch.compile(module.mixer.forward, backend="aot_eager")
+        else:
+            module.mlp[1] = Calls(compiled_gelu)
+        engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [module], num_microbatches=2)
+        result = engine.verify(tokens, target=target, show=False)
+        assert result.ok == (mix is attention) and result.exact, str(result)
+        if what == "function" and mix is torchs_attention:
+            with pytest.raises(ValueError, match="attention not in segments"):
+                engine.step(tokens, target=target)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", SegmentWarning)
+                engine.step(tokens, target=target)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = (function,)  # not an attribute that is seen to be compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](x)
+
+
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
