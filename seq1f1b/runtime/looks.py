@@ -111,7 +111,7 @@ class Watch(TorchFunctionMode):
         self._found: list[tuple[Finding, tuple[int, ...]]] = []  # with the modules around it, from the innermost
         self._believed: set[int] = set()  # modules that carry state
         self._offset_readers: set[int] = set()
-        self._counted: dict[int, Tensor] = {}  # made by arange over the segment's tokens, or from such a tensor
+        self._counted: dict[int, Tensor] = {}  # by arange or cumsum over the segment's tokens, or made from such
         self._cells: Counter[tuple[int, ...]] = Counter()
         self._attends = False
         self._others = ExitStack()
@@ -192,11 +192,16 @@ class Watch(TorchFunctionMode):
             if self._starts_at_zero(args, kwargs) and around[:1] and around[0] not in self._offset_readers:
                 self._counted[id(result)] = result
             return
+        if name == "cumsum" and not args[0].is_floating_point():
+            dim = _argument(args, kwargs, 1, "dim")
+            if isinstance(dim, int) and self._is_tokens(args[0], dim):
+                self._counted[id(result)] = result
+            return
         if name in ("getitem", "narrow") and args and id(args[0]) in self._tables and self._is_first_rows(name, args):
             self._find(POSITIONS, f"takes the first {self._length} rows of a table in every segment")
         elif name in ("getitem", "index_select", "embedding") and any(self._is_counted(a) for a in _flat(args)):
             if name == "embedding" or (id(args[0]) in self._tables and not self._is_counted(args[0])):
-                self._find(POSITIONS, f"counts them with arange({self._length}) in every segment")
+                self._find(POSITIONS, f"counts the {self._length} tokens of every segment")
             elif self._is_counted(args[0]) and not any(isinstance(a, Tensor) for a in _flat(args[1:])):
                 self._counted[id(result)] = result
         elif any(self._is_counted(a) for a in args):
@@ -207,7 +212,7 @@ class Watch(TorchFunctionMode):
         if name in _SHAPES or (name in _SHIFTS and self._keeps_zero(args)):
             self._counted[id(result)] = result
         elif name in _USES and result.is_floating_point():
-            self._find(POSITIONS, f"counts them with arange({self._length}) in every segment")
+            self._find(POSITIONS, f"counts the {self._length} tokens of every segment")
 
     def _keeps_zero(self, args: Any) -> bool:
         """Whether what is added is a number other than the segment's offset."""
@@ -279,7 +284,8 @@ def _look_at_softmax(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
 
 def _look_at_cumulative(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     dim = _argument(args, kwargs, 1, "dim")
-    if isinstance(args[0], Tensor) and isinstance(dim, int) and watch._is_tokens(args[0], dim):
+    # Integers are counts: of positions, if they are used as such, or of what only masks and indices depend on.
+    if args[0].is_floating_point() and isinstance(dim, int) and watch._is_tokens(args[0], dim):
         watch._find(STATE, f"takes a {name} along the tokens")
 
 

@@ -81,6 +81,11 @@ def positions_by_arange(self: Any, x: Tensor) -> Tensor:
     return self.attend(x + self.table(torch.arange(x.shape[1], device=x.device)))
 
 
+def positions_by_cumsum(self: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[:2], dtype=torch.int64)
+    return self.attend(x + self.table(mask.cumsum(1) - 1))
+
+
 def recurrent(self: Any, x: Tensor) -> Tensor:
     return self.rnn(x)[0]
 
@@ -332,6 +337,13 @@ def rows_by_arange(self: Any, x: Tensor) -> Tensor:
     return self.attend(x + largest[..., None])
 
 
+def documents_by_cumsum(self: Any, x: Tensor, starts: Tensor) -> Tensor:
+    """Documents counted from their first tokens; the count so far is carried."""
+    documents = starts.cumsum(1) + seq1f1b.carry_in(self.state, starts.new_zeros(()))
+    seq1f1b.carry_out(self.state, documents[:, -1:])
+    return self.attend(x, doc_ids=documents)
+
+
 def frozen_batch_norm(self: Any, x: Tensor) -> Tensor:
     self.batch_norm.eval()
     return self.attend(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
@@ -410,6 +422,7 @@ WRONG = [
     Case("causal convolution without carry", convolution, CONVOLUTION, cause=STATE),
     Case("ALiBi by an own mask", own_alibi, cause=ATTENTION),
     Case("rotary positions from zero", rotary_from_zero, cause=POSITIONS),
+    Case("positions by a mask's cumsum", positions_by_cumsum, table, cause=POSITIONS),
     Case("first rows of a position table", sliced_table, table, cause=POSITIONS),
     Case("KV cache of the module left on", cache_left_on, lambda: {"cache": None}, cause=ATTENTION),
     Case("loss: sum over the number of rows", options=loss_options(batch_mean), seen=False, cause=WEIGHTING),
@@ -471,6 +484,12 @@ RIGHT = [
                 torch.arange(LENGTH).div(13, rounding_mode="floor").expand(ROWS * MICROBATCHES, LENGTH)
             )
         },
+    ),
+    Case(
+        "document ids by cumsum with carry",
+        documents_by_cumsum,
+        options=lambda: {"arg_rules": {"starts": "slice"}},
+        kwargs=lambda: {"starts": (torch.arange(LENGTH) % 13 == 0).long().expand(ROWS * MICROBATCHES, LENGTH)},
     ),
     Case(
         "cross-attention to a memory",
