@@ -67,18 +67,16 @@ class Looks:
         return Watch(self, inputs, offset, length)
 
     def judge(self, found: Sequence[Finding], attends: bool) -> None:
-        """Tells what is new. Attention of another kind in a stage without any of ours is an error."""
-        new = [finding for finding in dict.fromkeys(found) if finding not in self.findings]
-        self.findings |= dict.fromkeys(new)
-        if not self.tells:
-            return
-        foreign = next((finding for finding in new if finding.cause == ATTENTION), None)
+        """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
+        foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
         if foreign is not None and not attends and not self.unchecked:
             raise ValueError(
                 f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
                 "that is meant, pass unchecked=True to the engine"
             )
-        for finding in new:
+        new = [finding for finding in dict.fromkeys(found) if finding not in self.findings]
+        self.findings |= dict.fromkeys(new)
+        for finding in new if self.tells else ():
             warnings.warn(f"{finding}. engine.verify compares with the whole model", SegmentWarning, stacklevel=3)
 
 

@@ -71,8 +71,9 @@ class Verification:
     def __str__(self) -> str:
         errors = {"loss": self.loss_error, "output": self.output_error, **self.parameters}
 
-        def excess(name: str) -> float:
-            return max(errors[name] / self.allowed[name], self.exact.get(name, 0.0) / _SAME)
+        def excess(name: str) -> tuple[float, float]:
+            exact = self.exact.get(name, 0.0)
+            return exact if exact > _SAME else 0.0, errors[name] / self.allowed[name]
 
         worst = sorted(self.parameters, key=excess, reverse=True)[:_SHOWN]
         shown = ["loss", "output", *worst]
@@ -82,7 +83,7 @@ class Verification:
             exact = f"  {self.exact[name]:10.1e}" if self.exact else ""
             lines.append(f"{name:<{width}}  {errors[name]:8.1e}  {self.allowed[name]:8.1e}{exact}")
         if len(self.parameters) > len(worst):
-            lines.append(f"... and {len(self.parameters) - len(worst)} more parameters with less")
+            lines.append(f"... and {len(self.parameters) - len(worst)} more, with less")
         lines.append("The pipeline computes what the whole model does." if self.ok else "The pipeline differs:")
         lines += [f"- {cause}" for cause in self.causes]
         return "\n".join([*lines, *self.notes])
@@ -342,8 +343,7 @@ class _Comparison:
         eps = max(rank[7] for rank in ranks)
         allowed, right = {}, {}
         for name, (plain, found, exact) in errors.items():
-            yardstick = plain if name in ("loss", "output") else max(plain, common)
-            allowed[name] = _ROUNDINGS * (yardstick + eps) if self._has_exact else math.sqrt(eps)
+            allowed[name] = _ROUNDINGS * (max(plain, common) + eps) if self._has_exact else math.sqrt(eps)
             right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
         ok = all(right.values())
         if any(rank[6] for rank in ranks):
@@ -426,8 +426,9 @@ def _ratio(distance: float, norm: float) -> float:
 
 
 def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
-    pairs = zip(values, truths, strict=True)
-    return max((_ratio(_distance(v, t), _norm(t)) for v, t in pairs), default=0.0)
+    """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
+    scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
+    return max((_ratio(_distance(v, t), scale) for v, t in zip(values, truths, strict=True)), default=0.0)
 
 
 # -- one module --------------------------------------------------------------------------------------------------------
@@ -438,7 +439,8 @@ def verify_stage(
 ) -> Verification:
     """Runs one module on a whole sample and in segments, and compares its output and gradients. Needs no group.
 
-    The gradients are those of a random projection of the output. The state of the module does not change.
+    The loss is half the squared distance of the output from fixed values that look random. The state of the module
+    does not change.
 
     Args:
         module: takes ``sample`` and returns a tensor, both with the tokens along ``seq_dim``: (batch, tokens, ...).
@@ -455,7 +457,7 @@ def verify_stage(
         num_segments=count,
         segment_sizes=sizes,
         seq_dim=seq_dim,
-        loss_fn=_project,
+        loss_fn=_distance_from_fixed,
         loss_reduction="sum",
         group=LoopbackGroup(1)[0],
         unchecked=True,
@@ -470,11 +472,11 @@ def verify_stage(
         engine.close()
 
 
-def _project(output: Tensor, positions: Tensor) -> Tensor:
-    """Sum of the output by fixed weights that look random and depend on a token's position in the sequence."""
+def _distance_from_fixed(output: Tensor, positions: Tensor) -> Tensor:
+    """Half the squared distance from values that look random and depend on a token's position in the sequence."""
     rest = output.dim() - positions.dim()
     others = math.prod(output.shape) // output.shape[positions.dim() - 1]
     shape = [1 if dim == positions.dim() - 1 else size for dim, size in enumerate(output.shape)]
     numbers = torch.arange(others, dtype=torch.float64, device=output.device).view(shape)
-    weights = torch.cos(positions.double().view(*positions.shape, *[1] * rest) * 12.9898 + numbers * 78.233)
-    return (output * weights.to(output.dtype)).sum()
+    values = torch.cos(positions.double().view(*positions.shape, *[1] * rest) * 12.9898 + numbers * 78.233)
+    return 0.5 * (output - values.to(output.dtype)).square().sum()

@@ -337,11 +337,13 @@ def test_attention_of_another_kind_is_an_error_on_every_rank_unless_unchecked():
         first = group.rank == 0
         module = Net(Mixer(attention if first else torchs_attention), first=first, last=not first)
         engine = engine_for(group, [module], num_microbatches=2, unchecked=unchecked)
-        try:
-            engine.step(tokens, target=target)
-        except (ValueError, seq1f1b.PipelineError) as error:
-            return str(error)
-        return ""
+        for _ in range(2):  # a second try is no way around it
+            text = ""
+            try:
+                engine.step(tokens, target=target)
+            except (ValueError, seq1f1b.PipelineError) as error:
+                text = str(error)
+        return text
 
     for text in run_ranks(2, lambda group: run(group, False)):
         assert "[1]F0.1" in text and "stage 1, mixer (Mixer)" in text and "unchecked=True" in text
