@@ -21,6 +21,7 @@ from mixers import MICROBATCHES, RIGHT, SEGMENTS, WRONG, Case, batch, cross_entr
 import seq1f1b
 from seq1f1b import SegmentWarning, Verification
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/verify.md"
 FOUR = ("torch's scaled_dot_product_attention", "position embedding by arange", "LSTM", "BatchNorm")
 
 
@@ -69,13 +70,15 @@ def test_a_wrong_model_is_found(case: Case):
     if case.told:
         assert any(text.startswith(case.cause) for text in result.causes), str(result)
         assert max(result.loss_error, *result.parameters.values()) > 1e-3
+    assert is_on_the_page(wrong_row(case, seen, result)), "run this file and put its tables on the page"
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
 def test_a_right_model_is_not_blamed(case: Case):
-    assert looked_at(case) == []
-    result = verified(case)
+    seen, result = looked_at(case), verified(case)
+    assert seen == []
     assert result.ok and not result.causes, str(result)
+    assert is_on_the_page(right_row(case, seen, result)), "run this file and put its tables on the page"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -96,19 +99,32 @@ def test_a_wrong_model_is_found_in_16_bits_and_without_float64(case: Case):
         assert not result.ok and result.causes[0].startswith(case.cause), str(result)
 
 
+def wrong_row(case: Case, seen: list[str], result: Verification) -> list[str]:
+    """A line of the page's table, without its error."""
+    how = "-" if not seen else "error" if "unchecked=True" in seen[0] else "warning"
+    return [case.name, how, "-" if result.ok else "found", case.cause]
+
+
+def right_row(case: Case, seen: list[str], result: Verification) -> list[str]:
+    return [case.name, "blamed" if seen else "-", "-" if result.ok else "blamed"]
+
+
+def is_on_the_page(row: list[str]) -> bool:
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines()]
+    return row in [line[:-1] for line in cells]
+
+
 def main() -> None:
-    print("| wrong model | the engine itself | `verify` | largest error | cause that is named |\n|---|---|---|---|---|")
-    for case in WRONG:
-        seen, result = looked_at(case), verified(case)
-        error = max([result.loss_error, *result.parameters.values()])
-        how = "-" if not seen else "error" if "unchecked=True" in seen[0] else "warning"
-        cause = result.causes[0].partition(":")[0] if result.causes else case.cause
-        print(f"| {case.name} | {how} | {'found' if not result.ok else '-'} | {error:.1e} | {cause} |")
-    print("\n| right model | the engine itself | `verify` | largest error |\n|---|---|---|---|")
-    for case in RIGHT:
-        seen, result = looked_at(case), verified(case)
-        error = max([result.loss_error, *result.parameters.values()])
-        print(f"| {case.name} | {'blamed' if seen else '-'} | {'-' if result.ok else 'blamed'} | {error:.1e} |")
+    for head, cases, row_of in (
+        ("| wrong model | the engine itself | `verify` | cause that is named | error |", WRONG, wrong_row),
+        ("| right model | the engine itself | `verify` | error |", RIGHT, right_row),
+    ):
+        print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
+        for case in cases:
+            result = verified(case)
+            error = max([result.loss_error, *result.parameters.values()])
+            print(f"| {' | '.join(row_of(case, looked_at(case), result))} | {error:.0e} |")
+        print()
 
 
 if __name__ == "__main__":
