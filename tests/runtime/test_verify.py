@@ -264,6 +264,30 @@ def test_a_refusal_is_heard_on_every_rank():
     run_ranks(2, run)
 
 
+class WithScalar(Net):
+    """Returns logits and a mean over the tokens, which is no part of the sequence."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return {"logits": logits, "mean": logits.mean()}
+
+
+@pytest.mark.parametrize("reads_it", [False, True])
+def test_an_output_without_tokens_counts_by_what_comes_of_it(reads_it):
+    tokens, target = mixers_batch()
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return cross_entropy(output["logits"], target) + output["mean"].square() * reads_it
+
+    engine = engine_for(
+        seq1f1b.LoopbackGroup(1)[0], [WithScalar(Mixer(attention))], num_microbatches=2, loss_fn=loss_fn
+    )
+    result = engine.verify(tokens, target=target, show=False)
+    assert result.ok != reads_it, str(result)
+    if reads_it:
+        assert result.causes[0].startswith("loss weighting")
+
+
 @torch.compile(fullgraph=True, backend="aot_eager")
 def compiled_gelu(x: Tensor) -> Tensor:
     return F.gelu(x) * torch.arange(x.shape[-1], dtype=x.dtype)
