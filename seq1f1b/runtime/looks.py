@@ -180,6 +180,10 @@ class Watch(TorchFunctionMode):
             return True
         return size == self._length
 
+    def _is_within_tokens(self, tensor: Tensor) -> bool:
+        """Whether the first dimension is that of all tokens of all rows, so that the others are one token's own."""
+        return self._batch > 1 and tensor.dim() > 1 and tensor.shape[0] == self._batch * self._length
+
     # -- positions -------------------------------------------------------------------------------------------------
 
     def _follow_positions(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -263,7 +267,10 @@ def _look_at_attention(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     query, key = _argument(args, kwargs, 0, "query"), _argument(args, kwargs, 1, "key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return
-    dims = slice(-2, -1) if name == "scaled_dot_product_attention" else slice(None)
+    is_torchs = name == "scaled_dot_product_attention"  # others take (tokens, batch, ...), too
+    if is_torchs and watch._is_within_tokens(query):
+        return
+    dims = slice(-2, -1) if is_torchs else slice(None)
     lengths = {watch._length, watch._end}
     if watch._length > 1 and watch._length in query.shape[dims] and lengths & set(key.shape[dims]):
         watch._find(ATTENTION, f"calls {name} on a segment alone")
@@ -272,6 +279,8 @@ def _look_at_attention(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
 def _look_at_softmax(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     scores, dim = args[0], _argument(args, kwargs, 1, "dim", -1)
     if not isinstance(scores, Tensor) or not isinstance(dim, int) or not watch._decides or scores.dim() < 2:
+        return
+    if watch._is_within_tokens(scores) and dim % scores.dim():
         return
     others = [size for i, size in enumerate(scores.shape) if i and i != dim % scores.dim()]
     if watch._length in others and scores.shape[dim] in (watch._length, watch._end):
@@ -289,7 +298,7 @@ def _look_at_cumulative(watch: Watch, name: str, args: Any, kwargs: Any) -> None
 
 def _look_at_convolution(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     x, weight = args[0], _argument(args, kwargs, 1, "weight")
-    if not watch._decides or not isinstance(weight, Tensor) or x.shape[0] == watch._batch * watch._length:
+    if not watch._decides or not isinstance(weight, Tensor) or watch._is_within_tokens(x):
         return
     dilation = _argument(args, kwargs, 5, "dilation", 1)
     for i, width in enumerate(weight.shape[2:], start=2):
@@ -300,8 +309,12 @@ def _look_at_convolution(watch: Watch, name: str, args: Any, kwargs: Any) -> Non
 
 
 def _look_at_recurrence(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
-    shape = args[0].shape
-    if watch._length in shape[:2] or shape[0] == watch._batch * watch._length:
+    x, is_batch_first = args[0], bool(args[-1])
+    if isinstance(args[1], Tensor) and not args[1].is_floating_point():  # packed: its rows one after the other
+        is_along = x.shape[0] == watch._batch * watch._length
+    else:
+        is_along = x.shape[1 if is_batch_first and x.dim() == 3 else 0] == watch._length > 1
+    if is_along:
         watch._find(STATE, f"calls {name} along the tokens")
 
 
@@ -319,7 +332,7 @@ def _look_at_norm(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     x = args[0]
     shape = _argument(args, kwargs, 1, "normalized_shape") if name in ("layer_norm", "rms_norm") else x.shape[2:]
     dims = range(x.dim() - len(shape), x.dim())
-    if x.shape[0] != watch._batch * watch._length and any(watch._is_tokens(x, dim) for dim in dims):
+    if not watch._is_within_tokens(x) and any(watch._is_tokens(x, dim) for dim in dims):
         watch._find(STATE, f"calls {name} over the tokens of a segment")
 
 

@@ -404,6 +404,49 @@ def test_a_length_that_is_also_a_weights_size_decides_nothing():
         assert engine.verify(tokens[:, :36], target=target[:, :36], show=False).ok == is_right
 
 
+def test_attention_within_a_token_is_not_attention_along_the_sequence():
+    """As many heads as a segment has tokens, 3: scores look the same, but the rows are tokens."""
+
+    def by_heads(self: Any, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(0, 1).unflatten(-1, (3, 3, 4)).unbind(1)
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return (F.scaled_dot_product_attention(q, k, v) + scores @ v).flatten(1).view_as(x)
+
+    tokens, target = mixers_batch()
+    engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [Net(Mixer(by_heads))], num_microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SegmentWarning)
+        engine.step(tokens[:4, :9], target=target[:4, :9])
+    assert engine.verify(tokens[:4, :9], target=target[:4, :9], show=False).ok
+
+
+class Letters(nn.Module):
+    """A recurrence over the letters of each token, and torch's module for attention over the sequence."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
+        self.mha = nn.MultiheadAttention(HIDDEN, 3) if attends else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        letters = x.reshape(-1, 1, HIDDEN).expand(-1, 5, HIDDEN)
+        x = self.rnn(letters)[0][:, -1].view_as(x)
+        return x if self.mha is None else self.mha(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_a_recurrence_within_a_token_is_right_and_attention_over_tokens_first_is_not(rows):
+    tokens, target = (t[: 2 * rows] for t in mixers_batch())
+    engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [Net(Letters(False))], num_microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SegmentWarning)
+        engine.step(tokens, target=target)
+    assert engine.verify(tokens, target=target, show=False).ok
+    engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [Net(Letters(True))], num_microbatches=2)
+    with pytest.raises(ValueError, match=r"attention not in segments: stage 0, mixer\.mha"):
+        engine.step(tokens, target=target)
+
+
 # -- one module --------------------------------------------------------------------------------------------------------
 
 
