@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from seq1f1b.ops.packing import document_starts, pack_documents
     from seq1f1b.ops.ulysses import ulysses_attention
     from seq1f1b.runtime.engine import PipelineEngine
+    from seq1f1b.runtime.looks import SegmentWarning
+    from seq1f1b.runtime.verify import Verification, verify_stage
     from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup
 
@@ -33,8 +35,10 @@ __all__ = [
     "ScheduleError",
     "ScheduleSeq1F1B",
     "ScheduleSeqInterleaved1F1B",
+    "SegmentWarning",
     "Simulation",
     "Unit",
+    "Verification",
     "add_loss",
     "build_schedule",
     "carry_in",
@@ -50,6 +54,7 @@ __all__ = [
     "shift_labels",
     "token_offset",
     "ulysses_attention",
+    "verify_stage",
 ]
 __version__ = "0.2.0"
 
@@ -60,6 +65,8 @@ _NEEDS_TORCH: dict[str, str] = {
     "PipelineState": "seq1f1b.adapters.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
     "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
+    "SegmentWarning": "seq1f1b.runtime.looks",
+    "Verification": "seq1f1b.runtime.verify",
     "add_loss": "seq1f1b.ops.context",
     "carry_in": "seq1f1b.ops.context",
     "carry_out": "seq1f1b.ops.context",
@@ -71,6 +78,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "shift_labels": "seq1f1b.runtime.weighting",
     "token_offset": "seq1f1b.ops.attention",
     "ulysses_attention": "seq1f1b.ops.ulysses",
+    "verify_stage": "seq1f1b.runtime.verify",
 }
 
 

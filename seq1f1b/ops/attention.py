@@ -91,9 +91,7 @@ def causal_attention(
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not torch.compiler.is_compiling():
         _check_tangents(q=q, k=k, v=v)
-    in_step = stepping if torch.compiler.is_compiling() else _C.in_step()
-
-    if in_step:
+    if stepping if torch.compiler.is_compiling() else _in_segments():
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
         if records:
             return _SegmentAttention.apply(q, k, v, handle, *options)  # type: ignore[no-any-return, no-untyped-call]
@@ -101,6 +99,22 @@ def causal_attention(
     if records:
         return _CausalAttention.apply(q, k, v, *options)  # type: ignore[no-any-return, no-untyped-call]
     return _ops.causal_attention.default(q, k, v, *options)[0]  # type: ignore[no-any-return]
+
+
+def _in_segments() -> bool:
+    """Whether a unit runs now that is a segment of a step. Tells a look at its stage that it attends."""
+    unit = _C.unit_state()
+    if unit is None:
+        return _C.in_step()
+    if unit.watch is not None:
+        unit.watch.note("attends")
+    return not unit.is_whole
+
+
+def _note_offset() -> None:
+    unit = _C.unit_state()
+    if unit is not None and unit.watch is not None:
+        unit.watch.note("offset")
 
 
 def layer_handle(index: int) -> Tensor:
@@ -131,6 +145,7 @@ def token_offset(*, shard: tuple[int, int] | None = None) -> int:
         shard: (rank, size) if each of several ranks holds a part of the segment; then the position of this rank's first
             token is returned.
     """
+    _note_offset()
     if shard is None:
         return _C.token_offset()
     rank, size = check_shard(shard)

@@ -26,6 +26,8 @@ class LiveUnit:
     """A unit of the running step, from its F on: what F(m.s) leaves behind for B(m.s) and for the units beside it."""
 
     forward = True  # False while B runs: recomputation reads and never writes
+    is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
+    watch: Any = None  # of a unit whose stage is looked at: told what the module asks of the step
     leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
     roots: tuple[Any, ...] = ()  # where B starts: losses, or edges of the outputs that were handed over
     seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
@@ -108,6 +110,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
         RuntimeError: the previous segment left nothing under this name.
     """
     unit = current()
+    if unit is not None and unit.watch is not None:
+        unit.watch.note("carries")
     if unit is None or unit.segment == 0:
         return default
     key = _key(layer)
@@ -141,6 +145,8 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
     unit = current()
     if unit is None or not unit.forward:
         return
+    if unit.watch is not None:
+        unit.watch.note("carries")
     if unit.training and not torch.is_grad_enabled():
         raise RuntimeError(
             "carry_out with gradients off in a training step: its gradient would be lost. "

@@ -47,6 +47,7 @@ class Options:
     spin_us: float | None
     weights: str
     shard: Shard
+    unchecked: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("prefetch", 0), ("seq_dim", 1)):

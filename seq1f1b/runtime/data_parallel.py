@@ -55,7 +55,7 @@ class Ddp:
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
         roots = [p.view_as(p) for p in parameters]
         self._module.reducer.prepare_for_backward(roots)
-        with _without_hooks(parameters):
+        with without_hooks(parameters):
             torch.autograd.backward(roots, [torch.zeros_like(p) for p in parameters])
 
     def end_step(self) -> None:
@@ -63,7 +63,7 @@ class Ddp:
 
 
 @contextmanager
-def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, a backward calls no Python hook on the parameters: each has seen its gradients already."""
     registered = [hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
     taken = [dict(hooks) for hooks in registered]

@@ -32,6 +32,7 @@ from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
+from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.schedule import Schedule, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, resolve_group, withdraw
 
@@ -92,6 +93,9 @@ class PipelineEngine:
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
             num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
             does not do is refused by name.
+        unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
+            :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
+            step of a length is looked at, see :meth:`verify`.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -122,6 +126,7 @@ class PipelineEngine:
         weights: str = "planned",
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
+        unchecked: bool = False,
     ) -> None:
         try:
             schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
@@ -147,6 +152,7 @@ class PipelineEngine:
                 spin_us=spin_us,
                 weights=weights,
                 shard=shard,
+                unchecked=unchecked,
             )
             self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
             self.shard = shard
@@ -232,6 +238,32 @@ class PipelineEngine:
             if not return_outputs:
                 return losses
             return losses, None if outputs is None else merge(outputs, 0)
+
+    def verify(
+        self,
+        inputs: Any = None,
+        *,
+        target: Any = None,
+        kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
+        loss_weight: float | None = None,
+        dtype: torch.dtype | None = None,
+        show: bool = True,
+    ) -> Verification:
+        """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
+
+        The whole model is the stages in a chain, with one segment and one micro-batch at a time. Parameters, gradients,
+        buffers, tensors and containers that are attributes of modules, and random state are as before afterwards.
+        Hooks on parameters do not run. Stages under DDP or FSDP2, DTensors and ``shard=`` are refused.
+
+        Args:
+            dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
+            show: prints the result on rank 0.
+        """
+        self._check_idle()
+        found = verify(self, StepArguments(True, inputs, target, kwargs, loss_weight), dtype)
+        if show and self.rank == 0:
+            print(found)
+        return found
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank, each once."""
@@ -339,7 +371,16 @@ class PipelineEngine:
             )
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
-        self._stages = {
+        self._stages = self._make_stages(modules)
+        self._tied = TiedParameters(self.modules(), self._group)
+        self._cache = _C.kv_cache_create()
+        self._ends: dict[tuple[int, int], Any] = {}
+        self._program = self._lower(self.schedule.handle)
+        self._connect()
+        self._executor = self._make_executor(self._program)
+
+    def _make_stages(self, modules: Sequence[Any], *, is_whole: bool = False) -> dict[int, Stage]:
+        return {
             index: Stage(
                 module,
                 index,
@@ -348,15 +389,11 @@ class PipelineEngine:
                 loss_fn=self._options.loss_fn,
                 device=self.device,
                 order=self.schedule.ranks[self.rank],
+                unchecked=self._options.unchecked,
+                is_whole=is_whole,
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
-        self._tied = TiedParameters(self.modules(), self._group)
-        self._cache = _C.kv_cache_create()
-        self._ends: dict[tuple[int, int], Any] = {}
-        self._program = self._lower(self.schedule.handle)
-        self._connect()
-        self._executor = self._make_executor(self._program)
 
     def _agree(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
@@ -435,10 +472,7 @@ class PipelineEngine:
 
     def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
         """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        if self._running:
-            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
+        self._check_idle()
         self._running = True
         entered = None  # the executor, once the step has begun
         try:
@@ -502,6 +536,12 @@ class PipelineEngine:
             step.deferred_weights(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _check_idle(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._running:
+            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
 
     def _choose_run(self, step: Step) -> Callable[..., Any]:
         """Returns what the executor calls for every unit of a step."""

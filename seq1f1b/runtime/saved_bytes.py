@@ -70,5 +70,10 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module or a part of it runs as compiled code."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in module.modules())
+    """Whether the module or a part of it runs as compiled code: as a module, or by a method that was compiled."""
+    return any(
+        hasattr(part, "_orig_mod")
+        or part._compiled_call_impl is not None
+        or any(hasattr(value, "_torchdynamo_orig_callable") for value in (type(part).forward, *vars(part).values()))
+        for part in module.modules()
+    )

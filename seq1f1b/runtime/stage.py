@@ -15,6 +15,7 @@ from seq1f1b.ops.context import LiveUnit, enter
 from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.deferred import Tape
+from seq1f1b.runtime.looks import Looks
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
@@ -38,6 +39,8 @@ class Stage:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         device: torch.device,
         order: Sequence[Unit],
+        unchecked: bool = False,
+        is_whole: bool = False,
     ) -> None:
         self.module = module
         self.index = index
@@ -53,6 +56,8 @@ class Stage:
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
         # After it all gradients of weights are there: B, or W.
         self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
+        self.is_whole = is_whole  # units are whole micro-batches, as outside a step
+        self.looks = Looks(index, self.modules, unchecked)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
 
@@ -99,6 +104,7 @@ class StageArguments:
         shares: what part of the micro-batch's loss each of these losses is.
         auxiliary_seeds: gradient of an auxiliary loss, by segment.
         measures: whether to count the bytes that graphs keep.
+        looks: whether to look for what mixes tokens without the engine's knowledge.
     """
 
     training: bool
@@ -112,6 +118,7 @@ class StageArguments:
     auxiliary_seeds: Sequence[float] = ()
     keep_outputs: bool = False
     measures: bool = False
+    looks: bool = False
 
 
 class StageStep:
@@ -133,6 +140,7 @@ class StageStep:
         self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
         self._seeds = arguments.seeds
         self._measures = arguments.measures and stage.shows_saved_bytes
+        self._looks = arguments.looks and not any(map(is_compiled, stage.modules))
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
@@ -177,10 +185,12 @@ class StageStep:
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
         if self.training and key in self.stage.split:
             unit.tape = Tape(self.deferred_weights)
+        unit.is_whole = self.stage.is_whole
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit
         enter(unit)
-        result = self._measured(key, unit, inputs) if self._measures else self._compute(key, unit, inputs)
+        run = self._measured if self._measures else self._compute
+        result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:
                 unit.previous.forget()
@@ -203,6 +213,16 @@ class StageStep:
             return self._finish_middle(unit, output)
         self._finish_last(key, unit, output)
         return None
+
+    def _watched(
+        self, run: Callable[..., tuple[Tensor, ...] | None], key: int, unit: LiveUnit, inputs: tuple[Any, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """The same for F0.1, looking for what mixes tokens without the engine's knowledge."""
+        sizes = self.arguments.sizes
+        with self.stage.looks.watch(inputs, sizes[0], sizes[1]) as unit.watch:
+            result = run(key, unit, inputs)
+        unit.watch = None
+        return result
 
     def _measured(self, key: int, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """The same, counting the bytes that the unit's graph keeps."""

@@ -150,6 +150,7 @@ class Step:
                     auxiliary_seeds=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
                     keep_outputs=arguments.return_outputs and stage.is_last,
                     measures=self.training and not is_known,
+                    looks=options.num_segments > 1 and not is_known,
                 ),
             )
             self._parts[index] = part
@@ -261,9 +262,14 @@ class Step:
 
 
 def merge(parts: list[Any], dim: int) -> Any:
-    """One output from those of segments or micro-batches; tensors in nested tuples and dicts are joined."""
+    """One output from those of segments or micro-batches; tensors in nested tuples and dicts are joined.
+
+    Scalars become a vector.
+    """
     if isinstance(parts[0], (tuple, list)):
         return tuple(merge([part[i] for part in parts], dim) for i in range(len(parts[0])))
     if isinstance(parts[0], dict):
         return {key: merge([part[key] for part in parts], dim) for key in parts[0]}
-    return torch.cat(parts, dim) if isinstance(parts[0], Tensor) and len(parts) > 1 else parts[0]
+    if not isinstance(parts[0], Tensor) or len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)

@@ -1,0 +1,485 @@
+"""Does the pipeline compute what the whole model does? Runs both on one batch and compares every gradient.
+
+The whole model is a second engine over the same stages, ranks and edges, with one segment and an order that runs one
+micro-batch after the other; its units count as outside a step, so ``causal_attention`` is plain attention there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.runtime import looks
+from seq1f1b.runtime.aside import RandomState, modules_aside
+from seq1f1b.runtime.data_parallel import data_parallel, without_hooks
+from seq1f1b.runtime.steady import Steady
+from seq1f1b.runtime.step import StepArguments
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport import LoopbackGroup
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.engine import PipelineEngine
+
+__all__ = ["Verification", "verify_stage"]
+
+WEIGHTING = "loss weighting"
+_SHOWN = 8  # parameters in the printed table
+# In float64 the pipeline and the whole model differ by 1e-12 where all is right, and by more than 1e-3 where something
+# is wrong. Between them lies what a model computes in float32 whatever its dtype: 6e-8, and a condition of 1e3.
+_SAME = 1e-4
+# In the engine's dtype the yardstick is the whole model in that dtype: its distance from float64 is what rounding does
+# to this model and batch. Segments round in another order, so each parameter is allowed this many times as much, plus
+# as many roundings of one number, for what the whole model happens to round to exactly. Over 600 right models in fp32,
+# bf16 and fp16 the largest error was half of what is allowed.
+_ROUNDINGS = 4.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :meth:`seq1f1b.PipelineEngine.verify` found; equal on all ranks. ``str()`` is the table that it prints.
+
+    Errors are relative to the whole model's value: the norm of the difference, divided by the norm. A gradient smaller
+    than 1e-3 of the model's gradients (root mean square of their norms) is compared with that.
+
+    Attributes:
+        ok: whether all errors are as small as rounding makes them.
+        parameters: error of each parameter's gradient in the engine's dtype, by stage and name; and of the gradients of
+            inputs that require grad.
+        loss_error, output_error: largest error of a micro-batch's loss, and of its output on the last stage.
+        allowed: what rounding explains of these errors, for each parameter, ``"loss"`` and ``"output"``.
+        exact: the errors with both sides in float64, by the same names; empty if there is no float64 reference.
+        causes: what is likely wrong, one line each; empty if ``ok``.
+        notes: how it was compared.
+    """
+
+    ok: bool
+    parameters: dict[str, float]
+    loss_error: float
+    output_error: float
+    allowed: dict[str, float]
+    exact: dict[str, float]
+    causes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        errors = {"loss": self.loss_error, "output": self.output_error, **self.parameters}
+
+        def excess(name: str) -> tuple[float, float]:
+            exact = self.exact.get(name, 0.0)
+            return exact if exact > _SAME else 0.0, errors[name] / self.allowed[name]
+
+        worst = sorted(self.parameters, key=excess, reverse=True)[:_SHOWN]
+        shown = ["loss", "output", *worst]
+        width = max(len("relative error of"), *map(len, shown))
+        lines = [f"{'relative error of':<{width}}     found   allowed" + "  in float64" * bool(self.exact)]
+        for name in shown:
+            exact = f"  {self.exact[name]:10.1e}" if self.exact else ""
+            lines.append(f"{name:<{width}}  {errors[name]:8.1e}  {self.allowed[name]:8.1e}{exact}")
+        if len(self.parameters) > len(worst):
+            lines.append(f"... and {len(self.parameters) - len(worst)} more, with less")
+        lines.append("The pipeline computes what the whole model does." if self.ok else "The pipeline differs:")
+        lines += [f"- {cause}" for cause in self.causes]
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass
+class _Pass:
+    """One run of the batch on this rank: its results."""
+
+    losses: list[Tensor]
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]  # of the compared tensors
+    draws: bool  # random numbers, dropout apart
+    dropout: bool
+    findings: list[looks.Finding]
+    sizes: list[int]  # of the segments
+
+
+def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
+    """What ``engine.verify`` does; ``dtype`` of the reference, None: float64 if it fits."""
+    everyones = engine.all_gather_object([_refusal(engine), str(_own_dtype(engine)), _fits(engine)])
+    for rank, (text, *_) in enumerate(everyones):
+        if text:
+            raise ValueError(f"rank {rank}: {text}")
+    engine._tied.meet()  # makes copies equal, before they are aside
+    own = sorted({name for _, name, _ in everyones})
+    wide = dtype if dtype is not None else torch.float64 if all(fits for *_, fits in everyones) else None
+    if [str(wide)] == own:
+        wide = None
+    notes = []
+    session = _Session(engine, arguments)
+    try:
+        if wide is not None:
+            try:
+                truth = session.run(whole=True, dtype=wide)
+            except Exception as error:  # a stage that takes one dtype only, say
+                notes.append(f"The whole model does not run in {wide}: {session.recover(error)}")
+                wide = None
+        plain = session.run(whole=True, dtype=None)
+        found = session.run(whole=False, dtype=None)
+        exact = session.run(whole=False, dtype=wide) if wide is not None else None
+    finally:
+        session.end()
+    comparison = _Comparison(engine, truth if wide is not None else plain, plain, found, exact)
+    shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
+    notes.insert(0, f"Reference: the stages in a chain, one segment, one micro-batch at a time, in {shown}.")
+    return comparison.verdict(notes)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class _Session:
+    """Runs one batch several times from one state, which :meth:`end` restores."""
+
+    def __init__(self, engine: PipelineEngine, arguments: StepArguments) -> None:
+        self._engine, self._arguments = engine, arguments
+        self._state = RandomState(engine.device)
+
+    def run(self, *, whole: bool, dtype: torch.dtype | None) -> _Pass:
+        """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none."""
+        engine = self._engine
+        try:
+            engine.all_gather_object(True)  # tensors that ranks share: nobody takes them before all gave them back
+            with ExitStack() as stack:
+                stack.enter_context(without_hooks(list(engine.parameters())))
+                stack.enter_context(modules_aside(engine.modules(), dtype))
+                result = self._run(_variant(engine, whole), dtype)
+                engine.all_gather_object(True)
+            return result
+        except BaseException as error:
+            if not isinstance(error, _C.PipelineError):
+                engine._group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
+            engine._group.end_step(failed=True)
+            raise
+
+    def recover(self, error: Exception) -> str:
+        """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
+        self._engine._group.begin_step()  # waits until all ranks have left the failed run
+        self._engine._group.end_step(failed=False)
+        text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
+        texts = self._engine.all_gather_object([isinstance(error, _C.PipelineError), text])
+        return min(texts)[1]  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        self._state.restore()
+
+    def _run(self, engine: PipelineEngine, dtype: torch.dtype | None) -> _Pass:
+        leaves: list[Tensor] = []
+
+        def prepared(value: Any) -> Any:
+            return _mapped(value, lambda tensor: _prepared(tensor, dtype, leaves))
+
+        given = self._arguments
+        inputs = prepared(given.inputs)
+        tracked = list(leaves)
+        arguments = replace(
+            given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
+        )
+        self._state.restore()
+        with Steady(dtype) as steady:
+            losses, outputs = engine.run(arguments)
+        draws = not self._state.is_current()
+        compared = [*(p for p in engine.parameters() if p.requires_grad), *tracked]
+        gradients = [None if t.grad is None else t.grad.detach() for t in compared]
+        findings = [finding for stage in engine._stages.values() for finding in stage.looks.findings]
+        floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
+        assert engine.last_step is not None
+        return _Pass(losses, floating, gradients, draws, steady.dropout, findings, engine.last_step.sizes)
+
+
+def _variant(engine: PipelineEngine, whole: bool) -> PipelineEngine:
+    """A second engine over the same stages, ranks and edges, with memory of its own."""
+    options = replace(engine._options, unchecked=True)
+    schedule = engine.schedule
+    if whole:
+        options = replace(options, num_segments=1, segment_sizes=None, weights="planned")
+        schedule = _one_by_one(engine.schedule)
+    other = copy.copy(engine)
+    other._options, other.schedule, other.num_segments = options, schedule, schedule.num_segments
+    other._cache, other._known_shapes, other._activations = _C.kv_cache_create(), set(), {}
+    other._stages = other._make_stages([stage.module for stage in engine._stages.values()], is_whole=whole)
+    for stage in other._stages.values():
+        stage.looks.tells = False
+    other._program = other._lower(schedule.handle)
+    other._executor = other._make_executor(other._program)
+    return other
+
+
+def _one_by_one(schedule: Schedule) -> Schedule:
+    """The same stages on the same ranks: one micro-batch after the other, in one segment."""
+    lines = []
+    for rank in range(schedule.num_ranks):
+        own = [stage for stage, holder in enumerate(schedule.rank_of_stage) if holder == rank]
+        units = [
+            f"[{stage}]{kind}{m}.0"
+            for m in range(schedule.num_microbatches)
+            for kind, stages in (("F", own), ("B", own[::-1]))
+            for stage in stages
+        ]
+        lines.append(" ".join(units))
+    return Schedule.from_text("\n".join(lines))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, change) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -> Tensor:
+    """A leaf of its own, so that nothing reaches the caller's graph."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    leaf = tensor.detach().to(wanted)
+    if tensor.requires_grad:
+        leaf = leaf.clone().requires_grad_()
+        leaves.append(leaf)
+    return leaf
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Floating tensors of what the last stage returned, which may be nested."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+# -- what can be verified ----------------------------------------------------------------------------------------------
+
+
+def _refusal(engine: PipelineEngine) -> str:
+    if engine.shard != (0, 1):
+        return "verify compares whole segments: verify an engine without shard= first, then share the tokens"
+    for module in engine._wrapped_modules():
+        if data_parallel(module) is not None:
+            return (
+                "verify runs a stage by itself, and this one is under DDP or FSDP2: verify an engine over the bare "
+                "modules first, then wrap them"
+            )
+    for name, parameter in engine.named_parameters():
+        if hasattr(parameter, "to_local"):
+            return f"parameter {name!r} is a DTensor: verify an engine over the modules before they are sharded"
+    return ""
+
+
+def _own_dtype(engine: PipelineEngine) -> torch.dtype:
+    dtypes = [p.dtype for p in engine.parameters() if p.is_floating_point()]
+    return min(dtypes, key=lambda d: torch.finfo(d).bits, default=torch.get_default_dtype())
+
+
+def _fits(engine: PipelineEngine) -> bool:
+    """Whether float64 fits in the memory that is free: values, gradients twice, and one micro-batch's activations."""
+    activations = 0.0
+    if engine.last_step is not None:
+        measured = sum(stage.saved for stage in engine.last_step.activations.values())  # bytes per token
+        activations = measured * sum(engine.last_step.sizes) * 64 / torch.finfo(_own_dtype(engine)).bits
+    wanted = 3 * 8 * sum(p.numel() for p in engine.parameters()) + activations
+    if engine.device.type == "cuda":
+        return wanted < torch.cuda.mem_get_info(engine.device)[0]
+    with open("/proc/meminfo") as file:
+        free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
+    return wanted < free / engine.num_ranks  # as if all ranks shared this machine
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+class _Comparison:
+    """The errors of all ranks, gathered, and what they mean. Numbers and texts only cross between ranks.
+
+    Args:
+        truth: the whole model in the reference's dtype; plain: in the engine's; found: the pipeline in the engine's
+            dtype; exact: in the reference's, None if that is the engine's.
+    """
+
+    def __init__(self, engine: PipelineEngine, truth: _Pass, plain: _Pass, found: _Pass, exact: _Pass | None) -> None:
+        self._engine, self._has_exact = engine, exact is not None
+        runs = [plain, found, exact or found]
+        self._tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(engine)).eps)
+        rows = [
+            [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
+            for i, (name, value) in enumerate(zip(_names(engine, truth), truth.gradients, strict=True))
+        ]
+        losses = [_worst(run.losses, truth.losses) for run in runs]
+        outputs = [_worst(run.outputs, truth.outputs) for run in runs]
+        start = self._first_difference(runs[2], truth)
+        findings = [str(finding) for finding in dict.fromkeys(found.findings)]
+        draws, dropout = truth.draws or found.draws, truth.dropout or found.dropout
+        eps = torch.finfo(_own_dtype(engine)).eps
+        self._ranks = engine.all_gather_object([rows, losses, outputs, start, findings, draws, dropout, eps])
+
+    def _first_difference(self, found: _Pass, truth: _Pass) -> int:
+        """The first segment whose output differs; k if none does."""
+        k, dim, first = self._engine.num_segments, self._engine.seq_dim, self._engine.num_segments
+        for mine, theirs in zip(found.outputs, truth.outputs, strict=True):
+            if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
+                continue
+            pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
+            wrong = [s for s, (a, b) in enumerate(pairs) if _ratio(_distance(a, b), _norm(b)) > self._tolerance]
+            first = min([first, *wrong])
+        return min(first, k)
+
+    def verdict(self, notes: list[str]) -> Verification:
+        ranks = self._ranks
+        rows = [row for rank in ranks for row in rank[0]]
+        floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
+        errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
+        common = math.sqrt(sum(plain**2 for plain, *_ in errors.values()) / max(1, len(errors)))
+        for name, position in (("loss", 1), ("output", 2)):
+            errors[name] = [max(values) for values in zip(*(rank[position] for rank in ranks), strict=True)]
+        eps = max(rank[7] for rank in ranks)
+        allowed, right = {}, {}
+        for name, (plain, found, exact) in errors.items():
+            allowed[name] = _ROUNDINGS * (max(plain, common) + eps) if self._has_exact else math.sqrt(eps)
+            right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
+        ok = all(right.values())
+        if any(rank[6] for rank in ranks):
+            notes = [*notes, "Dropout was off: it draws other numbers for segments than for a whole sequence."]
+        exact_errors = {name: exact for name, (_, _, exact) in errors.items()} if self._has_exact else {}
+        loss, output = errors.pop("loss")[1], errors.pop("output")[1]
+        parameters = {name: found for name, (_, found, _) in errors.items()}
+        causes = () if ok else self._causes(right)
+        return Verification(ok, parameters, loss, output, allowed, exact_errors, causes, tuple(notes))
+
+    def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
+        """What is seen in the stages' forwards first; then what the numbers tell."""
+        ranks = self._ranks
+        seen = dict.fromkeys(text for rank in ranks for text in rank[4])
+        causes = list(seen)
+        if any(rank[5] for rank in ranks):
+            causes.append(
+                f"{looks.RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a "
+                "whole sequence; verify without them"
+            )
+        if causes:
+            return tuple(causes)
+        start = min(rank[3] for rank in ranks)
+        if right["output"] and not right["loss"]:
+            causes.append(
+                f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be the mean over the "
+                "targets that loss_weight counts (default: those that are not -100), or their sum with "
+                'loss_reduction="sum"; labels are shifted before the step'
+            )
+        elif right["output"]:
+            causes.append(
+                f"{looks.STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
+                "tokens in the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, "
+                "without detach"
+            )
+        elif self._engine.num_segments == 1:
+            causes.append("state across micro-batches: one segment differs, too, when micro-batches run in this order")
+        elif start == 0:
+            causes.append(
+                f"{looks.STATISTICS}: the first segment differs, so a token depends on later ones or on the whole "
+                "sequence: a norm, a mean, pooling or attention over all tokens"
+            )
+        else:
+            causes.append(
+                f"{looks.STATE}: the first segment agrees and segment {start} does not, so something begins anew in "
+                "each segment: attention, positions, a recurrence, a convolution, a shift"
+            )
+        return tuple(causes)
+
+
+def _names(engine: PipelineEngine, run: _Pass) -> list[str]:
+    """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
+    places = [f"stage {index}: " if engine.num_stages > 1 else "" for index in engine.stages]
+    names: dict[int, str] = {}
+    for place, module in zip([*places, "loss: "], engine.modules(), strict=False):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), place + name)
+    inputs = len(run.gradients) - len(names)
+    return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
+
+
+def _norm(value: Tensor | None) -> float:
+    return 0.0 if value is None else float(torch.linalg.vector_norm(value, dtype=torch.float64))
+
+
+def _distance(value: Tensor | None, truth: Tensor | None) -> float:
+    if value is None or truth is None:
+        return _norm(value if truth is None else truth)
+    distance = _norm(value.to(torch.float64) - truth.to(torch.float64))
+    return distance if math.isfinite(distance) or not _same_infinities(value, truth) else 0.0
+
+
+def _same_infinities(value: Tensor, truth: Tensor) -> bool:
+    return torch.equal(value.double().nan_to_num(0.5), truth.double().nan_to_num(0.5))
+
+
+def _ratio(distance: float, norm: float) -> float:
+    return 0.0 if distance == 0.0 else distance / norm if norm > 0.0 else math.inf
+
+
+def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
+    """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
+    scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
+    # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
+    pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
+    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0)
+
+
+# -- one module --------------------------------------------------------------------------------------------------------
+
+
+def verify_stage(
+    module: nn.Module, sample: Tensor, segments: int | Sequence[int] = 2, *, seq_dim: int = 1, show: bool = True
+) -> Verification:
+    """Runs one module on a whole sample and in segments, and compares its output and gradients. Needs no group.
+
+    The loss is half the squared distance of the output from fixed values that look random. The state of the module
+    does not change.
+
+    Args:
+        module: takes ``sample`` and returns a tensor, both with the tokens along ``seq_dim``: (batch, tokens, ...).
+        sample: if it is floating, its gradient is compared, too.
+        segments: their number, or the tokens of each.
+        show: prints the result.
+    """
+    from seq1f1b.runtime.engine import PipelineEngine
+
+    count, sizes = (segments, None) if isinstance(segments, int) else (len(segments), list(segments))
+    engine = PipelineEngine(
+        module,
+        num_microbatches=1,
+        num_segments=count,
+        segment_sizes=sizes,
+        seq_dim=seq_dim,
+        loss_fn=_distance_from_fixed,
+        loss_reduction="sum",
+        group=LoopbackGroup(1)[0],
+        unchecked=True,
+    )
+    if sample.is_floating_point():
+        sample = sample.detach().requires_grad_()
+    tokens = torch.arange(sample.shape[seq_dim], dtype=torch.float64)
+    target = tokens.view([-1 if dim == seq_dim else 1 for dim in range(seq_dim + 1)])
+    try:
+        return engine.verify(sample, target=target, show=show)
+    finally:
+        engine.close()
+
+
+def _distance_from_fixed(output: Tensor, positions: Tensor) -> Tensor:
+    """Half the squared distance from values that look random and depend on a token's position in the sequence."""
+    rest = output.dim() - positions.dim()
+    others = math.prod(output.shape) // output.shape[positions.dim() - 1]
+    shape = [1 if dim == positions.dim() - 1 else size for dim, size in enumerate(output.shape)]
+    numbers = torch.arange(others, dtype=torch.float64, device=output.device).view(shape)
+    values = torch.cos(positions.double().view(*positions.shape, *[1] * rest) * 12.9898 + numbers * 78.233)
+    return 0.5 * (output - values.to(output.dtype)).square().sum()
