@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seq1f1b.adapters.pretrained import save_pretrained
+from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained
 from seq1f1b.adapters.transformers import CausalLMStage, attention, pipeline_stage
 
-__all__ = ["CausalLMStage", "attention", "pipeline_stage", "save_pretrained"]
+__all__ = ["CausalLMStage", "attention", "load_pretrained", "pipeline_stage", "save_pretrained"]

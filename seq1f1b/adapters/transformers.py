@@ -7,6 +7,7 @@ needs the extra ``transformers``.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ __all__ = ["CausalLMStage", "attention", "pipeline_stage"]
 
 _NAME = "seq1f1b"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
 
@@ -137,15 +139,20 @@ def pipeline_stage(
     without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory.
 
     Args:
-        model: ``...ForCausalLM`` of transformers.
+        model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the
+            layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
         balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
     Raises:
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
             the message names it.
     """
+    adapted: Any = model if _is_peft_model(model) else None
+    if adapted is not None:
+        _check_adapters(adapted)
+        model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+        raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     _check_config(model)
@@ -185,7 +192,10 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    return CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    if adapted is not None:
+        made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
+    return made
 
 
 class CausalLMStage(nn.Module):
@@ -197,10 +207,13 @@ class CausalLMStage(nn.Module):
 
     Attributes:
         causal_lm: this stage's part of the transformers model.
+        peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
+            without adapters. It is no way to run the stage.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     causal_lm: Any
+    peft_model: Any
 
     def __init__(
         self,
@@ -213,7 +226,7 @@ class CausalLMStage(nn.Module):
     ) -> None:
         super().__init__()
         # The same children, under the same names, as the model's, which is itself not a child.
-        self.__dict__["causal_lm"] = causal_lm
+        self.__dict__["causal_lm"], self.__dict__["peft_model"] = causal_lm, None
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
@@ -226,7 +239,16 @@ class CausalLMStage(nn.Module):
         return {name: self.get_parameter(own) for name, own in self._tied.items()}
 
     def materialize(self, device: torch.device | str = "cpu") -> None:
-        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would."""
+        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
+
+        Raises:
+            ValueError: the model has adapters of peft, whose initial values transformers does not know.
+        """
+        if self.peft_model is not None:
+            raise ValueError(
+                "materialize would give adapters of peft the initial values of plain layers: give the model memory "
+                "before get_peft_model"
+            )
         self.to_empty(device=device)
         for thing in (*self.modules(), *self.parameters(), *self.buffers()):
             thing.__dict__.pop("_is_hf_initialized", None)
@@ -311,6 +333,31 @@ class _Probe(nn.Module):
         return self.calls[-1][1]  # type: ignore[no-any-return]
 
 
+def _is_peft_model(model: Any) -> bool:
+    peft = sys.modules.get("peft")  # whoever made such a model has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _check_adapters(model: Any) -> None:
+    """Raises unless each adapter lies in one layer and needs nothing beside it."""
+    for name, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind not in _ADAPTERS:
+            raise ValueError(
+                f"adapter {name!r} is of type {kind}, which pipeline_stage does not cut: it takes those that lie in "
+                f"single layers, {', '.join(_ADAPTERS)}"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
+
+
+def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
+    """A shallow copy of a peft model, around one stage's part of what it was around."""
+    new, tuner = _shallow(model), _shallow(model.base_model)
+    tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
+    return new
+
+
 def _check_config(model: transformers.PreTrainedModel) -> None:
     config = model.config
     name = type(model).__name__
@@ -319,6 +366,8 @@ def _check_config(model: transformers.PreTrainedModel) -> None:
     def refuse(what: str) -> None:
         raise ValueError(f"{name} cannot be cut into stages that run by segments: {what}")
 
+    if getattr(model, "_hf_peft_config_loaded", False):
+        refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
     if head is None:
