@@ -64,7 +64,7 @@ def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
             else:
                 _load_weights(stage, folder)
 
-    _together(engine, f"{folder} was not loaded", load, ValueError)
+    together(engine, f"{folder} was not loaded", load, ValueError)
 
 
 def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
@@ -99,7 +99,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
 
-    _together(engine, f"no checkpoint was written to {folder}", write)
+    together(engine, f"no checkpoint was written to {folder}", write)
     contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
     total = sum(map(len, contents))
     before = sum(map(len, contents[: engine.rank]))
@@ -115,7 +115,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             flat = [tensors for rank in contents for tensors in rank]
             _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
 
-    _together(engine, f"no checkpoint was written to {folder}", move)
+    together(engine, f"no checkpoint was written to {folder}", move)
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
         for part, stage in zip(parts, stages, strict=True):
             stage.peft_model.save_pretrained(part)
 
-    _together(engine, f"no checkpoint was written to {folder}", write)
+    together(engine, f"no checkpoint was written to {folder}", write)
     everyones: list[list[str]] = engine.all_gather_object(parts)
 
     def join() -> None:
@@ -191,7 +191,7 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
             for name in files:
                 os.replace(os.path.join(path, name), os.path.join(folder, place, name))
 
-    _together(engine, f"no checkpoint was written to {folder}", join)
+    together(engine, f"no checkpoint was written to {folder}", join)
 
 
 def _load_adapters(stage: CausalLMStage, folder: str) -> None:
@@ -217,7 +217,7 @@ _ADAPTER = "adapter_model.safetensors"
 _IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def _together(engine: PipelineEngine, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
+def together(engine: PipelineEngine, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
     """Does this rank's part; an error of any rank is raised on all, as ``kind``."""
     problem = None
     try:

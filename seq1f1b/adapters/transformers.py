@@ -238,6 +238,19 @@ class CausalLMStage(nn.Module):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         return {name: self.get_parameter(own) for name, own in self._tied.items()}
 
+    @property
+    def config(self) -> Any:
+        """The whole model's."""
+        return self.causal_lm.config
+
+    @property
+    def generation_config(self) -> Any:
+        return self.causal_lm.generation_config
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""
+        self.causal_lm.activation_checkpointing_enable(**options)
+
     def materialize(self, device: torch.device | str = "cpu") -> None:
         """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
 
