@@ -302,6 +302,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     def _not_alone(self) -> Iterator[None]:
         """An error of this rank ends what the others do, or wait for."""
         try:
+            if self.args.world_size != 1 or self.accelerator.num_processes != 1:
+                raise RuntimeError(
+                    "TrainingArguments or a plain Trainer made after this trainer have reset the state of accelerate, "
+                    "which all share: make this trainer last"
+                )
             yield
         except BaseException as error:
             self.engine.fail(f"{type(error).__name__}: {error}")

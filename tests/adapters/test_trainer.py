@@ -74,6 +74,11 @@ def collate_with_noise(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(noise, 5)}
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from make_rows(53, 1)
+
+
 class Events(transformers.TrainerCallback):
     """Notes every event, with what a callback may look at."""
 
@@ -103,7 +108,7 @@ class Plain(transformers.Trainer):
 
 def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tuple[Any, Events]:
     settings = dict(settings)
-    events, collator = Events(), settings.pop("collator", collate)
+    events, collator, stream = Events(), settings.pop("collator", collate), settings.pop("stream", False)
     options = {"pipeline": {"num_segments": SEGMENTS, **settings.pop("pipeline", {})}}
     model = make_model(settings.pop("lora", None), **settings.pop("model", {}))
     if settings.pop("mean_of_batches", False):
@@ -115,7 +120,7 @@ def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tupl
     trainer = kind(
         model=model,
         args=transformers.TrainingArguments(folder, **{**ARGUMENTS, **settings}),
-        train_dataset=make_rows(53, 1),
+        train_dataset=Stream() if stream else make_rows(53, 1),
         eval_dataset=make_rows(11, 2),
         data_collator=collator,
         **options,
@@ -235,7 +240,7 @@ def test_fifty_steps_log_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lor
         {"activation_checkpointing": True, "model": {"tie_word_embeddings": True}, "num_train_epochs": 1.0},
         {"optim": "sgd", "lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length", "seed": 7},
         {"collator": collate_with_noise, "mean_of_batches": True, "max_steps": 2, **QUIET, **WORKER},
-        {"lora": {"layers_to_transform": [3]}, "include_num_input_tokens_seen": "all"},
+        {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
     ],
     ids=["packed", "split backward", "recomputed and tied", "by length", "random collator", "one rank trains"],
 )
@@ -300,6 +305,13 @@ def test_bf16_autocast_is_as_far_from_float32_as_the_plain_trainer_s(on_two_rank
     for key in ("loss", "grad_norm"):
         assert distance(plain, key) > 1e-5  # it rounds
         assert 1e-5 < distance(ours, key) <= 2 * distance(plain, key), key
+
+
+def test_stages_that_draw_differently_many_numbers_leave_the_data_alike(on_two_ranks, tmp_path):
+    """Else ranks would read different batches, and say so."""
+    settings = {"max_steps": 3, "lora": {"lora_dropout": 0.5}, "collator": collate_with_noise}
+    first, second = on_two_ranks(train, str(tmp_path), {**settings, "pipeline": {"balance": [3, 1]}})
+    assert untimed(first["logs"]) == untimed(second["logs"])
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------
@@ -377,6 +389,17 @@ def stop_on_one_rank(folder: str) -> list[int]:
     return [trainer.state.global_step, dist.get_rank()]
 
 
+def make_arguments_later(folder: str) -> tuple[str, str, float]:
+    trainer, _ = make_trainer(Trainer, folder, {"max_steps": 2})
+    transformers.TrainingArguments(folder, **ARGUMENTS)
+    return error_of(trainer.train)
+
+
+def test_arguments_made_later_do_not_make_replicas_of_the_ranks(on_two_ranks, tmp_path):
+    for kind, text, _ in on_two_ranks(make_arguments_later, str(tmp_path)):
+        assert kind in ("RuntimeError", "PipelineError") and "make this trainer last" in text
+
+
 def test_ranks_that_read_different_data_are_an_error(on_two_ranks, tmp_path):
     errors = on_two_ranks(own_data, str(tmp_path))
     assert "ValueError" in {kind for kind, _, _ in errors}  # the other rank may hear of it before it looks itself
@@ -403,7 +426,10 @@ def alone(folder: Path, **settings: Any) -> Any:
     [
         {"torch_compile": True},
         {"fp16": True},
+        {"fp16_full_eval": True},
         {"bf16_full_eval": True},
+        {"parallelism_config": "of accelerate"},
+        {"predict_with_generate": True},
         {"label_smoothing_factor": 0.1},
         {"neftune_noise_alpha": 5.0},
         {"auto_find_batch_size": True},
@@ -418,17 +444,16 @@ def alone(folder: Path, **settings: Any) -> Any:
         {"fsdp": "full_shard"},
         {"deepspeed": {"zero_optimization": {"stage": 1}}},
         {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-        {"accelerator_config": {"split_batches": True}},
+        {"split_batches": True},
+        {"dispatch_batches": True},
     ],
     ids=lambda settings: next(reversed(settings)),
 )
 def test_arguments_that_a_pipeline_does_not_follow_are_refused_by_name(tmp_path, monkeypatch, settings):
     arguments = transformers.TrainingArguments(str(tmp_path), **ARGUMENTS)
     for name, value in settings.items():  # some need libraries or devices that are not here, and say so themselves
-        if name == "accelerator_config":
-            arguments.accelerator_config.split_batches = True
-        else:
-            monkeypatch.setattr(arguments, name, value)
+        place = arguments.accelerator_config if name.endswith("_batches") else arguments
+        monkeypatch.setattr(place, name, value, raising=False)
     name = next(reversed(settings)).removesuffix("_kwargs")
     with pytest.raises(ValueError, match=rf"seq1f1b.transformers.Trainer does not support .*{name}.*: \w"):
         Trainer(model=make_model(), args=arguments)
@@ -459,6 +484,13 @@ def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path):
     model = make_model()
     model.loss_function = lambda logits, labels, **_: logits.sum()
     with pytest.raises(ValueError, match="ForCausalLMLoss"):
+        Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    model = make_model()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(ValueError, match="device_map"):
         Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
 
 
