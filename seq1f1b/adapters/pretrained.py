@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 
 import torch
@@ -127,7 +128,8 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
         found = _read({name: files[name] for name in set(names.values())})
         state_of = {name: found[names[name]] for name in state}
     else:  # the library writes some models under other names than theirs, and only reads whole ones
-        whole = type(stage.causal_lm).from_pretrained(folder, dtype=stage.causal_lm.dtype)
+        with _one_at_a_time:
+            whole = type(stage.causal_lm).from_pretrained(folder, dtype=stage.causal_lm.dtype)
         state_of = whole.state_dict()
     for name, own in state.items():
         _check_shape(folder, name, own, state_of.get(name))
@@ -214,6 +216,7 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
 
 _SINGLE, _INDEX, _WEIGHTS = "model.safetensors", "model.safetensors.index.json", ".safetensors"
 _ADAPTER = "adapter_model.safetensors"
+_one_at_a_time = threading.Lock()  # ranks may be threads, and from_pretrained changes classes while it runs
 _IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 

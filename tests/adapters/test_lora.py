@@ -170,3 +170,5 @@ def test_whole_weights_load_on_another_number_of_ranks(tmp_path, name, tied):
     for stage in stages:
         for key, tensor in stage.state_dict().items():
             assert torch.equal(tensor, want[key]), key
+    again = build("llama", tie_word_embeddings=True)  # the library patches its classes while it loads
+    assert again.lm_head.weight is again.model.embed_tokens.weight
