@@ -10,7 +10,8 @@ long context, then a question about one of its functions. ``--data`` takes your 
 
 Each conversation has a row of its own, padded; with ``--pack`` several share one, each as if it were alone. The run
 folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer`` load. ``--model``
-fine-tunes a model of yours, given by its folder.
+fine-tunes a model of yours, given by its folder. ``--lora 8`` trains adapters of that rank only and needs
+`pip install peft`; model/ then holds the adapters alone, and peft loads them onto the same model.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4, help="rows per step, M (%(default)s)")
     parser.add_argument("--segments", type=int, default=4, help="per row, k (%(default)s)")
     parser.add_argument("--pack", action="store_true", help="several conversations per row")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of LoRA, the model stays as it is")
     parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
     return parser.parse_args()
 
@@ -136,9 +138,32 @@ def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTok
 def build_model(
     args: argparse.Namespace, vocab: int, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> torch.nn.Module:
-    """The small model has no memory yet; each rank gives it to its own stage."""
+    """The small model has no memory yet; each rank gives it to its own stage. Under adapters it is saved first."""
+    if args.lora is not None:
+        folder = args.model or args.out / "base"
+        if args.model is None and is_first():
+            small_model(args, vocab, tokenizer).save_pretrained(folder)
+        meet()
+        return with_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder), args.lora)
     if args.model is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(args.model)
+    with torch.device("meta"):
+        return small_model(args, vocab, tokenizer)
+
+
+def with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
+    try:
+        import peft
+    except ImportError:
+        refuse("--lora needs peft: pip install peft")
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def small_model(
+    args: argparse.Namespace, vocab: int, tokenizer: transformers.PreTrainedTokenizerBase
+) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=vocab,
         hidden_size=args.hidden,
@@ -152,8 +177,16 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -210,7 +243,8 @@ def load_tokenizer(
 
 
 def train(args: argparse.Namespace, engine: seq1f1b.PipelineEngine, stage: torch.nn.Module, batches: Batches) -> None:
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.95))
     for step in range(args.steps):
         start = time.perf_counter()
         packing, tokens, target, doc_ids = batches.next()
@@ -257,13 +291,12 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         if args.data is None:
             write_conversations(data)
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     conversations = read_conversations(data)
     tokenizer = load_tokenizer(args, conversations)
 
     stage = pipeline_stage(build_model(args, len(tokenizer), tokenizer), rank, num_ranks)
-    if args.model is None:
+    if args.model is None and args.lora is None:
         stage.materialize()
     engine = seq1f1b.PipelineEngine(
         stage,
@@ -280,8 +313,7 @@ def main() -> None:
     save_pretrained(engine, args.out / "model")
     if rank == 0:
         tokenizer.save_pretrained(args.out / "model")
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     if losses:  # on the rank of the last stage
         check_saved(args.out / "model", losses, packing, tokens, target)
     engine.close()

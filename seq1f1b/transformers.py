@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
-from seq1f1b.adapters.transformers import CausalLMStage, attention, pipeline_stage, save_pretrained
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["CausalLMStage", "attention", "pipeline_stage", "save_pretrained"]
+from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained
+from seq1f1b.adapters.transformers import CausalLMStage, attention, pipeline_stage
+
+if TYPE_CHECKING:
+    from seq1f1b.adapters.trainer import Trainer
+
+__all__ = ["CausalLMStage", "Trainer", "attention", "load_pretrained", "pipeline_stage", "save_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # it needs accelerate, and takes seconds to import
+        from seq1f1b.adapters.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

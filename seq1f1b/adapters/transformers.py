@@ -7,10 +7,7 @@ needs the extra ``transformers``.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import re
-import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,17 +15,16 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
-from seq1f1b.runtime.engine import PipelineEngine
 
-__all__ = ["CausalLMStage", "attention", "pipeline_stage", "save_pretrained"]
+__all__ = ["CausalLMStage", "attention", "pipeline_stage"]
 
 _NAME = "seq1f1b"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
 
@@ -143,15 +139,20 @@ def pipeline_stage(
     without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory.
 
     Args:
-        model: ``...ForCausalLM`` of transformers.
+        model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the
+            layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
         balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
     Raises:
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
             the message names it.
     """
+    adapted: Any = model if _is_peft_model(model) else None
+    if adapted is not None:
+        _check_adapters(adapted)
+        model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+        raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     _check_config(model)
@@ -191,7 +192,10 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    return CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    if adapted is not None:
+        made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
+    return made
 
 
 class CausalLMStage(nn.Module):
@@ -203,10 +207,13 @@ class CausalLMStage(nn.Module):
 
     Attributes:
         causal_lm: this stage's part of the transformers model.
+        peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
+            without adapters. It is no way to run the stage.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     causal_lm: Any
+    peft_model: Any
 
     def __init__(
         self,
@@ -219,7 +226,7 @@ class CausalLMStage(nn.Module):
     ) -> None:
         super().__init__()
         # The same children, under the same names, as the model's, which is itself not a child.
-        self.__dict__["causal_lm"] = causal_lm
+        self.__dict__["causal_lm"], self.__dict__["peft_model"] = causal_lm, None
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
@@ -231,8 +238,30 @@ class CausalLMStage(nn.Module):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         return {name: self.get_parameter(own) for name, own in self._tied.items()}
 
+    @property
+    def config(self) -> Any:
+        """The whole model's."""
+        return self.causal_lm.config
+
+    @property
+    def generation_config(self) -> Any:
+        return self.causal_lm.generation_config
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""
+        self.causal_lm.activation_checkpointing_enable(**options)
+
     def materialize(self, device: torch.device | str = "cpu") -> None:
-        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would."""
+        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
+
+        Raises:
+            ValueError: the model has adapters of peft, whose initial values transformers does not know.
+        """
+        if self.peft_model is not None:
+            raise ValueError(
+                "materialize would give adapters of peft the initial values of plain layers: give the model memory "
+                "before get_peft_model"
+            )
         self.to_empty(device=device)
         for thing in (*self.modules(), *self.parameters(), *self.buffers()):
             thing.__dict__.pop("_is_hf_initialized", None)
@@ -317,6 +346,31 @@ class _Probe(nn.Module):
         return self.calls[-1][1]  # type: ignore[no-any-return]
 
 
+def _is_peft_model(model: Any) -> bool:
+    peft = sys.modules.get("peft")  # whoever made such a model has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _check_adapters(model: Any) -> None:
+    """Raises unless each adapter lies in one layer and needs nothing beside it."""
+    for name, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind not in _ADAPTERS:
+            raise ValueError(
+                f"adapter {name!r} is of type {kind}, which pipeline_stage does not cut: it takes those that lie in "
+                f"single layers, {', '.join(_ADAPTERS)}"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
+
+
+def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
+    """A shallow copy of a peft model, around one stage's part of what it was around."""
+    new, tuner = _shallow(model), _shallow(model.base_model)
+    tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
+    return new
+
+
 def _check_config(model: transformers.PreTrainedModel) -> None:
     config = model.config
     name = type(model).__name__
@@ -325,6 +379,8 @@ def _check_config(model: transformers.PreTrainedModel) -> None:
     def refuse(what: str) -> None:
         raise ValueError(f"{name} cannot be cut into stages that run by segments: {what}")
 
+    if getattr(model, "_hf_peft_config_loaded", False):
+        refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
     if head is None:
@@ -492,104 +548,3 @@ def _number_layers(layers: nn.Module, start: int, stop: int) -> None:
     for i in range(start, stop):
         module = _attentions(layers.get_submodule(str(i)))[0]
         module.seq1f1b_layer, module.seq1f1b_slides = layer_handle(i), _identify(module)[1]
-
-
-def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
-    """Writes one checkpoint of transformers that ``from_pretrained`` loads. All ranks of the pipeline call it.
-
-    Every rank writes its own stages' weights (safetensors) to the folder, which all ranks must see. Rank 0 adds index,
-    config and generation config. The folder's old contents stay until all new files are written.
-
-    Raises:
-        TypeError: a stage was not made by :func:`pipeline_stage`.
-        OSError: a rank could not write; raised on every rank.
-    """
-    stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
-    if len(stages) != len(engine.modules()):
-        raise TypeError("save_pretrained takes an engine whose stages pipeline_stage made")
-    gather = engine.all_gather_object
-    folder = os.fspath(folder)
-    unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
-    shards: list[str] = []
-
-    def write() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        elsewhere = engine.tied_elsewhere()
-        for i, stage in enumerate(stages):
-            part = os.path.join(unfinished, str(i))
-            own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
-            state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
-            # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
-            stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
-            try:
-                stage.causal_lm.save_pretrained(part, state_dict=state)
-            finally:
-                del stage.causal_lm.should_save_on_this_rank
-            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
-            if not written:
-                raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
-            shards.extend(written)
-
-    _together(gather, folder, engine.rank, write)
-    contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
-    total = sum(map(len, contents))
-    before = sum(map(len, contents[: engine.rank]))
-    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [_SINGLE]
-
-    def move() -> None:
-        for i, shard in enumerate(shards):
-            os.replace(shard, os.path.join(folder, names[before + i]))
-        if engine.rank == 0:
-            for name in os.listdir(os.path.join(unfinished, "0")):
-                if name.endswith(".json") and name != _INDEX:
-                    os.replace(os.path.join(unfinished, "0", name), os.path.join(folder, name))
-            flat = [tensors for rank in contents for tensors in rank]
-            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
-
-    try:
-        _together(gather, folder, engine.rank, move)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-_SINGLE, _INDEX, _WEIGHTS = "model.safetensors", "model.safetensors.index.json", ".safetensors"
-
-
-def _together(gather: Callable[[Any], list[Any]], folder: str, rank: int, action: Callable[[], None]) -> None:
-    """Does this rank's part; an error of any rank is raised on all."""
-    problem = None
-    try:
-        action()
-    except Exception as error:
-        problem = f"rank {rank}: {type(error).__name__}: {error}"
-    problems = [text for text in gather(problem) if text]
-    if problems:
-        shutil.rmtree(os.path.join(folder, f".unfinished-{rank}"), ignore_errors=True)
-        raise OSError(f"no checkpoint was written to {folder}: {'; '.join(problems)}")
-
-
-def _is_parameter(module: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own in module.get_submodule(owner)._parameters
-
-
-def _tensor_bytes(file: str) -> dict[str, int]:
-    with safe_open(file, framework="pt") as tensors:
-        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, not a dict
-    return {name: t.nbytes for name, t in found.items()}
-
-
-def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str) -> None:
-    """The index, if there is more than one shard; removes weights that the folder held before."""
-    for name in os.listdir(folder):
-        if name not in shards and (name in (_SINGLE, _INDEX) or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)):
-            os.remove(os.path.join(folder, name))
-    if len(shards) == 1:
-        return
-    index = {
-        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
-        "weight_map": {tensor: name for name, tensors in shards.items() for tensor in sorted(tensors)},
-    }
-    with open(unfinished, "w", encoding="utf-8") as out:
-        json.dump(index, out, indent=2, sort_keys=True)
-    os.replace(unfinished, os.path.join(folder, _INDEX))

@@ -327,6 +327,12 @@ class PipelineEngine:
         """
         return self._group.all_gather_object(value)
 
+    def fail(self, reason: str) -> None:
+        """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""
+        if not self._closed:
+            self._group.fail(reason)
+            self._group.end_step(failed=True)
+
     def report(self, gather: bool = False) -> Any:
         """What the last step measured, beside what the plan says.
 

@@ -157,7 +157,8 @@ def check_in(rank: int, page: Path, folder: Path) -> None:
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: Path, tmp_path: Path) -> None:
     if page.stem == "hugging-face":
-        pytest.importorskip("transformers", reason="the page is about it; .ci/run comes back with the extra")
+        for name in ("transformers", "accelerate", "peft"):
+            pytest.importorskip(name, reason="the page is about it; .ci/run comes back with the extra")
     processes = start_processes(1, check_in, page, tmp_path)
     try:
         assert processes.join(280), f"{page.name} takes more than 280 s"

@@ -339,3 +339,45 @@ def test_random_delays_change_nothing(ranks: int, M: int, k: int, name: str, pre
 def test_a_pipeline_error_is_a_runtime_error() -> None:
     assert issubclass(PipelineError, RuntimeError)
     assert (PipelineError.rank, PipelineError.unit, PipelineError.edge) == (None, None, None)
+
+
+# -- a rank that gives up between two steps ----------------------------------------------------------------------------
+
+
+def give_up_between_steps(rank: int, pipe: Connection, kind: str) -> Any:
+    options = {"num_microbatches": M, "num_segments": K, "loss_fn": cross_entropy, "transport": kind}
+    engine = PipelineEngine(stage_of(whole_model(CONFIG), CONFIG, rank, P), **options)
+    engine.step(TOKENS, target=TARGET)
+    pipe.send(("ready", rank))
+    pipe.recv()
+    if rank == 1:
+        engine.fail("OSError: disk full")
+        failed = outcome(lambda: None)
+    else:  # one waits in a collective, the other in a step
+        failed = outcome(lambda: engine.all_gather_object(0) if rank else engine.step(TOKENS, target=TARGET))
+    pipe.send(("failed", failed))
+    if rank == 2:  # code between steps that met the failure gives up as well
+        engine.fail(failed[1])
+    pipe.recv()
+    losses = engine.step(TOKENS, target=TARGET)
+    engine.close()
+    engine.fail("too late to matter")
+    return len(losses)
+
+
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_a_rank_that_gives_up_between_steps_ends_what_others_wait_for(tmp_path, kind):
+    with running(give_up_between_steps, tmp_path, kind) as ranks:
+        for rank in range(P):
+            ranks.receive(rank)
+        for pipe in ranks.pipes:
+            pipe.send("go")
+        start = time.monotonic()
+        outcomes = [ranks.receive(rank)[1] for rank in range(P)]
+        assert time.monotonic() - start < AT_ONCE
+        for rank in (0, 2):
+            name, text, (who, _, _), _ = outcomes[rank]
+            assert (name, who) == ("PipelineError", 1) and "disk full" in text
+        for pipe in ranks.pipes:
+            pipe.send("go")
+        assert [ranks.result(rank) for rank in range(P)] == [0, 0, M]

@@ -65,13 +65,17 @@ def join_and_run(
 
 
 class PipedProcesses:
-    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all."""
+    """Processes that run ``fn(rank, pipe, *arguments)``, a pipe each to this one; a block ends them all.
 
-    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any) -> None:
+    Args:
+        daemon: they end with this process, whatever happens to it, and start none of their own.
+    """
+
+    def __init__(self, world: int, fn: Callable[..., Any], *arguments: Any, daemon: bool = True) -> None:
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=True)
+            process = context.Process(target=fn, args=(rank, theirs, *arguments), daemon=daemon)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -1,0 +1,259 @@
+"""Checkpoints of transformers that all ranks of a pipeline write together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from seq1f1b.adapters.transformers import CausalLMStage
+from seq1f1b.runtime.engine import PipelineEngine
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+
+def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
+    """Writes one checkpoint of transformers that ``from_pretrained`` loads. All ranks of the pipeline call it.
+
+    Every rank writes its own stages' weights (safetensors) to the folder, which all ranks must see. Rank 0 adds index,
+    config and generation config. Of a model with adapters of peft only these are written, as peft does: rank 0 joins
+    them in one file by peft's own names, which ``peft.PeftModel.from_pretrained`` loads. The folder's old contents stay
+    until all new files are written.
+
+    Raises:
+        TypeError: a stage was not made by :func:`pipeline_stage`.
+        OSError: a rank could not write; raised on every rank.
+    """
+    stages = _stages_of(engine, "save_pretrained")
+    folder = os.fspath(folder)
+    unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
+    try:
+        if any(stage.peft_model is not None for stage in stages):
+            _save_adapters(engine, stages, folder, unfinished)
+        else:
+            _save_weights(engine, stages, folder, unfinished)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
+    """Reads what :func:`save_pretrained`, transformers or peft wrote into the stages' weights, or into their adapters.
+
+    All ranks of the pipeline call it; their number may differ from that of the ranks that wrote.
+
+    Raises:
+        TypeError: a stage was not made by :func:`pipeline_stage`.
+        ValueError: the checkpoint lacks a weight or an adapter of a rank, or has it in another shape; raised on every
+            rank.
+    """
+    folder = os.fspath(folder)
+    stages = _stages_of(engine, "load_pretrained")
+
+    def load() -> None:
+        for stage in stages:
+            if stage.peft_model is not None:
+                _load_adapters(stage, folder)
+            else:
+                _load_weights(stage, folder)
+
+    together(engine, f"{folder} was not loaded", load, ValueError)
+
+
+def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
+    stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
+    if len(stages) != len(engine.modules()):
+        raise TypeError(f"{caller} takes an engine whose stages pipeline_stage made")
+    return stages
+
+
+# -- whole weights -----------------------------------------------------------------------------------------------------
+
+
+def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str, unfinished: str) -> None:
+    gather = engine.all_gather_object
+    shards: list[str] = []
+
+    def write() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        elsewhere = engine.tied_elsewhere()
+        for i, stage in enumerate(stages):
+            part = os.path.join(unfinished, str(i))
+            own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
+            state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
+            # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
+            stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
+            try:
+                stage.causal_lm.save_pretrained(part, state_dict=state)
+            finally:
+                del stage.causal_lm.should_save_on_this_rank
+            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
+            if not written:
+                raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
+            shards.extend(written)
+
+    together(engine, f"no checkpoint was written to {folder}", write)
+    contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
+    total = sum(map(len, contents))
+    before = sum(map(len, contents[: engine.rank]))
+    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [_SINGLE]
+
+    def move() -> None:
+        for i, shard in enumerate(shards):
+            os.replace(shard, os.path.join(folder, names[before + i]))
+        if engine.rank == 0:
+            for name in os.listdir(os.path.join(unfinished, "0")):
+                if name.endswith(".json") and name != _INDEX:
+                    os.replace(os.path.join(unfinished, "0", name), os.path.join(folder, name))
+            flat = [tensors for rank in contents for tensors in rank]
+            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
+
+    together(engine, f"no checkpoint was written to {folder}", move)
+
+
+@torch.no_grad()
+def _load_weights(stage: CausalLMStage, folder: str) -> None:
+    state = stage.state_dict()
+    files = _files_by_tensor(folder)
+    names = {name: name if name in files else _first_name(stage, name) for name in state}
+    if all(name in files for name in names.values()):
+        found = _read({name: files[name] for name in set(names.values())})
+        state_of = {name: found[names[name]] for name in state}
+    else:  # the library writes some models under other names than theirs, and only reads whole ones
+        with _one_at_a_time:
+            whole = type(stage.causal_lm).from_pretrained(folder, dtype=stage.causal_lm.dtype)
+        state_of = whole.state_dict()
+    for name, own in state.items():
+        _check_shape(folder, name, own, state_of.get(name))
+        own.copy_(state_of[name])
+
+
+def _first_name(stage: CausalLMStage, name: str) -> str:
+    """The name under which a checkpoint holds a parameter that several names of the model share."""
+    tied = {id(p): first for first, p in stage.tied_parameters.items()}
+    return tied.get(id(dict(stage.named_parameters(remove_duplicate=False)).get(name)), name)
+
+
+def _files_by_tensor(folder: str) -> dict[str, str]:
+    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if _IS_SHARD.fullmatch(name)]
+    files: dict[str, str] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), path)
+    return files
+
+
+def _read(files: dict[str, str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name, file in files.items() if file == path}
+    return found
+
+
+def _check_shape(folder: str, name: str, own: Tensor, found: Tensor | None) -> None:
+    if found is None or found.shape != own.shape:
+        has = "lacks it" if found is None else f"has it in shape {tuple(found.shape)}"
+        raise ValueError(f"this rank needs {name!r} in shape {tuple(own.shape)}, the checkpoint in {folder} {has}")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: str, unfinished: str) -> None:
+    parts = [os.path.join(unfinished, str(i)) for i in range(len(stages))]
+
+    def write() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for part, stage in zip(parts, stages, strict=True):
+            stage.peft_model.save_pretrained(part)
+
+    together(engine, f"no checkpoint was written to {folder}", write)
+    everyones: list[list[str]] = engine.all_gather_object(parts)
+
+    def join() -> None:
+        if engine.rank != 0:
+            return
+        for path, _, files in os.walk(parts[0]):  # an adapter that is not the default one has a folder of its own
+            place = os.path.relpath(path, parts[0])
+            os.makedirs(os.path.join(folder, place), exist_ok=True)
+            if _ADAPTER in files:
+                tensors: dict[str, Tensor] = {}
+                for part in (part for rank in everyones for part in rank):
+                    tensors = load_file(os.path.join(part, place, _ADAPTER)) | tensors
+                save_file(tensors, os.path.join(path, _ADAPTER), metadata={"format": "pt"})
+            for name in files:
+                os.replace(os.path.join(path, name), os.path.join(folder, place, name))
+
+    together(engine, f"no checkpoint was written to {folder}", join)
+
+
+def _load_adapters(stage: CausalLMStage, folder: str) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    for adapter in stage.peft_model.peft_config:
+        path = os.path.join(folder, _ADAPTER) if adapter == "default" else os.path.join(folder, adapter, _ADAPTER)
+        if not os.path.isfile(path):
+            raise ValueError(f"{folder} holds no adapter {adapter!r}: there is no {path}")
+        found = load_file(path)
+        own = get_peft_model_state_dict(stage.peft_model, adapter_name=adapter)
+        for name, tensor in own.items():
+            _check_shape(folder, name, tensor, found.get(name))
+        if own:
+            set_peft_model_state_dict(stage.peft_model, {name: found[name] for name in own}, adapter_name=adapter)
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+_SINGLE, _INDEX, _WEIGHTS = "model.safetensors", "model.safetensors.index.json", ".safetensors"
+_ADAPTER = "adapter_model.safetensors"
+_one_at_a_time = threading.Lock()  # ranks may be threads, and from_pretrained changes classes while it runs
+_IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+def together(engine: PipelineEngine, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
+    """Does this rank's part; an error of any rank is raised on all, as ``kind``."""
+    problem = None
+    try:
+        action()
+    except Exception as error:
+        problem = f"rank {engine.rank}: {type(error).__name__}: {error}"
+    problems = [text for text in engine.all_gather_object(problem) if text]
+    if problems:
+        raise kind(f"{failed}: {'; '.join(problems)}")
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return own in module.get_submodule(owner)._parameters
+
+
+def _tensor_bytes(file: str) -> dict[str, int]:
+    with safe_open(file, framework="pt") as tensors:
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, not a dict
+    return {name: t.nbytes for name, t in found.items()}
+
+
+def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str) -> None:
+    """The index, if there is more than one shard; removes weights that the folder held before."""
+    for name in os.listdir(folder):
+        if name not in shards and (name == _INDEX or _IS_SHARD.fullmatch(name)):
+            os.remove(os.path.join(folder, name))
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
+        "weight_map": {tensor: name for name, tensors in shards.items() for tensor in sorted(tensors)},
+    }
+    with open(unfinished, "w", encoding="utf-8") as out:
+        json.dump(index, out, indent=2, sort_keys=True)
+    os.replace(unfinished, os.path.join(folder, _INDEX))

@@ -1,0 +1,351 @@
+"""The Hugging Face Trainer over a pipeline: its loop, with steps of the engine in it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerControl
+from transformers.trainer_utils import seed_worker
+
+from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained, together
+from seq1f1b.adapters.trainer_batch import COLUMNS, Batch, make_batch
+from seq1f1b.adapters.trainer_checks import check_arguments, check_made, check_pipeline
+from seq1f1b.adapters.trainer_state import load_optimizer, load_randomness, save_optimizer, save_randomness
+from seq1f1b.adapters.transformers import pipeline_stage
+from seq1f1b.runtime.engine import PipelineEngine
+
+__all__ = ["Trainer"]
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
+    """``transformers.Trainer`` for decoder-only models in a pipeline over all processes of the launcher.
+
+    It is used as the plain one, in a script that ``torchrun`` starts. Every process makes it with the same arguments
+    and reads the same data; a process that reads other data is an error. Gradients, logged losses and evaluation are
+    those of the plain Trainer in one process: targets count equally over the whole accumulated batch. A process keeps
+    its own stage of the model, so keep no other reference to the model.
+
+    Args:
+        model: ``...ForCausalLM`` of transformers, also without memory (on the meta device), or a ``peft.PeftModel``.
+        pipeline: options of :class:`seq1f1b.PipelineEngine`, as ``num_segments``, ``num_microbatches`` (default:
+            ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``plan`` or ``timeout``;
+            and ``balance`` of :func:`pipeline_stage`.
+        others: as the plain Trainer's.
+
+    Attributes:
+        engine: this process's engine. ``engine.report()`` tells how the last step went.
+        model: this process's stage.
+    Raises:
+        ValueError: something is asked for that a pipeline does not do; the message names it, with a remedy.
+    """
+
+    engine: PipelineEngine
+    model: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: transformers.TrainingArguments | None = None,
+        *others: Any,
+        pipeline: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *others, **named).arguments
+        check_arguments(args, given, type(self), Trainer)
+        self._pipeline = dict(pipeline or {})
+        check_pipeline(self._pipeline, inspect.signature(PipelineEngine.__init__).parameters)
+        if "plan" not in self._pipeline:
+            self._pipeline.setdefault("num_microbatches", args.train_batch_size)
+        _become_one_replica(args)
+        super().__init__(model, args, *others, **named)
+        check_made(self)
+        self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
+        self._signature_columns = list(COLUMNS)
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _cut(self, model: Any) -> nn.Module:
+        """This process's stage of a whole model, in an engine."""
+        self._whole_parameters = model.num_parameters(exclude_embeddings=True)
+        options = dict(self._pipeline)
+        balance = options.pop("balance", None)
+        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self._generators = [torch.default_generator]
+        if self.args.device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._random_states = [
+            torch.Generator(g.device).manual_seed(self._seed(rank)).get_state() for g in self._generators
+        ]
+        with self._own_randomness():
+            stage = pipeline_stage(model, rank, num_ranks, balance=balance)
+            if any(parameter.is_meta for parameter in stage.parameters()):
+                stage.materialize(self.args.device)
+        stage.to(self.args.device)
+        self.engine = PipelineEngine(stage, loss_fn=_loss, arg_rules={"doc_ids": "slice"}, **options)
+        return stage
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        return self._cut(model) if getattr(self, "is_in_train", False) else model  # before, __init__ looks at it whole
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the stage is moved once it is cut, and the whole model never."""
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        return int(6 * inputs["input_ids"].numel() * self._whole_parameters)
+
+    # -- randomness --------------------------------------------------------------------------------------------------
+
+    def _seed(self, rank: int) -> int:
+        return int(self.args.seed) + 1 + rank
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Around the model: stages draw numbers of their own, so that those of the data stay alike on all ranks."""
+        of_data = [generator.get_state() for generator in self._generators]
+        for generator, state in zip(self._generators, self._random_states, strict=True):
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._random_states = [generator.get_state() for generator in self._generators]
+            for generator, state in zip(self._generators, of_data, strict=True):
+                generator.set_state(state)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if loader.worker_init_fn is not None:  # workers of all ranks draw the same numbers
+            seed = functools.partial(seed_worker, num_workers=self.args.dataloader_num_workers, rank=0)
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # accelerate's is around torch's
+                each.worker_init_fn = seed
+        return loader
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones
+            self.optimizer.train()
+        batch = self._make_batch(inputs)
+        if batch.target is None:
+            raise ValueError("the batch holds no labels, which training needs")
+        counts = batch.counts(self.engine.num_microbatches)
+        # The plain Trainer's divisor; a model that takes none has the mean of its batches.
+        total = float(
+            sum(counts) * self.current_gradient_accumulation_steps if num_items_in_batch is None else num_items_in_batch
+        )
+        with self._own_randomness():
+            losses = self.engine.step(
+                batch.tokens, target=batch.target, kwargs=batch.kwargs, loss_weight=max(total, 1.0)
+            )
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0 and self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._share_loss(losses, counts, max(total, 1.0), batch)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        batch, wants_logits = self._make_batch(inputs), not prediction_loss_only
+        with self._own_randomness():
+            result = self.engine.eval(
+                batch.tokens, target=batch.target, kwargs=batch.kwargs, return_outputs=wants_logits
+            )
+        losses, logits = result if wants_logits else (result, None)
+        counts = [] if batch.target is None else batch.counts(self.engine.num_microbatches)
+        loss = self._share_loss(losses, counts, sum(counts) or math.nan, batch)
+        if not wants_logits:
+            return loss, None, None
+        rows, tokens = batch.shape
+        logits = self._from_last_rank(logits)[:rows, :tokens]
+        return None if batch.target is None else loss, logits, inputs.get("labels")
+
+    def _make_batch(self, inputs: Mapping[str, Any]) -> Batch:
+        return make_batch(self._prepare_inputs(inputs), self.engine.num_microbatches, self.engine.num_segments)
+
+    def _share_loss(self, losses: list[Tensor], counts: list[int], total: float, batch: Batch) -> Tensor:
+        """The loss of a batch, from the last stage's rank to all; checks that all have read the same batch."""
+        own = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / total if losses else None
+        everyones = self.engine.all_gather_object([batch.digest(), own])
+        digests = [digest for digest, _ in everyones]
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"ranks have read different batches (digests by rank: {digests}): every rank of a pipeline must read "
+                "the same data, so the dataset and the collator must not depend on the rank"
+            )
+        value = next((loss for _, loss in everyones if loss is not None), math.nan)
+        return torch.tensor(value, dtype=torch.float32, device=self.args.device)
+
+    def _from_last_rank(self, tensor: Tensor | None) -> Tensor:
+        described = self.engine.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
+        source = next(rank for rank, what in enumerate(described) if what is not None)
+        if tensor is None:
+            dtype, shape = described[source]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.args.device)
+        if self.engine.num_ranks > 1:
+            dist.broadcast(tensor, source)
+        return tensor
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.engine.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
+        """What a callback wants on one rank happens on all: else the others would wait for it."""
+        self._agree_on(self.control)
+        super()._maybe_log_save_evaluate(*args, **named)
+        self._agree_on(self.control)
+
+    def _agree_on(self, control: TrainerControl) -> None:
+        everyones = self.engine.all_gather_object([bool(getattr(control, name)) for name in _FLAGS])
+        for name, values in zip(_FLAGS, zip(*everyones, strict=True), strict=True):
+            setattr(control, name, any(values))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """All ranks call it, by way of :meth:`save_model`."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        save_pretrained(self.engine, folder)
+
+        def write() -> None:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            with open(os.path.join(folder, "training_args.json"), "w", encoding="utf-8") as out:
+                out.write(self.args.to_json_string())
+
+        together(self.engine, f"no checkpoint was written to {folder}", write if self.args.should_save else _nothing)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(self.engine, _inner(self.optimizer), self.lr_scheduler, output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # the data's, alike on all ranks
+            super()._save_rng_state(output_dir)
+        save_randomness(self.engine, self._random_states, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_pretrained(self.engine, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        load_pretrained(self.engine, self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_optimizer(self.engine, _inner(self.optimizer), self.lr_scheduler, checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._random_states = load_randomness(self.engine, checkpoint) or self._random_states
+
+    # -- all ranks together ------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **named: Any) -> Any:
+        """As the plain one. ``True`` resumes from the newest checkpoint that all ranks have finished."""
+        with self._not_alone():
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = _newest_checkpoint(self.args.output_dir)
+            if len(set(map(str, self.engine.all_gather_object(resume_from_checkpoint)))) > 1:
+                raise ValueError(
+                    f"ranks would resume from different checkpoints, this one from {resume_from_checkpoint}"
+                )
+            return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **named)
+
+    def evaluate(self, *args: Any, **named: Any) -> Any:
+        with self._not_alone():
+            return super().evaluate(*args, **named)
+
+    def predict(self, *args: Any, **named: Any) -> Any:
+        with self._not_alone():
+            return super().predict(*args, **named)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the plain one; all ranks call it."""
+        with self._not_alone():
+            super().save_model(output_dir, _internal_call)
+
+    def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
+        raise ValueError("seq1f1b.transformers.Trainer does not support hyperparameter_search: make a Trainer for each")
+
+    def end(self) -> None:
+        self.engine.close()
+        super().end()
+
+    @contextmanager
+    def _not_alone(self) -> Iterator[None]:
+        """An error of this rank ends what the others do, or wait for."""
+        try:
+            if self.args.world_size != 1 or self.accelerator.num_processes != 1:
+                raise RuntimeError(
+                    "TrainingArguments or a plain Trainer made after this trainer have reset the state of accelerate, "
+                    "which all share: make this trainer last"
+                )
+            yield
+        except BaseException as error:
+            self.engine.fail(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    """transformers' ForCausalLMLoss of labels that are shifted already."""
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def _become_one_replica(args: transformers.TrainingArguments) -> None:
+    """To accelerate and the Trainer the pipeline is one process, so that each rank reads whole batches and nothing is
+    wrapped, scaled or gathered. Ranks keep their index, by which the first one alone prints and saves."""
+    device = args.device  # sets up the state, and in a run of several processes the process group
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    state = args.distributed_state
+    state.distributed_type, state.num_processes = DistributedType.NO, 1
+    state.process_index = dist.get_rank() if dist.is_initialized() else 0
+    state.local_process_index = int(os.environ.get("LOCAL_RANK", state.process_index))
+    args._n_gpu = min(args._n_gpu, 1)
+    args.accelerator_config.dispatch_batches = False
+
+
+def _newest_checkpoint(folder: str) -> str:
+    """The Trainer's state is written last."""
+    found = [name for name in os.listdir(folder) if name.startswith("checkpoint-") and name[11:].isdigit()]
+    for name in sorted(found, key=lambda name: -int(name[11:])):
+        if os.path.isfile(os.path.join(folder, name, "trainer_state.json")):
+            return os.path.join(folder, name)
+    raise ValueError(f"{folder} holds no finished checkpoint to resume from")
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """accelerate has its own around it."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _nothing() -> None:
+    pass

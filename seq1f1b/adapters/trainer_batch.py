@@ -1,0 +1,111 @@
+"""A batch of a Hugging Face Trainer as the arguments of one step of the engine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seq1f1b.ops.packing import document_starts
+from seq1f1b.runtime.weighting import IGNORED, shift_labels
+
+__all__: list[str] = []
+
+COLUMNS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of a step.
+
+    Attributes:
+        tokens, target: (rows, tokens). Rows are a multiple of the number of micro-batches, tokens are at least the
+            number of segments: what was added has no targets, and nothing sees it.
+        doc_ids: of packed documents.
+        shape: rows and tokens of the batch as it was given.
+    """
+
+    tokens: Tensor
+    target: Tensor | None
+    doc_ids: Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def kwargs(self) -> dict[str, Tensor] | None:
+        return None if self.doc_ids is None else {"doc_ids": self.doc_ids}
+
+    def counts(self, num_microbatches: int) -> list[int]:
+        """Targets of each micro-batch."""
+        assert self.target is not None
+        return [int(part.ne(IGNORED).sum()) for part in self.target.chunk(num_microbatches)]
+
+    def digest(self) -> int:
+        """Equal on ranks that were given the same."""
+        value = 0
+        for tensor in (self.tokens, self.target, self.doc_ids):
+            if tensor is not None:
+                value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)
+        return value
+
+
+def make_batch(inputs: Mapping[str, Any], num_microbatches: int, num_segments: int) -> Batch:
+    """Raises ValueError for what a stage does not take."""
+    unknown = sorted(name for name, value in inputs.items() if name not in COLUMNS and value is not None)
+    if unknown:
+        raise ValueError(
+            f"the batch holds {unknown}, a stage takes {list(COLUMNS)}: leave the others out of the data, or set "
+            "remove_unused_columns=True"
+        )
+    tokens = inputs.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ValueError("the batch must hold input_ids, a tensor of (rows, tokens)")
+    shape = tokens.shape[0], tokens.shape[1]
+    target = inputs.get("shift_labels")
+    if target is None and inputs.get("labels") is not None:
+        target = shift_labels(inputs["labels"])
+    if target is not None and target.shape != tokens.shape:
+        raise ValueError(f"labels are {tuple(target.shape)}, must be of the shape of input_ids, {shape}")
+    mask, doc_ids = inputs.get("attention_mask"), _documents(inputs.get("position_ids"), tokens)
+    if mask is not None:
+        _check_mask(mask, target)
+        if doc_ids is not None:
+            raise ValueError("the batch holds position_ids of packed documents and an attention_mask: leave it out")
+    more_tokens, more_rows = max(0, num_segments - shape[1]), -shape[0] % num_microbatches
+    if more_tokens or more_rows:
+        tokens = F.pad(tokens, (0, more_tokens, 0, more_rows))
+        if target is not None:
+            target = F.pad(target, (0, more_tokens, 0, more_rows), value=IGNORED)
+        if doc_ids is not None:  # more tokens of the last document; rows of one document
+            doc_ids = torch.cat([doc_ids, doc_ids[:, -1:].expand(-1, more_tokens)], 1)
+            doc_ids = F.pad(doc_ids, (0, 0, 0, more_rows))
+    return Batch(tokens, target, doc_ids, shape)
+
+
+def _check_mask(mask: Tensor, target: Tensor | None) -> None:
+    """Padding must be on the right, where causal attention does not see it, and have no targets."""
+    is_token = mask != 0
+    if mask.dim() != 2 or bool((is_token[:, 1:] & ~is_token[:, :-1]).any()):
+        raise ValueError(
+            "the attention_mask has padding on the left or between tokens: set padding_side='right' of the tokenizer"
+        )
+    if target is not None and bool(((target != IGNORED) & ~is_token).any()):
+        raise ValueError(
+            "padding has labels: give it the label -100, as DataCollatorForLanguageModeling(mlm=False) does"
+        )
+
+
+def _documents(position_ids: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """doc_ids of documents whose positions count from 0 each; None where each row is one document."""
+    if position_ids is None:
+        return None
+    if position_ids.shape != tokens.shape:
+        raise ValueError(f"position_ids are {tuple(position_ids.shape)}, must be {tuple(tokens.shape)} as input_ids")
+    doc_ids = document_starts((position_ids == 0).cumsum(1))
+    if not torch.equal(torch.arange(tokens.shape[1], device=tokens.device) - doc_ids, position_ids):
+        raise ValueError("position_ids must count from 0 in every document of a row, by one")
+    return doc_ids if bool(doc_ids.any()) else None

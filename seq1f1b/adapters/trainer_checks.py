@@ -1,0 +1,113 @@
+"""What a Hugging Face Trainer offers and a pipeline does not do, each refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+__all__: list[str] = []
+
+_PLAIN = "use transformers.Trainer for it"
+_OWN = {
+    "stage": "the trainer cuts it from the model",
+    "loss_fn": "the trainer's is that of a causal language model",
+    "arg_rules": "the trainer sets it",
+    "loss_weight": "the trainer weights targets as num_items_in_batch does",
+    "loss_reduction": "the trainer weights targets as num_items_in_batch does",
+    "scale_grads": "the trainer weights targets as num_items_in_batch does",
+    "seq_dim": "batches are (rows, tokens)",
+    "group": "the pipeline is all processes; data-parallel replicas beside it are not supported",
+    "shard": "the pipeline is all processes; sequence parallelism beside it is not supported",
+}
+"""Arguments of the engine that the trainer gives itself."""
+
+
+def _optimizer(name: Any) -> bool:
+    text = str(getattr(name, "value", name))
+    return "layerwise" in text or "lomo" in text
+
+
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "deepspeed": (bool, "the pipeline shards the model by layers"),
+    "fsdp": (bool, "the pipeline shards the model by layers"),
+    "parallelism_config": (bool, "the pipeline is all processes"),
+    "torch_compile": (bool, "leave it off"),
+    "fp16": (bool, "use bf16=True"),
+    "fp16_full_eval": (bool, "evaluation runs in the dtype of training"),
+    "bf16_full_eval": (bool, "evaluation runs in the dtype of training: use bf16=True"),
+    "label_smoothing_factor": (bool, "leave it 0"),
+    "neftune_noise_alpha": (lambda value: value is not None, "its noise depends on the length of the whole sequence"),
+    "auto_find_batch_size": (bool, "a rank that runs out of memory ends the run: set per_device_train_batch_size"),
+    "push_to_hub": (bool, "push the saved folder afterwards"),
+    "use_liger_kernel": (bool, "it replaces forwards and the loss: leave it off"),
+    "enable_jit_checkpoint": (bool, "a signal to one rank would stop it alone: use save_steps"),
+    "save_on_each_node": (bool, "all ranks write one checkpoint, to a folder that all see"),
+    "optim": (_optimizer, "it steps inside the backward, once per segment: use another optimizer"),
+    "train_sampling_strategy": (lambda value: value == "batch_rebalance", "use 'random' or 'group_by_length'"),
+    "label_names": (lambda value: value is not None and list(value) != ["labels"], "the labels are named 'labels'"),
+}
+
+_GIVEN: dict[str, str] = {
+    "compute_loss_func": "its outputs would be those of one segment",
+    "optimizers": "they would be of the whole model: give optimizer_cls_and_kwargs, or override create_optimizer",
+}
+
+_METHODS: dict[str, str] = {
+    "compute_loss": "the engine computes the loss by segments",
+    "training_step": "the engine runs it",
+    "prediction_step": "the engine runs it",
+}
+
+
+def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type, ours: type) -> None:
+    """Raises ValueError for arguments of the Trainer, and overridden methods, that a pipeline would not follow."""
+    for name, (is_set, remedy) in _ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if is_set(value):
+            _refuse(f"TrainingArguments({name}={_text(value)})", remedy)
+    if getattr(args, "predict_with_generate", False):
+        _refuse("TrainingArguments(predict_with_generate=True)", "generate with the saved model")
+    if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        _refuse("activation_checkpointing_kwargs={'use_reentrant': True}", "set use_reentrant=False")
+    if args.accelerator_config.dispatch_batches or args.accelerator_config.split_batches:
+        _refuse("accelerator_config with dispatch_batches or split_batches", "every rank reads the whole batch")
+    for name, remedy in _GIVEN.items():
+        value = given.get(name)
+        if value is not None and value != (None, None):
+            _refuse(name, remedy)
+    for name, why in _METHODS.items():
+        if getattr(trainer, name) is not getattr(ours, name):
+            _refuse(f"{trainer.__name__}.{name}, which overrides the trainer's", f"{why}, {_PLAIN}")
+
+
+def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ValueError for an unknown option of the pipeline, or one that is the trainer's own."""
+    for name in pipeline:
+        if name in _OWN:
+            _refuse(f"pipeline={{{name!r}: ...}}", _OWN[name])
+        if name != "balance" and name not in known:
+            raise ValueError(
+                f"pipeline has no option {name!r}; options: {sorted({'balance', *known} - {*_OWN, 'self'})}"
+            )
+
+
+def check_made(trainer: transformers.Trainer) -> None:
+    """Raises ValueError for what only shows once the Trainer is made: its model, and what its launcher set."""
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        _refuse("DeepSpeed or FSDP of accelerate's launcher", "start the script by torchrun")
+    if trainer.is_model_parallel:
+        _refuse("a model with a device_map over several devices", "load it without one")
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        _refuse(f"the loss of {type(model).__name__}", "it must be transformers' ForCausalLMLoss")
+
+
+def _text(value: Any) -> str:
+    return repr(getattr(value, "value", value))
+
+
+def _refuse(what: str, remedy: str) -> None:
+    raise ValueError(f"seq1f1b.transformers.Trainer does not support {what}: {remedy}")

@@ -1,0 +1,115 @@
+"""What a Trainer over a pipeline keeps for resuming, beside the weights: safetensors and JSON, by parameters' names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from seq1f1b.adapters.checkpoint import PipelineState
+from seq1f1b.adapters.pretrained import together
+from seq1f1b.runtime.engine import PipelineEngine
+
+__all__: list[str] = []
+
+_SCHEDULER = "scheduler.json"
+_OPTIMIZER = re.compile(r"optimizer-\d+-of-(\d+)\.safetensors")
+
+
+def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
+    """Each rank writes the state of its own parameters; rank 0 that of the scheduler, which is the same on all."""
+    state = PipelineState(engine, optimizer).state_dict()["optimizer"]
+
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
+        rest = {name: value for name, value in state.items() if name not in tensors}
+        _replace(_file(folder, "optimizer", engine), lambda file: save_file(tensors, file, {"rest": _json(rest)}))
+        if engine.rank == 0:
+            text = _json(scheduler.state_dict())
+            _replace(os.path.join(folder, _SCHEDULER), lambda file: _write(file, text))
+            for name in os.listdir(folder):  # of an earlier save by another number of ranks
+                match = _OPTIMIZER.fullmatch(name)
+                if match and int(match[1]) != engine.num_ranks:
+                    os.remove(os.path.join(folder, name))
+
+    together(engine, f"no optimizer state was written to {folder}", write)
+
+
+def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> bool:
+    """Takes over what any number of ranks wrote; returns whether there was anything."""
+    own = PipelineState(engine, optimizer)
+    state = own.state_dict()
+    files = sorted(name for name in os.listdir(folder) if _OPTIMIZER.fullmatch(name))
+
+    def load() -> None:
+        counts = {int(match[1]) for match in map(_OPTIMIZER.fullmatch, files) if match}
+        if counts != {len(files)}:
+            raise ValueError(f"{folder} holds {files}, which is not the state that all ranks wrote")
+        found: dict[str, Any] = {}
+        for name in files:
+            with safe_open(os.path.join(folder, name), framework="pt") as tensors:
+                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if key in state["optimizer"]}  # noqa: SIM118, not a dict
+                rest = json.loads(tensors.metadata()["rest"])
+            found |= {key: value for key, value in rest.items() if key in state["optimizer"]}
+        for key, value in state["optimizer"].items():
+            if key not in found:
+                raise ValueError(f"the checkpoint lacks {key!r} of this rank's optimizer")
+            if isinstance(value, tuple):  # JSON has lists only
+                found[key] = tuple(found[key])
+        own.load_state_dict({**state, "optimizer": found})
+        with open(os.path.join(folder, _SCHEDULER), encoding="utf-8") as file:
+            scheduler.load_state_dict(json.load(file))
+
+    if files:
+        together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
+    return bool(files)
+
+
+def save_randomness(engine: PipelineEngine, states: list[Tensor], folder: str) -> None:
+    def write() -> None:
+        tensors = {str(i): state for i, state in enumerate(states)}
+        _replace(_file(folder, "rng", engine), lambda file: save_file(tensors, file))
+
+    together(engine, f"no random state was written to {folder}", write)
+
+
+def load_randomness(engine: PipelineEngine, folder: str) -> list[Tensor] | None:
+    """None if another number of ranks wrote the checkpoint."""
+    file = _file(folder, "rng", engine)
+    if not os.path.isfile(file):
+        return None
+    states = load_file(file)
+    return [states[str(i)] for i in range(len(states))]
+
+
+def _file(folder: str, kind: str, engine: PipelineEngine) -> str:
+    return os.path.join(folder, f"{kind}-{engine.rank + 1:05d}-of-{engine.num_ranks:05d}.safetensors")
+
+
+def _replace(file: str, write: Callable[[str], Any]) -> None:
+    """The old file stays until the new one is written."""
+    write(f"{file}.unfinished")
+    os.replace(f"{file}.unfinished", file)
+
+
+def _write(file: str, text: str) -> None:
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(text)
+
+
+def _json(values: dict[str, Any]) -> str:
+    """JSON gives floats back bit for bit."""
+    for key, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(f"{key!r} is a {type(value).__name__}, which the checkpoint cannot hold") from error
+    return json.dumps(values)
