@@ -184,6 +184,7 @@ class OurArm(Arm):
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
             segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch, weights=spec.weights,
+            unchecked=spec.attention != "ours",  # torch's attention, over keys and values of its own
         )  # fmt: skip
         if isinstance(loss_fn, nn.Module):
             self.modules.append(loss_fn)
