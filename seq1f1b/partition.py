@@ -53,6 +53,8 @@ class ModelShape(NamedTuple):
 
 def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
     """What one token meets of the model, as the core reads it."""
+    if not isinstance(model, ModelShape):
+        raise TypeError(f"model is {model!r:.80}, must be a seq1f1b.ModelShape")
     if not 1 <= model.experts_per_token <= model.experts:
         raise ValueError(
             f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"

@@ -45,14 +45,11 @@ PyObject *s1f_raise_for_group(s1f_status status, const s1f_group *group)
     return NULL;
 }
 
-/* Called while waiting, without the GIL: runs Python's signal handlers. */
+/* Called while waiting, without the GIL. */
 static s1f_status check_signals(void *context)
 {
     (void)context;
-    PyGILState_STATE state = PyGILState_Ensure();
-    int failed = PyErr_CheckSignals();
-    PyGILState_Release(state);
-    return failed ? S1F_ERR_PYTHON : S1F_OK;
+    return s1f_check_signals();
 }
 
 /* -- mappings and groups ------------------------------------------------------------------------------------------- */

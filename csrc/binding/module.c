@@ -23,6 +23,14 @@ PyObject *s1f_raise(s1f_status status)
     return NULL;
 }
 
+s1f_status s1f_check_signals(void)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    int failed = PyErr_CheckSignals();
+    PyGILState_Release(state);
+    return failed ? S1F_ERR_PYTHON : S1F_OK;
+}
+
 static int add_exception(PyObject *module, const char *name, const char *full_name, const char *doc, PyObject *base,
                          PyObject **slot)
 {
@@ -54,6 +62,7 @@ static int module_exec(PyObject *module)
                       "A peer was lost, made no progress in time, or ended the step: see .rank, .unit and .edge.",
                       PyExc_RuntimeError, &s1f_pipeline_error) < 0)
         return -1;
+    s1f_interrupted = s1f_check_signals;
     static const char *const attributes[] = {"rank", "unit", "edge"}; /* None where unknown */
     for (size_t i = 0; i < sizeof attributes / sizeof attributes[0]; i++)
         if (PyObject_SetAttrString(s1f_pipeline_error, attributes[i], Py_None) < 0)

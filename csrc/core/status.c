@@ -35,3 +35,10 @@ const char *s1f_last_error(void)
 {
     return last_message;
 }
+
+s1f_status (*s1f_interrupted)(void);
+
+s1f_status s1f_check_interrupted(void)
+{
+    return s1f_interrupted == NULL ? S1F_OK : s1f_interrupted();
+}

@@ -144,9 +144,9 @@ static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
             return status;
     }
     arena->posted = arena->sent = 0;
-    return arena->relay == NULL ? S1F_OK
-                                : arena->relay->begin_step(arena->context, s1f_group_step(end->group),
-                                                         arena->stride - S1F_HEADER_BYTES);
+    return arena->relay == NULL
+               ? S1F_OK
+               : arena->relay->begin_step(arena->context, s1f_group_step(end->group), arena->stride - S1F_HEADER_BYTES);
 }
 
 static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_t sequence, int64_t next, int32_t place)

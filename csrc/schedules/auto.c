@@ -16,7 +16,7 @@
 #include <stdlib.h>
 
 enum { NUM_PREFERENCES = 5, NUM_LIMITS = 4, NUM_RULES = 4 * NUM_PREFERENCES * NUM_LIMITS };
-enum { RULE_TEXT_BYTES = 64 };
+enum { RULE_TEXT_BYTES = 64, MOST_UNITS = 1 << 22 /* minutes of lists and search */ };
 enum { MOST_LISTED = 20000000 }; /* units placed by all rules together: seconds at the most */
 
 typedef enum { BACKWARD_FIRST, ALTERNATING, LONGEST_TAIL, OLDEST_FIRST, FORWARD_FIRST } preference;
@@ -356,6 +356,7 @@ static s1f_status offer_lists(const s1f_problem *problem, s1f_search *search)
                         .limit = i / NUM_PREFERENCES / 4};
         walk(&l);
         num_listed += num_units;
+        status = s1f_check_interrupted();
     }
     free_lister(&l);
     free(tails);
@@ -422,7 +423,8 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
             if (asked & S1F_OPTION_CAP)
                 options.cap = given->cap != 0 ? given->cap : all;
             options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
-            status = offer_named(request, problem, search, facts->name, &options);
+            if ((status = s1f_check_interrupted()) == S1F_OK)
+                status = offer_named(request, problem, search, facts->name, &options);
         }
     }
     return status;
@@ -490,9 +492,8 @@ static s1f_status build_placed(const s1f_request *request, s1f_placement *placem
     s1f_status status = create_problem(request, placement, &own);
     if (status != S1F_OK || (status = s1f_search_create(&own.problem, &search)) != S1F_OK ||
         (status = offer_families(request, &own.problem, search)) != S1F_OK ||
-        (status = offer_lists(&own.problem, search)) != S1F_OK)
+        (status = offer_lists(&own.problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
         goto done;
-    s1f_search_run(search);
     *makespan = s1f_search_makespan(search);
     if (isinf(*makespan))
         status = s1f_fail(S1F_ERR_STATE, "list scheduling found no order"); /* the rules leave room for one */
@@ -561,8 +562,8 @@ static const char *broken_rule(const s1f_request *request)
     int32_t rank;
     int64_t least;
     int64_t cells = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
-    if (cells * request->num_microbatches > INT32_MAX / S1F_SPLIT_PASSES)
-        return "3 P v M k < 2^31";
+    if (cells * request->num_microbatches > MOST_UNITS / S1F_SPLIT_PASSES)
+        return "3 P v M k <= 2^22";
     if (request->options.cap != 0 && request->options.cap < cells / request->num_ranks)
         return "cap >= v k";
     if (may_place(request, S1F_PLACEMENT_V) || may_place(request, S1F_PLACEMENT_LOOP))
@@ -577,7 +578,7 @@ const s1f_family s1f_family_auto = {
     .facts = {.name = "auto",
               .description = "the shortest order found for the given costs, transfers and memory",
               .source = "list scheduling and a search from the families here",
-              .validity = "3 P v M k < 2^31",
+              .validity = "3 P v M k <= 2^22",
               .stages_per_rank = 1,
               .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT |
                          S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD},

@@ -72,6 +72,8 @@ void s1f_board_start(s1f_board *board, s1f_unit unit, double end)
 
 /* -- the clock ----------------------------------------------------------------------------------------------------- */
 
+enum { LOOKS_PER_CHECK = 1024 };
+
 typedef struct {
     s1f_board *board;
     s1f_edges *edges;
@@ -152,7 +154,9 @@ s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %zu ranks in time", num_ranks);
     if (status == S1F_OK)
         memset(c.look, 1, num_ranks);
-    while (status == S1F_OK && c.num_started < num_units) {
+    for (int64_t n = 0; status == S1F_OK && c.num_started < num_units; n++) {
+        if (n % LOOKS_PER_CHECK == 0 && (status = s1f_check_interrupted()) != S1F_OK)
+            break;
         if ((status = start_units(&c)) != S1F_OK || c.num_started == num_units)
             break;
         end_units(&c);

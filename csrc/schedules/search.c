@@ -573,11 +573,16 @@ static void improve(s1f_search *x, start *best)
     }
 }
 
-void s1f_search_run(s1f_search *x)
+s1f_status s1f_search_run(s1f_search *x)
 {
+    s1f_status status = S1F_OK;
     x->random = 88172645463325252u; /* anything but 0 */
-    for (int32_t i = 0; i < x->num_starts && x->words > 0 && s1f_search_makespan(x) > x->bound * (1 + SLACK); i++)
+    for (int32_t i = 0; i < x->num_starts && x->words > 0 && s1f_search_makespan(x) > x->bound * (1 + SLACK); i++) {
+        if ((status = s1f_check_interrupted()) != S1F_OK)
+            break;
         improve(x, &x->starts[i]);
+    }
+    return status;
 }
 
 static const start *shortest(const s1f_search *x)

@@ -44,7 +44,7 @@ void s1f_search_append(s1f_search *search, s1f_unit unit);
 void s1f_search_offer(s1f_search *search);
 
 /* Improves the starts within a fixed number of steps and units timed; ends early at a lower bound. */
-void s1f_search_run(s1f_search *search);
+s1f_status s1f_search_run(s1f_search *search);
 /* Seconds of the shortest order so far; INFINITY: none. */
 double s1f_search_makespan(const s1f_search *search);
 /* Appends the shortest order, of which there is one, to an empty schedule with the problem's counts and placement: as I

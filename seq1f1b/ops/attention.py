@@ -77,9 +77,8 @@ def causal_attention(
             forward-mode differentiation.
     Source: Seq1F1B, arXiv:2406.03488.
     """
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is {value!r:.80}, must be a tensor")
+    _check_tensors(q=q, k=k, v=v)
+    _check_tensors(optional=True, alibi_slopes=alibi_slopes, doc_ids=doc_ids)
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids)
     if not isinstance(layer, Tensor):
@@ -174,6 +173,8 @@ def positions(
     Raises:
         ValueError: x is not as long as the segment or its shard, or doc_ids are not positions of first tokens.
     """
+    _check_tensors(x=x)
+    _check_tensors(optional=True, doc_ids=doc_ids)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
     rank, size = (0, 1) if shard is None else check_shard(shard)
@@ -289,6 +290,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
             raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
         if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
             raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
+
+
+def _check_tensors(*, optional: bool = False, **values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not (optional and value is None):
+            raise TypeError(f"{name} is {value!r:.80}, must be a tensor{' or None' if optional else ''}")
 
 
 def _check_tangents(**inputs: Tensor) -> None:

@@ -171,8 +171,10 @@ def add_loss(tensor: Tensor) -> None:
     Args:
         tensor: a tensor of one element.
     Raises:
-        ValueError: the tensor has more than one element.
+        TypeError, ValueError: it is no tensor, or has more than one element.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"add_loss needs a tensor of one element, got {type(tensor).__name__}")
     if tensor.numel() != 1:
         raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")
     unit = current()

@@ -47,7 +47,9 @@ def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
             assert r["loss_error"] < 1e-6 and r["gradient_error"] < 1e-5, r
     rounds = [r for r in records if r["what"] == "round"]
     assert [len(r["steps"]) for r in rounds] == [10, 10]
-    assert all(seconds > 0 and 0 <= least <= bubble < 1 for r in rounds for seconds, _, bubble, least in r["steps"].values())
+    assert all(
+        seconds > 0 and 0 <= least <= bubble < 1 for r in rounds for seconds, _, bubble, least in r["steps"].values()
+    )
     assert "refuses: DualPipeV requires" in run.stdout and "unmeasured (2)" in run.stdout
     bars = run.stdout.partition("## What must hold\n")[2].splitlines()
     assert len(bars) > 15 and all(line.endswith(": unmeasured") for line in bars)

@@ -292,6 +292,8 @@ BAD = {
     "documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"\(2, 12\)"),
     "float documents": (lambda q, k, v: {"doc_ids": torch.zeros(2, 12)}, TypeError, "must be an integer type"),
     "no tensor": (lambda q, k, v: {"k": None}, TypeError, "k is None, must be a tensor"),
+    "slopes in a list": (lambda q, k, v: {"alibi_slopes": [1, 2]}, TypeError, r"alibi_slopes is \[1, 2\], must be a"),
+    "documents in a list": (lambda q, k, v: {"doc_ids": [1]}, TypeError, r"doc_ids is \[1\], must be a tensor or None"),
     "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer key is -1, must be at least 0"),
     "wide window": (lambda q, k, v: {"window": 2**63}, ValueError, "window is 9223372036854775808, must be"),
     "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window is 2.5, must be an int"),

@@ -170,3 +170,14 @@ def test_auxiliary_losses_of_every_stage(reduction):
     run_ranks(3, run)
     found = {f"{i}.{n}": p.grad for i, stage in enumerate(stages) for n, p in stage.named_parameters()}
     assert gradient_error(found, truth) <= 1e-10
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="add_loss needs a tensor of one element, got NoneType"):
+        seq1f1b.add_loss(None)
+    with pytest.raises(TypeError, match="x is None, must be a tensor"):
+        seq1f1b.positions(None)
+    with pytest.raises(TypeError, match="doc_ids is 3, must be a tensor or None"):
+        seq1f1b.positions(torch.zeros(1, 2), doc_ids=3)
+    with pytest.raises(TypeError, match=r"model is 3, must be a seq1f1b\.ModelShape"):
+        seq1f1b.partition_sequence(8, 2, model=3)

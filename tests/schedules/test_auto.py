@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,7 +234,7 @@ def test_broken_rules() -> None:
     assert AUTO.broken_rule(**counts, options=uneven | {"placement": "v"}) == "cap_bytes >= 10 on rank 0"
     schedule = build_schedule("auto", **counts, options=uneven)
     assert schedule.rank_of_stage == (0, 1, 0, 1)
-    assert AUTO.broken_rule(num_ranks=2**10, num_microbatches=2**10, num_segments=2**10) == "3 P v M k < 2^31"
+    assert AUTO.broken_rule(num_ranks=2**10, num_microbatches=2**10, num_segments=2**10) == "3 P v M k <= 2^22"
 
 
 @pytest.mark.parametrize("option", ["transfer", "placement", "unit_bytes", "cap_bytes", "backward"])
@@ -240,3 +242,21 @@ def test_options_of_another_type(option: str) -> None:
     options = {"unit_bytes": 1, "cap_bytes": 9} | {option: object()}
     with pytest.raises(TypeError):
         build_schedule("auto", num_ranks=2, num_microbatches=3, options=options)
+
+
+def test_a_long_search_can_be_interrupted() -> None:
+    """Ten seconds and more of C, which ask for signals between two lists."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            build_schedule("auto", num_ranks=200, num_microbatches=400, num_segments=4)
+        assert time.monotonic() - began < 5.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
