@@ -293,24 +293,43 @@ class PipelineEngine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips by one norm over the gradients of all stages. Collective over the pipeline.
 
+        The arithmetic of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter, and the
+        norm of these in the model's order. So equal gradients give the same norm, and the same clipped gradients, bit
+        for bit, whatever the number of ranks. Two cases differ: norms of 16-bit gradients are taken in float32; where
+        ranks share a parameter (FSDP2, tensor parallelism), its norm is that of its DTensor, which depends on the
+        number of shards, though not on the number of stages.
+
         Returns:
-            The norm before clipping, equal on every rank.
+            The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
         """
-        elsewhere = self.tied_elsewhere()
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        counted = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
-        if norm_type == float("inf"):
-            local = max((_norm(g, norm_type) for g in counted if g.numel()), default=0.0)
-            total = max(self._group.all_gather_object(local))
-        else:
-            power = sum(_norm(g, norm_type) ** norm_type for g in counted)
-            # Summed in rank order on every rank, so that all scale by the same number.
-            total = sum(self._group.all_gather_object(power)) ** (1.0 / norm_type)
-        scale = max_norm / (total + 1e-6)
-        if scale < 1.0 or total != total:
-            for gradient in gradients:
-                gradient.mul_(scale)
-        return torch.tensor(total, dtype=torch.float64)
+        counted = self._gradients_in_order(self.tied_elsewhere())
+        is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
+        norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
+        everyones = self._group.all_gather_object((is_double, norms))
+        in_order = sorted((entry for _, theirs in everyones for entry in theirs), key=lambda entry: entry[0])
+        dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
+        found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype)
+        total = torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
+        for shared in (False, True):  # torch takes DTensors and tensors apart only
+            own = [p for p in self.parameters() if hasattr(p.grad, "full_tensor") == shared]
+            nn.utils.clip_grads_with_norm_(own, max_norm, total)
+        return total
+
+    def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
+        """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
+        parts: list[tuple[int, Any]] = [(index, stage.module) for index, stage in self._stages.items()]
+        if self.has_last:
+            parts.append((self.num_stages, self._options.loss_fn))
+        seen, found = set(excluded), []
+        for index, part in parts:
+            parameters = part.parameters() if isinstance(part, nn.Module) else ()
+            gradients = []
+            for parameter in parameters:
+                if id(parameter) not in seen and parameter.grad is not None and parameter.grad.numel():
+                    gradients.append(parameter.grad)
+                seen.add(id(parameter))
+            found.append((index, gradients))
+        return found
 
     def tied_elsewhere(self) -> set[int]:
         """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
@@ -628,7 +647,8 @@ def _explain(error: BaseException, unit: str) -> BaseException:
 
 def _norm(gradient: Tensor, norm_type: float) -> float:
     """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
-    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+    dtype = torch.float32 if gradient.dtype in _REDUCED else None
+    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 

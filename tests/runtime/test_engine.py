@@ -357,6 +357,36 @@ def test_clipping_scales_every_stage_by_one_norm():
         torch.testing.assert_close(clipped[name], g / 4, rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+def test_clipping_is_that_of_one_process_bit_for_bit(ranks, per_rank, dtype, norm_type):
+    config, stages = Config(), ranks * per_rank
+    model = whole_model(config).to(dtype)
+    tokens, target = batch(config, 2, LENGTH)
+
+    def run(group):
+        order = build_schedule("interleaved-1f1b" if per_rank > 1 else "1f1b", num_ranks=ranks, num_microbatches=2,
+                               stages_per_rank=per_rank)  # fmt: skip
+        own = [stage_of(model, config, i, stages) for i, at in enumerate(order.rank_of_stage) if at == group.rank]
+        engine = PipelineEngine(own, schedule=order, num_microbatches=2, loss_fn=cross_entropy, group=group)
+        engine.step(tokens, target=target)
+        before = {name: g.clone() for name, g in grads(engine).items()}
+        norm = engine.clip_grad_norm_(0.05, norm_type)
+        return before, norm, grads(engine)
+
+    results = run_ranks(ranks, run)
+    before, after = gradients_of(r[0] for r in results), gradients_of(r[2] for r in results)
+    assert before.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+    assert all(r[1].dtype == dtype and torch.equal(r[1], norm) for r in results)
+    assert norm > 0.05
+    for name, parameter in model.named_parameters():
+        assert torch.equal(after[name], parameter.grad), name
+
+
 def test_16_bit_gradients_are_accumulated_in_fp32():
     """M k = 64 additions in bf16 would cost about 0.8 %."""
     torch.manual_seed(0)
