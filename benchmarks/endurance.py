@@ -1,7 +1,7 @@
-"""Does a pipeline grow? Many steps of changing lengths over both transports: memory, descriptors and threads of each rank.
+"""Does a pipeline grow? Many steps of changing lengths over both transports: memory, descriptors, threads of each rank.
 
-Two processes of one thread train a block in fp32 over lengths drawn by seed, every fifth step evaluates. Resident memory
-is taken after a collection and after malloc has given back what it can. oneDNN, in torch, keeps a compiled product for
+Two processes of one thread train in fp32 over lengths drawn by seed, every fifth step evaluates. Resident memory is
+taken after a collection and after malloc has given back what it can. oneDNN, in torch, keeps a compiled product for
 each new shape, 4 MB in all here, with or without a pipeline: its cache is off. What must hold: nothing grows after step
 100.
 
@@ -78,9 +78,8 @@ def show(record: dict) -> bool:
         grown = growth[0] > SLACK or growth[1] > 0 or growth[2] > 0
         is_well = is_well and not grown
         verdict = "GREW" if grown else "nothing grew"
-        print(
-            f"     after step 100: {growth[0] / 2**10:+.0f} KiB, {growth[1]:+} descriptors, {growth[2]:+} threads: {verdict}"
-        )
+        memory = f"{growth[0] / 2**10:+.0f} KiB"
+        print(f"     after step 100: {memory}, {growth[1]:+} descriptors, {growth[2]:+} threads: {verdict}")
     return is_well
 
 

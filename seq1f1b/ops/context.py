@@ -25,6 +25,7 @@ __all__ = ["add_loss", "carry_in", "carry_out"]
 class LiveUnit:
     """A unit of the running step, from its F on: what F(m.s) leaves behind for B(m.s) and for the units beside it."""
 
+    is_last = True  # of its micro-batch's segments
     forward = True  # False while B runs: recomputation reads and never writes
     is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
     watch: Any = None  # of a unit whose stage is looked at: told what the module asks of the step
@@ -36,7 +37,7 @@ class LiveUnit:
     carried_in: dict[int, Tensor] | None = None
     carried_out: dict[int, Tensor] | None = None
     carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
-    auxiliary: list[Tensor] | None = None
+    auxiliary: list[tuple[Tensor, bool]] | None = None  # losses, and whether each is of the whole sequence
     saved_bytes = 0  # held by its graph, in the steps that measure
     loss: Tensor | None = None
     output: Any = None  # what the last stage returned, if the caller asked for it
@@ -161,7 +162,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
 
 
 @_disable_dynamo
-def add_loss(tensor: Tensor) -> None:
+def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
     """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
     It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
@@ -170,16 +171,23 @@ def add_loss(tensor: Tensor) -> None:
 
     Args:
         tensor: a tensor of one element.
+        of: ``"segment"``: of the segment's own tokens, as above. ``"sequence"``: of all tokens up to the segment's last
+            one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every segment: what the
+            last one gives is the micro-batch's loss, weighted by 1 / M alone, and the others do not count.
     Raises:
-        TypeError, ValueError: it is no tensor, or has more than one element.
+        TypeError, ValueError: it is no tensor, has more than one element, or ``of`` is neither.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"add_loss needs a tensor of one element, got {type(tensor).__name__}")
     if tensor.numel() != 1:
         raise ValueError(f"add_loss needs a tensor of one element, got shape {tuple(tensor.shape)}")
     unit = current()
+    if of not in ("segment", "sequence"):
+        raise ValueError(f'of is {of!r}, must be "segment" or "sequence"')
     if unit is None or not unit.forward or not unit.training or not tensor.requires_grad:
+        return
+    if of == "sequence" and not unit.is_last:
         return
     if unit.auxiliary is None:
         unit.auxiliary = []
-    unit.auxiliary.append(tensor)
+    unit.auxiliary.append((tensor, of == "sequence"))

@@ -15,13 +15,13 @@ __all__: list[str] = []
 
 
 def start_of(
-    unit: LiveUnit, gradients: Sequence[Tensor | None], auxiliary_seed: float
+    unit: LiveUnit, gradients: Sequence[Tensor | None], auxiliary_seeds: tuple[float, float]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Roots of the unit's backward, and the gradient of each.
 
     Args:
         gradients: what the next stage sent for the unit's outputs; not read where the unit has seeds of its own.
-        auxiliary_seed: the gradient of each auxiliary loss.
+        auxiliary_seeds: the gradients of an auxiliary loss of the segment, and of one of the sequence.
     """
     roots, seeds = unit.roots, unit.seeds
     if seeds is None:
@@ -30,8 +30,8 @@ def start_of(
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
             roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
     if unit.auxiliary is not None:
-        roots += tuple(unit.auxiliary)
-        seeds += tuple([torch.full_like(a, auxiliary_seed) for a in unit.auxiliary])
+        roots += tuple([loss for loss, _ in unit.auxiliary])
+        seeds += tuple([torch.full_like(loss, auxiliary_seeds[is_of_all]) for loss, is_of_all in unit.auxiliary])
     if unit.carried_out is not None and unit.carried_back is not None:
         for name, leaf in unit.carried_back.items():
             if leaf.grad is not None:

@@ -102,7 +102,7 @@ class StageArguments:
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses.
         shares: what part of the micro-batch's loss each of these losses is.
-        auxiliary_seeds: gradient of an auxiliary loss, by segment.
+        auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence, by segment.
         measures: whether to count the bytes that graphs keep.
         looks: whether to look for what mixes tokens without the engine's knowledge.
     """
@@ -115,7 +115,7 @@ class StageArguments:
     seeds: list[list[Tensor]] | None = None
     shares: list[list[float]] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary_seeds: Sequence[float] = ()
+    auxiliary_seeds: Sequence[tuple[float, float]] = ()
     keep_outputs: bool = False
     measures: bool = False
     looks: bool = False
@@ -185,7 +185,7 @@ class StageStep:
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
         if self.training and key in self.stage.split:
             unit.tape = Tape(self.deferred_weights)
-        unit.is_whole = self.stage.is_whole
+        unit.is_whole, unit.is_last = self.stage.is_whole, s + 1 == self._num_segments
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit
         enter(unit)

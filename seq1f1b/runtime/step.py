@@ -147,7 +147,9 @@ class Step:
                     seeds=seeds if stage.is_last else None,
                     shares=segment_shares if stage.is_last else None,
                     loss_kwargs=arguments.loss_kwargs or {},
-                    auxiliary_seeds=[scale * (size / length if mean else float(shard[1])) for size in self.sizes],
+                    auxiliary_seeds=[
+                        (scale * size / length, scale) if mean else (scale * shard[1],) * 2 for size in self.sizes
+                    ],
                     keep_outputs=arguments.return_outputs and stage.is_last,
                     measures=self.training and not is_known,
                     looks=options.num_segments > 1 and not is_known,
