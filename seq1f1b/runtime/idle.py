@@ -29,7 +29,7 @@ class Idle:
         microbatches: what is added where every unit takes its measured time, as in ``PipelineReport.simulated``.
             Documents that are packed differently are here, and a machine that does other work.
         host: what is added where every unit comes later by the engine's own time, spread evenly over a rank's units,
-            and where a rank enters the step as late as it did.
+            and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit.
         transfer: what the measured step idles beyond that: messages on their way, their copies, places that are not
             free, and ranks that wake late from a wait.
 
