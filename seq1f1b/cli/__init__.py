@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from seq1f1b.cli import compare, doctor, draw, plan, profile, simulate
+from seq1f1b.cli import compare, doctor, draw, plan, profile, report, simulate
 
 __all__ = ["main", "make_parser"]
 
-COMMANDS = (draw, simulate, compare, plan, profile, doctor)
+COMMANDS = (draw, simulate, compare, plan, profile, report, doctor)
 DESCRIPTION = "Draws, simulates, compares and plans pipeline schedules for training on long sequences."
 EXAMPLES = """\
 examples:
@@ -30,6 +30,8 @@ examples:
     seq1f1b plan --model llama3-8b --seq 131072 --ranks 8 --microbatches 16
   what the layers of a model cost on this machine, measured:
     seq1f1b profile --model qwen3-4b --seq 4096 --output profile.json
+  why the last step that a training script saved is slow:
+    seq1f1b report steps.jsonl
 
 seq1f1b COMMAND --help lists the options of a command.
 """

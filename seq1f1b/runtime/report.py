@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from seq1f1b import _C
+from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
-from seq1f1b.transport.values import sendable
+from seq1f1b.transport.values import pack, sendable, unpack
+from seq1f1b.view.table import table_text
 
-__all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport"]
+__all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport", "read_reports"]
 
+FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
 sendable(Unit)
 
@@ -88,6 +95,7 @@ class Report:
     """One rank's last step. Times in seconds, of the host: work that a CUDA device does later is not in them.
 
     Attributes:
+        start: of the step's first instruction, on the machine's monotonic clock.
         seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
         busy: in the units, parts of W in waits included.
         wait: for messages, without what filled the waits.
@@ -106,6 +114,7 @@ class Report:
     step: int
     training: bool
     segment_sizes: tuple[int, ...]
+    start: float
     seconds: float
     busy: float
     wait: float
@@ -125,7 +134,7 @@ class Report:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """All ranks' last step.
+    """All ranks' last step. ``str(report)`` says why it is slow: :attr:`idle` as a table, and :attr:`advice`.
 
     Attributes:
         ranks: one :class:`Report` each.
@@ -166,6 +175,91 @@ class PipelineReport:
                 seconds[unit.segment] += end - start
         return tuple(seconds)
 
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Per rank, the seconds of the makespan in which it is not busy, split into causes."""
+        return idle_of_ranks(self._times)
+
+    @property
+    def advice(self) -> str:
+        """One sentence: what makes the step longest, in numbers, and what to do about it."""
+        return advice(self._times, self.idle)
+
+    @cached_property
+    def _times(self) -> StepTimes:
+        schedule = self.simulated.schedule
+        first = min(r.timeline[0][1] for r in self.ranks if r.timeline)
+        return StepTimes(
+            schedule=schedule,
+            units=[list(_unit_seconds(r).values()) for r in self.ranks],
+            own=[max(r.seconds - r.busy - r.wait - r.send, 0.0) for r in self.ranks],
+            late=[max(r.start - first, 0.0) for r in self.ranks],
+            makespan=self.makespan,
+            fill=any(r.fills for r in self.ranks),
+            sizes=self.ranks[0].segment_sizes,
+        )
+
+    def __str__(self) -> str:
+        rows = [("rank", "busy s", "busy", *CAUSES)]
+        for rank, idle in zip(self.ranks, self.idle, strict=True):
+            busy = self.makespan - idle.total
+            rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
+        return f"{step}\n{table_text(rows)}{self.advice}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.
+
+        A unit takes about 100 bytes.
+        """
+        schedule = self.simulated.schedule.to_text()
+        line = {"format": FORMAT, "schedule": schedule, "ranks": json.loads(pack(self.ranks))}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelineReport:
+        """The last report of a file that :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file holds no report, or something else.
+        """
+        *_, last = read_reports(path)
+        return last
+
+
+def read_reports(path: str | os.PathLike[str]) -> Iterator[PipelineReport]:
+    """Every report of a file, in the order in which they were saved.
+
+    Raises:
+        ValueError: the file holds no report, or something else.
+    """
+    number = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield _read_line(line)
+            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: no report of a step: {error}") from error
+    if not number:
+        raise ValueError(f"{os.fspath(path)} holds no report; PipelineReport.save writes one")
+
+
+def _read_line(line: bytes) -> PipelineReport:
+    data = json.loads(line)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f'must be a JSON object whose "format" is {FORMAT!r}; PipelineReport.save writes one')
+    schedule, ranks = Schedule.from_text(data["schedule"]), unpack(json.dumps(data["ranks"]).encode())
+    if not isinstance(ranks, tuple) or not all(isinstance(r, Report) for r in ranks):
+        raise ValueError("its ranks are no reports")
+    if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:
+        raise ValueError("its units are not those of its order")
+    figures = [x for r in ranks for x in (r.start, r.seconds, r.busy, r.wait, r.send)]
+    figures += [x for r in ranks for _, *span in (*r.timeline, *r.fills) for x in span]
+    if not all(math.isfinite(x) for x in figures):
+        raise ValueError("a time is not finite")
+    return _of_ranks(ranks, schedule)
+
 
 def make_report(
     record: StepRecord | None,
@@ -190,12 +284,17 @@ def make_report(
     ranks = tuple(gather(own))
     if not record.training:
         schedule = schedule.forward_only()
+    return _of_ranks(ranks, schedule)
+
+
+def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
+    """What the ranks measured of this order, as one."""
     starts = [r.timeline[0][1] for r in ranks if r.timeline]
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
     durations = [list(_unit_seconds(r).values()) for r in ranks]
-    simulated = schedule.simulate(durations=durations, segment_sizes=record.sizes)
+    simulated = schedule.simulate(durations=durations, segment_sizes=ranks[0].segment_sizes)
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
 
 
@@ -230,6 +329,7 @@ def _rank_report(
         step=record.number,
         training=record.training,
         segment_sizes=tuple(record.sizes),
+        start=start * 1e-9,
         seconds=seconds,
         busy=run * 1e-9 + filled,
         wait=wait * 1e-9 - filled,

@@ -1,0 +1,32 @@
+"""``seq1f1b report``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from seq1f1b.view.table import table_text
+
+
+def add(commands: Any) -> None:
+    about = "say why a measured step is slow, from a file that PipelineReport.save wrote"
+    command = commands.add_parser("report", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    command.set_defaults(run=run)
+    command.add_argument("file", help="one report per line; the last one is printed")
+    command.add_argument("--all", action="store_true", help="a line for each report, with means over ranks")
+
+
+def run(options: argparse.Namespace) -> int:
+    from seq1f1b.runtime.idle import CAUSES, mean_idle  # needs torch, which the other commands do not
+    from seq1f1b.runtime.report import PipelineReport, read_reports
+
+    if not options.all:
+        print(PipelineReport.load(options.file))
+        return 0
+    rows = [("step", "seconds", "busy", *CAUSES)]
+    for report in read_reports(options.file):
+        mean = mean_idle(report.idle)
+        busy = f"{1 - mean.total / report.makespan:.1%}"
+        rows.append((str(report.ranks[0].step), f"{report.makespan:.4g}", busy, *mean.shares(report.makespan)))
+    print(table_text(rows), end="")
+    return 0

@@ -1,0 +1,230 @@
+"""Why ranks were idle in a step: differences of simulations of its order, from equal units to the measured ones."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from itertools import pairwise
+
+from seq1f1b.schedule import Schedule, Unit
+
+__all__ = ["CAUSES", "Idle", "StepTimes", "advice", "idle_of_ranks", "mean_idle"]
+
+_LITTLE = 0.05  # of the ranks' time: what is idle below this is not worth advice
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle seconds of one rank, split into causes: their sum is the step's makespan less the rank's busy time.
+
+    The step's own order is simulated five times, with free messages, and each time the units are nearer to the measured
+    ones. A cause is what a rank idles longer than in the simulation before:
+
+    Attributes:
+        schedule: idle time where every unit of a pass (F, B, I, W) takes the mean of that pass over the whole step.
+        stages: what is added where a unit takes the mean of its pass and stage, over segments and micro-batches.
+        segments: what is added where it takes the mean of its pass, stage and segment, over micro-batches.
+        microbatches: what is added where every unit takes its measured time, as in ``PipelineReport.simulated``.
+            Documents that are packed differently are here, and a machine that does other work.
+        host: what is added where every unit comes later by the engine's own time, spread evenly over a rank's units,
+            and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit.
+        transfer: what the measured step idles beyond that: messages on their way, their copies, places that are not
+            free, and ranks that wake late from a wait.
+
+    The mean of a cause over the ranks is what it adds to the makespan. A cause may be negative: a rank with a slow
+    stage waits less than the others, and unequal segments may fit an order better than equal ones. Where two causes
+    act together, the first one is charged with what it does alone, the second one with the rest. W that runs in waits
+    is busy time, and fills waits in the simulations as well.
+    """
+
+    schedule: float
+    stages: float
+    segments: float
+    microbatches: float
+    host: float
+    transfer: float
+
+    @property
+    def total(self) -> float:
+        """All idle seconds."""
+        return self.schedule + self.stages + self.segments + self.microbatches + self.host + self.transfer
+
+    def shares(self, makespan: float) -> list[str]:
+        """The causes in percent of the step, in the order of :data:`CAUSES`."""
+        return [f"{round(seconds / makespan, 3) + 0.0:.1%}" for seconds in astuple(self)]  # + 0.0: no -0.0%
+
+
+CAUSES = tuple(field.name for field in fields(Idle))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step measured, as far as idle time depends on it. Seconds; lists hold one entry per rank.
+
+    Attributes:
+        schedule: the order that ran.
+        units: seconds of every unit in run order, with what ran in waits.
+        own: the engine's own time: neither in units nor in waits nor in sends.
+        late: from the first start of any unit to the rank's entry into the step; 0 for ranks that were there.
+        makespan: first start to last end over all ranks.
+        fill: whether W ran in waits.
+        sizes: tokens of each segment.
+    """
+
+    schedule: Schedule
+    units: list[list[float]]
+    own: list[float]
+    late: list[float]
+    makespan: float
+    fill: bool
+    sizes: tuple[int, ...]
+
+    def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
+        """Seconds of the units that are alike in these fields."""
+        found: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        for unit, seconds in self.each():
+            found[tuple(getattr(unit, field) for field in alike)].append(seconds)
+        return found
+
+    def means(self, *alike: str) -> list[list[float]]:
+        """Every unit takes the mean of those that are like it."""
+        mean = {key: sum(seconds) / len(seconds) for key, seconds in self.alike(*alike).items()}
+        return [
+            [mean[tuple(getattr(unit, field) for field in alike)] for unit in order] for order in self.schedule.ranks
+        ]
+
+    def delayed(self) -> list[list[float]]:
+        """Every unit with its share of the engine's time, and the first one with its rank's late entry."""
+        tracks = []
+        for seconds, own, late in zip(self.units, self.own, self.late, strict=True):
+            track = [each + own / len(seconds) for each in seconds]
+            track[0] += late
+            tracks.append(track)
+        return tracks
+
+    def each(self) -> list[tuple[Unit, float]]:
+        """Every unit with its seconds."""
+        ranks = zip(self.schedule.ranks, self.units, strict=True)
+        return [pair for order, seconds in ranks for pair in zip(order, seconds, strict=True)]
+
+    def totals(self, field: str) -> list[float]:
+        """Seconds of all units of each stage, segment or micro-batch."""
+        sums = {key: sum(seconds) for (key,), seconds in self.alike(field).items()}
+        return [sums[index] for index in range(len(sums))]
+
+
+def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
+    """The idle time of every rank by cause; :class:`Idle` says how each is worked out."""
+
+    def makespan(durations: list[list[float]]) -> float:
+        return times.schedule.simulate(durations=durations, fill=times.fill).makespan
+
+    steps = [
+        (makespan(durations), [sum(track) for track in durations])
+        for durations in (
+            times.means("kind"),
+            times.means("kind", "stage"),
+            times.means("kind", "stage", "segment"),
+            times.units,
+        )
+    ]
+    busy = steps[-1][1]
+    steps += [(makespan(times.delayed()), busy), (times.makespan, busy)]
+    found = []
+    for rank in range(len(times.units)):
+        idle = [span - ran[rank] for span, ran in steps]
+        found.append(Idle(idle[0], *(after - before for before, after in pairwise(idle))))
+    return tuple(found)
+
+
+def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
+    """The mean over ranks: what each cause adds to the makespan."""
+    return Idle(*(sum(values) / len(ranks) for values in zip(*map(astuple, ranks), strict=True)))
+
+
+def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
+    """One sentence: the cause that makes the step longest, in numbers, and what to do about it."""
+    if not times.makespan > 0:
+        return "the step took no time"
+    mean = mean_idle(ranks)
+    if mean.total < _LITTLE * times.makespan:
+        return f"the ranks are busy {1 - mean.total / times.makespan:.0%} of the step: there is little to gain"
+    cause = max(CAUSES, key=lambda name: float(getattr(mean, name)))
+    most = max(range(len(ranks)), key=lambda rank: float(getattr(ranks[rank], cause)))
+    seconds = getattr(ranks[most], cause)
+    share = f"{seconds / times.makespan:.0%} of the step ({seconds:.3g} s)"
+    return f"rank {most} waits {share} because {_REMEDIES[cause](times)}"
+
+
+def _of_order(times: StepTimes) -> str:
+    passes = {unit.kind for order in times.schedule.ranks for unit in order}
+    split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in passes else ""
+    return (
+        f"the order itself fills and drains the pipeline: take more segments (now {times.schedule.num_segments}), "
+        f"more micro-batches (now {times.schedule.num_microbatches}){split}"
+    )
+
+
+def _of_stages(times: StepTimes) -> str:
+    seconds = times.totals("stage")
+    slow, quick = seconds.index(max(seconds)), seconds.index(min(seconds))
+    ratio = seconds[slow] * len(seconds) / sum(seconds)
+    loss = ", which also runs the loss," if slow == len(seconds) - 1 else ""
+    return f"stage {slow}{loss} takes {ratio:.2f} times the mean stage: move layers from stage {slow} to stage {quick}"
+
+
+def _of_segments(times: StepTimes) -> str:
+    seconds = times.totals("segment")
+    long, short = seconds.index(max(seconds)), seconds.index(min(seconds))
+    ratio = seconds[long] / seconds[short] if seconds[short] > 0 else math.inf
+    what = f"segment {long} takes {ratio:.2f} times as long as segment {short}: "
+    if max(times.sizes) < 1.1 * min(times.sizes):
+        return (
+            f'{what}cut them by cost, with segment_sizes="balanced" or '
+            'partition_sequence(strategy="profiled", costs=report.segment_seconds)'
+        )
+    return f"{what}make segment {long} shorter and segment {short} longer"
+
+
+def _of_microbatches(times: StepTimes) -> str:
+    groups = times.alike("kind", "stage", "segment").items()
+    (kind, stage, segment), seconds = max(groups, key=lambda group: max(group[1]) - min(group[1]))
+    return (
+        f"units differ from one micro-batch to the next, {kind} of stage {stage}, segment {segment} from "
+        f"{min(seconds) * 1e3:.3g} to {max(seconds) * 1e3:.3g} ms: measure a later step if this is the first of its "
+        "shape, pack documents alike, and see what else runs on the machine"
+    )
+
+
+def _of_host(times: StepTimes) -> str:
+    latest = max(range(len(times.late)), key=times.late.__getitem__)
+    if times.late[latest] > max(times.own):
+        return (
+            f"rank {latest} enters the step {times.late[latest] * 1e3:.3g} ms after its first unit began: "
+            "see what that rank does between steps"
+        )
+    count = sum(map(len, times.units))
+    unit, own = sum(map(sum, times.units)) * 1e3 / count, sum(times.own) * 1e3 / count
+    return (
+        f"the engine needs {own:.2g} ms around each unit, and a unit takes only {unit:.3g} ms: take fewer segments "
+        f"(now {times.schedule.num_segments}) or larger micro-batches"
+    )
+
+
+def _of_transfer(times: StepTimes) -> str:
+    return (
+        "messages take time: take a larger prefetch, fewer segments "
+        f'(now {times.schedule.num_segments}), or build_schedule(..., options={{"extra_warmup": 1}})'
+    )
+
+
+_REMEDIES: dict[str, Callable[[StepTimes], str]] = {
+    "schedule": _of_order,
+    "stages": _of_stages,
+    "segments": _of_segments,
+    "microbatches": _of_microbatches,
+    "host": _of_host,
+    "transfer": _of_transfer,
+}

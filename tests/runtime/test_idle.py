@@ -1,0 +1,251 @@
+"""Is the idle time of a step split into its causes, does the advice name the right one, and does a file keep it?
+
+Exact durations stand in for the measurement: every step here is one whose causes are known.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple
+
+import pytest
+import torch
+from torch import nn
+
+import seq1f1b
+from seq1f1b.__main__ import main
+from seq1f1b.runtime.idle import CAUSES, StepTimes, advice, idle_of_ranks, mean_idle
+from seq1f1b.runtime.report import PipelineReport, read_reports
+from seq1f1b.testing import run_ranks
+
+P, M, K = 4, 8, 4
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, fill=False, sizes=(64,) * K):
+    """A step whose units take ``seconds(unit)``, as it would be measured: simulated with all that delays it.
+
+    Args:
+        own: seconds of the engine around each unit.
+        late: seconds by which rank 1 enters late.
+        transfer: seconds of a message.
+    """
+    schedule = seq1f1b.build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=len(sizes))
+    seconds = seconds or (lambda unit: SECONDS[unit.kind])
+    units = [[seconds(unit) for unit in order] for order in schedule.ranks]
+    delayed = [[each + own for each in track] for track in units]
+    delayed[1][0] += late
+    makespan = schedule.simulate(durations=delayed, transfer=transfer, fill=fill).makespan
+    owns = [own * len(track) for track in units]
+    return StepTimes(schedule, units, owns, [0, late, 0, 0], makespan, fill, tuple(sizes))
+
+
+def causes_of(step):
+    """The causes of every rank, whose sum must be what the rank is not busy."""
+    ranks = idle_of_ranks(step)
+    for idle, units in zip(ranks, step.units, strict=True):
+        assert idle.total == pytest.approx(step.makespan - sum(units), abs=1e-9)
+    return ranks
+
+
+def test_equal_units_wait_for_the_order_alone():
+    """The bubble of Seq1F1B, (P - 1)(F + B): with units of 1 and 2 s the same 9 s on every rank."""
+    step = step_of()
+    for idle in causes_of(step):
+        assert astuple(idle) == pytest.approx((9, 0, 0, 0, 0, 0), abs=1e-9)
+    assert advice(step, idle_of_ranks(step)) == (
+        "rank 0 waits 9% of the step (9 s) because the order itself fills and drains the pipeline: take more segments "
+        '(now 4), more micro-batches (now 8) or an order that splits the backward (schedule="seq-zb-h1")'
+    )
+
+
+def test_a_slow_stage_makes_the_others_wait():
+    """The step is as long as stage 2 works, M k 1.5 (F + B), less than a whole bubble more."""
+    step = step_of(seconds=lambda unit: SECONDS[unit.kind] * (1.5 if unit.stage == 2 else 1.0))
+    ranks = causes_of(step)
+    assert 0 < step.makespan - M * K * 4.5 < 9
+    mean = 4.5 / 4  # a mean unit of the step, over one of a quick stage
+    assert [idle.schedule for idle in ranks] == pytest.approx([9 * mean] * 4)
+    own = [M * K * 3 * (1.5 if rank == 2 else 1.0) for rank in range(P)]
+    assert [idle.stages for idle in ranks] == pytest.approx([step.makespan - busy - 9 * mean for busy in own])
+    for idle in ranks:
+        assert astuple(idle)[2:] == pytest.approx((0, 0, 0, 0), abs=1e-9)
+    assert ranks[2].stages < 0 < ranks[1].stages
+    assert mean_idle(ranks).stages == pytest.approx(step.makespan - (M * K * 3 + 9) * mean)
+    found = advice(step, ranks)
+    assert "because stage 2 takes 1.33 times the mean stage: move layers from stage 2 to stage 0" in found
+
+
+def test_a_slow_last_stage_is_told_of_its_loss():
+    step = step_of(seconds=lambda unit: SECONDS[unit.kind] * (2.0 if unit.stage == 3 else 1.0))
+    assert "stage 3, which also runs the loss, takes 1.60 times the mean stage" in advice(step, causes_of(step))
+
+
+def test_a_slow_segment():
+    """Alike on all stages: nothing is left for stages, the rest of the causes is free."""
+    step = step_of(seconds=lambda unit: SECONDS[unit.kind] * (3.0 if unit.segment == K - 1 else 1.0))
+    ranks = causes_of(step)
+    for idle in ranks:
+        assert idle.schedule == pytest.approx(9 * 1.5)
+        assert idle.segments == pytest.approx(step.makespan - M * K * 3 * 1.5 - 9 * 1.5)
+        assert idle.segments > idle.schedule
+        assert (idle.stages, *astuple(idle)[3:]) == pytest.approx((0, 0, 0, 0), abs=1e-9)
+    found = advice(step, ranks)
+    assert (
+        "because segment 3 takes 3.00 times as long as segment 0" in found and "costs=report.segment_seconds" in found
+    )
+    uneven = step_of(seconds=lambda unit: SECONDS[unit.kind] * (3.0 if unit.segment == 3 else 1.0), sizes=(9, 6, 5, 4))
+    assert "make segment 3 shorter and segment 0 longer" in advice(uneven, causes_of(uneven))
+
+
+def test_a_slow_micro_batch():
+    """Slow on one stage at a time, so that no other rank works meanwhile."""
+    step = step_of(seconds=lambda unit: SECONDS[unit.kind] * (9.0 if unit.microbatch == unit.stage else 1.0))
+    ranks = causes_of(step)
+    assert mean_idle(ranks).microbatches > mean_idle(ranks).schedule
+    for idle in ranks:
+        assert (idle.stages, idle.segments, idle.host, idle.transfer) == pytest.approx((0, 0, 0, 0), abs=1e-9)
+    assert "F of stage 0, segment 0 from 1e+03 to 9e+03 ms" in advice(step, ranks) or "B of stage" in advice(
+        step, ranks
+    )
+
+
+def test_slow_messages():
+    step = step_of(transfer=2.0)
+    ranks = causes_of(step)
+    for idle in ranks:
+        assert astuple(idle)[:5] == pytest.approx((9, 0, 0, 0, 0), abs=1e-9)
+        assert idle.transfer == pytest.approx(step.makespan - M * K * 3 - 9)
+    assert "because messages take time" in advice(step, ranks)
+
+
+def test_the_time_of_the_engine():
+    """0.5 s around each unit lengthen the step as units of 1.5 and 2.5 s would: 2 M k and 2 (P - 1) times."""
+    step = step_of(own=0.5)
+    ranks = causes_of(step)
+    for idle in ranks:
+        assert astuple(idle) == pytest.approx((9, 0, 0, 0, 0.5 * 2 * (M * K + P - 1), 0), abs=1e-9)
+    assert "the engine needs 5e+02 ms around each unit, and a unit takes only 1.5e+03 ms" in advice(step, ranks)
+
+
+def test_a_rank_that_enters_late():
+    step = step_of(late=50.0)
+    ranks = causes_of(step)
+    assert all(idle.transfer == pytest.approx(0) and idle.host > 40 for idle in ranks)
+    assert "rank 1 enters the step 5e+04 ms after its first unit began" in advice(step, ranks)
+
+
+def test_all_causes_at_once_and_weights_in_waits():
+    """With fill, W that runs in waits is busy time there and in the simulations."""
+
+    def seconds(unit):
+        return SECONDS[unit.kind] * (1 + 0.3 * unit.stage + 0.2 * unit.segment + 0.01 * unit.microbatch)
+
+    for name, fill in (("seq1f1b", False), ("seq-zb-h1", False), ("seq-zb-h1", True)):
+        ranks = causes_of(step_of(name, seconds=seconds, own=0.25, transfer=1.0, fill=fill))
+        mean = mean_idle(ranks)
+        assert mean.total == pytest.approx(sum(idle.total for idle in ranks) / P)
+        assert mean.stages > 0 and mean.host > 0 and mean.transfer > 0
+
+
+def test_a_busy_step_has_nothing_to_gain():
+    schedule = seq1f1b.build_schedule("seq1f1b", num_ranks=2, num_microbatches=64)
+    units = [[SECONDS[unit.kind] for unit in order] for order in schedule.ranks]
+    step = StepTimes(schedule, units, [0, 0], [0, 0], schedule.simulate(durations=units).makespan, False, (1,))
+    assert advice(step, idle_of_ranks(step)) == "the ranks are busy 98% of the step: there is little to gain"
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.weight, self.seconds = nn.Parameter(torch.ones(2)), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x * self.weight
+
+
+@pytest.fixture(scope="module")
+def report():
+    """A step in which stage 1 sleeps twenty times as long as stage 0, and its evaluation."""
+
+    def run(group):
+        engine = seq1f1b.PipelineEngine(
+            Sleeper(0.04 if group.rank else 0.002),
+            num_microbatches=3,
+            num_segments=2,
+            loss_fn=lambda y, t: y.sum(),
+            group=group,
+        )
+        x = torch.ones(3, 8, 2)
+        engine.step(x, target=x)
+        trained = engine.report(gather=True)
+        engine.eval(x, target=x)
+        return trained, engine.report(gather=True)
+
+    return run_ranks(2, run)[0]
+
+
+def test_the_report_of_an_engine(report):
+    for each in report:
+        for rank, idle in zip(each.ranks, each.idle, strict=True):
+            assert idle.total == pytest.approx(each.makespan - rank.busy, abs=1e-6)
+        assert each.idle[0].stages > 0.2 * each.makespan
+        assert "stage 1, which also runs the loss, takes 1." in each.advice
+        lines = str(each).splitlines()
+        assert lines[1].split() == ["rank", "busy", "s", "busy", *CAUSES]
+        assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[4:] == [each.advice]
+
+
+def test_a_file_of_reports(report, tmp_path, capsys):
+    file = tmp_path / "steps.jsonl"
+    for each in report:
+        each.save(file)
+    assert list(map(repr, read_reports(file))) == list(map(repr, report))
+    last = PipelineReport.load(file)
+    assert last.ranks == report[1].ranks and last.idle == report[1].idle and last.makespan == report[1].makespan
+    assert main(["report", str(file)]) == 0
+    assert capsys.readouterr().out == f"{report[1]}\n"
+    assert main(["report", str(file), "--all"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["step", "seconds", "busy"] and len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: b"",
+        lambda line: b"\xff\xfe",
+        lambda line: b"[" * 100_000,
+        lambda line: b"{}",
+        lambda line: line[: len(line) // 2],
+        lambda line: b"[]\n" + line,
+        lambda line: line.replace(b"report 1", b"report 2"),
+        lambda line: line.replace(b"F0.0 F0.1", b"F0.1 F0.0"),
+        lambda line: line.replace(b"F0.0 ", b"", 1),
+        lambda line: line.replace(b'"F",0,0,0', b'"F",0,0,1'),
+        lambda line: line.replace(b'["Report",[0,1,', b'["Report",[0,'),
+        lambda line: line.replace(b'"ranks":', b'"ranks":3,"other":'),
+        lambda line: line.replace(b'"ranks":', b'"ranks":[],"other":'),
+        lambda line: line.replace(b'["Report",[0,1,true,{"tuple":[4,4]}', b'["Report",[0,1,true,{"tuple":["a",4]}'),
+        lambda line: line.replace(b'["Report",[0,1,true,{"tuple":[4,4]}', b'["Report",[0,1,true,3'),
+        lambda line: line.replace(
+            b'["Report",[0,1,true,{"tuple":[4,4]},', b'["Report",[0,1,true,{"tuple":[4,4]},NaN,0*'
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused_by_name(report, tmp_path, capsys, change):
+    file = tmp_path / "steps.jsonl"
+    report[0].save(file)
+    line = file.read_bytes()
+    assert change(line) != line
+    file.write_bytes(change(line))
+    for arguments in ([], ["--all"]):
+        assert main(["report", str(file), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert str(file) in error and "report" in error and len(error.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
