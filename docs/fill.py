@@ -155,7 +155,8 @@ def docstring(module: str, name: str) -> str:
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:
             raise
-        for node in ast.parse(Path(found.origin).read_text()).body:
+        # Imports for type checkers stand inside an if.
+        for node in ast.walk(ast.parse(Path(found.origin).read_text())):
             if isinstance(node, ast.ImportFrom) and name in [
                 each.name for each in node.names
             ]:
