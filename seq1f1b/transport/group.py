@@ -144,10 +144,10 @@ class RankGroup(ABC):
         Raises:
             PipelineError: another rank failed since this one left its last step; or a rank is gone.
         """
-        if _C.group_failure(self.group) is not None:
-            if not self._acknowledged:
-                self._acknowledged = True
-                self.check()
+        if _C.group_failure(self.group) is not None and not self._acknowledged:
+            self._acknowledged = True
+            self.check()
+        if self._acknowledged:  # also where rank 0 has forgotten the failure: this rank did not get to the end then
             self._recover()
         self.step += 1
         self.training = training
