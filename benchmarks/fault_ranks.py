@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,6 @@ class Setup:
     transport: str
     schedule: str
     folder: str
-    truth: list[tuple[list[float], dict[str, Tensor]]] = field(default_factory=list)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -137,7 +137,7 @@ class Rank:
     def __init__(self, rank: int, pipe: Connection, setup: Setup) -> None:
         self.rank, self.pipe, self.setup = rank, pipe, setup
         self.engine: PipelineEngine | None = None
-        self.batches = batches()
+        self.batches, self.truth = batches(), truths()
         self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
         self._interruptible = False
 
@@ -219,6 +219,7 @@ class Rank:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        self.state = {}
         gc.collect()
         self.stage, self.calls_of_loss = Trapped(self.rank), 0
         self.trap_loss: Fault | None = None
@@ -242,6 +243,9 @@ class Rank:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         self._trap_weights(self.engine)
+        # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
+        self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
+        self.state = {"train": seq1f1b.PipelineState(self.engine, self.optimizer)}
 
     def _trap_weights(self, engine: PipelineEngine) -> None:
         """The stage calls its trap in W of a unit, too."""
@@ -293,7 +297,7 @@ class Rank:
         result.wrong = self._difference(which, losses)
 
     def _difference(self, which: int, losses: Any) -> str:
-        true_losses, true_gradients = self.setup.truth[which]
+        true_losses, true_gradients = self.truth[which]
         assert self.engine is not None
         found = {name.removeprefix("stage."): p.grad for name, p in self.engine.named_parameters()}
         missing = [name for name, gradient in found.items() if gradient is None]
@@ -317,19 +321,14 @@ class Rank:
         if mine is not None:
             self.arm(mine)
         losses = self.engine.eval(tokens, target=target)
-        result.wrong = self._loss_difference(self.setup.truth[which][0], losses)
-
-    def _state(self, serial: float) -> tuple[dict[str, Any], torch.optim.Optimizer]:
-        assert self.engine is not None
-        optimizer = torch.optim.SGD(self.engine.parameters(), lr=serial, momentum=0.9)
-        return {"train": seq1f1b.PipelineState(self.engine, optimizer)}, optimizer
+        result.wrong = self._loss_difference(self.truth[which][0], losses)
 
     def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
         assert self.engine is not None
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            state, _optimizer = self._state(float(Path(folder).name))
-            dcp.save(state, storage_writer=TrappedWriter(folder, lambda: self.strike(mine) if mine else None))
+            self.optimizer.param_groups[0]["lr"] = float(Path(folder).name)
+            dcp.save(self.state, storage_writer=TrappedWriter(folder, lambda: self.strike(mine) if mine else None))
         except BaseException as error:
             self.engine.fail(f"{type(error).__name__} in saving a checkpoint")
             raise
@@ -343,11 +342,11 @@ class Rank:
         try:
             for parameter in parameters.values():
                 parameter.zero_()
-            state, optimizer = self._state(0.0)
-            dcp.load(state, checkpoint_id=folder)
+            self.optimizer.param_groups[0]["lr"] = 0.0
+            dcp.load(self.state, checkpoint_id=folder)
             if any(not torch.equal(parameters[name], value) for name, value in self.base.items()):
                 result.wrong = "the checkpoint's parameters are not those that were saved"
-            if optimizer.param_groups[0]["lr"] != float(Path(folder).name):
+            if self.optimizer.param_groups[0]["lr"] != float(Path(folder).name):
                 result.wrong = "the checkpoint's optimizer is not what was saved"
         finally:
             self.stage.stage.load_state_dict(self.base)
@@ -356,7 +355,7 @@ class Rank:
         """Descriptors by what they are, threads, and mappings of the pipeline's shared memory."""
         gc.collect()
         links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
-        kinds = [link.partition(":")[0] for link in links]
+        kinds = [link.split(":")[0].split("_")[0] for link in links]
         mapped = Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
         return {
             "descriptors": len(kinds),
@@ -370,6 +369,7 @@ class Rank:
         if self.engine is not None:
             self.engine.close()
         self.engine = None
+        self.state = {}
         gc.collect()
 
 
@@ -385,6 +385,7 @@ def serve(rank: int, pipe: Connection, setup: Setup) -> None:
     tempfile.tempdir = str(own)
     stacks = open(Path(setup.folder) / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the whole life
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # of checkpoints that are torn
     here = Rank(rank, pipe, setup)
     signal.signal(signal.SIGINT, here.interrupt)
     store = dist.PrefixStore(setup.run, dist.TCPStore("127.0.0.1", setup.port))

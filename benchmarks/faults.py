@@ -12,6 +12,7 @@ Exits with 1 if anything was found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import torch.distributed as dist
 from common import header
-from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve, truths
+from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
 from processes import PipedProcesses, context, shared_memory_names
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
@@ -59,6 +60,7 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "disk full": (2, ("save",)),
     "truncated checkpoint": (2, ("load",)),
 }
+PLACE = r"\branks? \d|\bstages? \d|\[\d+\][FBIW]\d"  # what an error must name: a rank, or an edge or stage and its unit
 COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered")
 
 
@@ -148,9 +150,9 @@ class Hang(Exception):
 class Group:
     """Three processes, and what they say. After a fault that kills one of them the others are told to end."""
 
-    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path, truth: Any) -> None:
+    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path) -> None:
         self.folder = folder
-        setup = Setup(port, run, lane[0], lane[1], str(folder), truth)
+        setup = Setup(port, run, lane[0], lane[1], str(folder))
         self.ranks = PipedProcesses(P, serve, setup)
         self.alive = set(range(P))
         self.trapped_at: float | None = None
@@ -164,10 +166,8 @@ class Group:
         """
         self.trapped_at = None
         for rank in self.alive:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it has died: that is seen below
                 self.ranks.pipes[rank].send((command, fault, argument))
-            except BrokenPipeError:
-                pass  # it has died: that is seen below
         return self.collect(set(self.alive), fault)
 
     def collect(self, missing: set[int], fault: Fault | None = None) -> dict[int, Outcome]:
@@ -214,10 +214,8 @@ class Group:
     def end(self) -> list[int]:
         """Returns the ranks that did not end by themselves, and ends them."""
         for rank in self.alive:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self.ranks.pipes[rank].send(("quit", None, None))
-            except BrokenPipeError:
-                pass
         deadline = time.monotonic() + 10.0
         left = []
         for rank, process in enumerate(self.ranks.processes):
@@ -230,18 +228,21 @@ class Group:
         return left
 
     def kill(self) -> None:
-        for process in self.ranks.processes:
+        for process, pipe in zip(self.ranks.processes, self.ranks.pipes, strict=True):
             process.kill()
             process.join()
+            pipe.close()
 
 
 class Lane:
     """Faults of one transport and one schedule, one after the other."""
 
-    def __init__(self, lane: tuple[str, str], faults: Sequence[Fault], found: Found, port: int, folder: Path) -> None:
+    def __init__(
+        self, lane: tuple[str, str], faults: Sequence[Fault], found: Found, port: int, folder: Path, verbose: bool
+    ) -> None:
         self.lane, self.faults, self.found, self.port, self.folder = lane, faults, found, port, folder
-        self.truth = truths()
         self.groups = self.saves = 0
+        self.verbose = verbose
         self.fault: Fault | None = None
         self.group: Group | None = None
         self.bare: dict[int, dict[str, Any]] = {}  # what ranks hold without an engine, and with one
@@ -254,6 +255,8 @@ class Lane:
 
     def run(self, until: float) -> None:
         for fault in self.faults:
+            if self.verbose:
+                print(f"{time.monotonic():.1f} {self.lane} {fault}", flush=True)
             if time.monotonic() > until:
                 break
             row, began = self.found.row(fault.kind, self.lane[0]), time.monotonic()
@@ -292,7 +295,8 @@ class Lane:
     def start(self) -> None:
         """A group that has done everything once, so that what it holds is known."""
         self.groups += 1
-        self.group = Group(self.lane, self.port, f"{self.lane} {self.groups}", self.folder, self.truth)
+        self.fault = None
+        self.group = Group(self.lane, self.port, f"{self.lane} {self.groups}", self.folder)
         self.recover("make")
         self.recover()
         self.recover("eval")
@@ -322,8 +326,12 @@ class Lane:
     def compare(self, when: str, now: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
         for rank, counts in now.items():
             more = [name for name in ("descriptors", "threads", "mappings") if counts[name] > before[rank][name]]
-            if more or counts["names"]:
-                self.defect("leftovers", f"{when}, rank {rank}: {counts}; it was {before[rank]}")
+            was = before[rank]
+            files = sorted(set(counts["names"]) - set(was["names"]))  # torch makes a folder that is empty
+            if more or files:
+                kinds = {k: (was["kinds"].get(k, 0), n) for k, n in counts["kinds"].items() if was["kinds"].get(k) != n}
+                text = ", ".join(f"{name} {was[name]} -> {counts[name]}" for name in more)
+                self.defect("leftovers", f"{when}, rank {rank}: {text}; {kinds}; temporary files {files}")
 
     # -- commands that must work
 
@@ -337,7 +345,7 @@ class Lane:
             self.judge_values(outcomes)
             if not any(outcome.error for outcome in outcomes.values()):
                 return
-            if command in ("step", "eval", "make"):
+            if self.fault is not None and command in ("step", "eval", "make"):
                 self.judge_errors(outcomes, set())
         raise AssertionError(f"{command} fails {ATTEMPTS} times: {outcomes}")
 
@@ -431,11 +439,15 @@ class Lane:
         for rank, outcome in outcomes.items():
             if not outcome.error or rank in faulty:
                 continue
-            if outcome.named is None and not re.search(r"\branks? \d", outcome.error):
+            if outcome.named is None and not re.search(PLACE, outcome.error):
                 self.defect("errors", f"rank {rank} is told of no rank: {outcome.error}")
             late = outcome.ended - max(began, trapped_at or 0.0) - TIMEOUT - GRACE
             if late > 0:
                 self.defect("errors", f"rank {rank} hears it {late:.1f} s too late: {outcome.error}")
+
+
+def nothing(rank: int, pipe: Any) -> None:
+    return
 
 
 def main() -> int:
@@ -444,8 +456,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20.0, help="begin no fault after so long")
     parser.add_argument("--results", default=str(Path(__file__).parent / "results" / "faults.txt"))
+    parser.add_argument("--verbose", action="store_true", help="names every fault before it is injected")
     options = parser.parse_args()
-    context.set_forkserver_preload(["fault_ranks"])
+    context.set_forkserver_preload(["fault_ranks", "torch.distributed.fsdp"])
+    with PipedProcesses(1, nothing):  # the server of forks imports torch
+        pass
     names_before = shared_memory_names()
     launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = Found()
@@ -453,7 +468,7 @@ def main() -> int:
     until = began + 60.0 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         lanes = [
-            Lane(lane, faults, found, launchers.port, Path(folder) / str(i))
+            Lane(lane, faults, found, launchers.port, Path(folder) / str(i), options.verbose)
             for i, (lane, faults) in enumerate(zip(LANES, plan(options.faults, options.seed), strict=True))
         ]
         threads = [threading.Thread(target=lane.run, args=(until,)) for lane in lanes]
