@@ -23,6 +23,9 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 """The position of a type is its code in C."""
 
 
+_ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
+
+
 def memory_fd(size: int) -> int:
     """Descriptor of anonymous shared memory: no name in the file system, and gone with its last user.
 
@@ -141,10 +144,10 @@ class RankGroup(ABC):
         Raises:
             PipelineError: another rank failed since this one left its last step; or a rank is gone.
         """
-        if _C.group_failure(self.group) is not None:
-            if not self._acknowledged:
-                self._acknowledged = True
-                self.check()
+        if _C.group_failure(self.group) is not None and not self._acknowledged:
+            self._acknowledged = True
+            self.check()
+        if self._acknowledged:  # also where rank 0 has forgotten the failure: this rank did not get to the end then
             self._recover()
         self.step += 1
         self.training = training
@@ -193,12 +196,17 @@ class RankGroup(ABC):
     # -- small collectives: control values, not data
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
+        head = _ROUND.pack(self._epoch, self._round)
         self._round += 1
         fds = self._hangup_fds()
-        everyones, epoch = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+        everyones, epoch = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, head + data, fds)
         if epoch > self._epoch:
             raise Superseded(epoch)
-        return everyones
+        for rank, given in enumerate(everyones):
+            if not given.startswith(head):  # it meets in a later epoch already: what it gave to this one is gone
+                text = f"rank {rank} has left the step, to meet all ranks again (waiting for all ranks to meet)"
+                raise self._failure(rank, text)
+        return [given[_ROUND.size :] for given in everyones]
 
     def _hangup_fds(self) -> list[int]:
         return [-1] * self.size
@@ -206,12 +214,13 @@ class RankGroup(ABC):
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
         """Everyone's bytes, of any length: the first round carries the lengths."""
         head = struct.calcsize("q")
-        room = _C.GATHER_BYTES - head
+        whole_room = _C.GATHER_BYTES - _ROUND.size
+        room = whole_room - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
         lengths = [struct.unpack_from("q", part)[0] for part in parts]
         whole = [bytearray(part[head:]) for part in parts]
-        for start in range(room, max(lengths), _C.GATHER_BYTES):
-            more = self._gather_round(data[start : start + _C.GATHER_BYTES], recovering)
+        for start in range(room, max(lengths), whole_room):
+            more = self._gather_round(data[start : start + whole_room], recovering)
             for body, part in zip(whole, more, strict=True):
                 body += part
         return [bytes(body) for body in whole]

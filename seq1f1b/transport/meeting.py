@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
@@ -27,6 +28,15 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("the peer closed the connection")
         data += part
     return data
+
+
+@contextlib.contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Errors of a connection say whose it is."""
+    try:
+        yield
+    except OSError as error:
+        raise ConnectionError(f"rank {peer} did not answer: {error}") from error
 
 
 class Meeting:
@@ -74,9 +84,11 @@ class Meeting:
                     continue
                 dialled_by = dialled_by - {greeter}
                 connections[greeter] = connection
-                connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
+                with _naming(greeter):
+                    connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
             for peer in [rank for rank in connections if rank < self.rank]:
-                token, answered_by = _HELLO.unpack(_receive(connections[peer], _HELLO.size))
+                with _naming(peer):
+                    token, answered_by = _HELLO.unpack(_receive(connections[peer], _HELLO.size))
                 if not hmac.compare_digest(token, self.token) or answered_by != peer:
                     raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
         except BaseException:

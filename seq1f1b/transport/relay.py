@@ -6,7 +6,7 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ class C10dRelay:
     """
 
     TAGS = 4
-    NONE: tuple[list[int], ...] = ([], [], [], [])
     _HEADER, _EVALUATING, _TRAINING, _REST = range(TAGS)
 
     def __init__(
@@ -64,7 +63,12 @@ class C10dRelay:
         self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by known part: room of a place, sizes by message
         self._expected: dict[int, int] = {}
         self._sizes: dict[int, int] = {}  # of this step
+        # Bytes of the transfers that this end began, by part, since the step before this one; the number of those
+        # before them, since this end was made; and how many of them are of the step before. An end may have left a
+        # step well, or be in the next one, when the other end fails in it.
         self._started: tuple[list[int], ...] = ([], [], [], [])
+        self._before = [0] * self.TAGS
+        self._of_last_step = [0] * self.TAGS
         self._draining = False
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -78,7 +82,7 @@ class C10dRelay:
         last_most, last = self._last.get(self._known, (0, {}))
         self._expected = last if last_most == most_payload else {}
         self._most_payload, self._sizes = most_payload, {}
-        self._started = ([], [], [], [])
+        self._of_last_step = [len(sizes) for sizes in self._started]
 
     def post(self, sequence: int, place: int) -> None:
         known, expected = self._known, self._expected.get(sequence, 0)
@@ -153,21 +157,33 @@ class C10dRelay:
     def settle(self) -> None:
         """The step ended well: nothing is in flight, and both ends know its sizes."""
         self._last[self._known] = self._most_payload, self._sizes
-        self._started = ([], [], [], [])
+        self._drop(self._of_last_step)
 
-    def started(self) -> tuple[list[int], ...]:
-        """Bytes that this end began to move in the failed step, by part; it begins no more, but in :meth:`drain`."""
+    def _drop(self, counts: list[int]) -> None:
+        """The other end has begun the first transfers of the list, too."""
+        for part, count in enumerate(counts):
+            self._before[part] += count
+            del self._started[part][:count]
+        self._of_last_step = [0] * self.TAGS
+
+    def started(self) -> list[tuple[int, list[int]]]:
+        """By part: how many transfers this end began earlier, and the bytes of those that the other may not have begun.
+
+        From here on it begins no more, but in :meth:`drain`.
+        """
         with self._lock:
             self._draining = True
-            return tuple(list(sizes) for sizes in self._started)
+            return [(before, list(sizes)) for before, sizes in zip(self._before, self._started, strict=True)]
 
-    def drain(self, theirs: tuple[list[int], ...]) -> None:
+    def drain(self, theirs: Sequence[tuple[int, list[int]]]) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
         Again after an attempt that failed elsewhere: what has been completed is among those that both ends began.
         """
-        for part in range(self.TAGS):
-            for size in theirs[part][len(self._started[part]) :]:
+        for part, (before, sizes) in enumerate(theirs):
+            begun = self._before[part] + len(self._started[part])
+            assert begun >= before, f"{self._text}: {begun} transfers of part {part} here, {before} before the others"
+            for size in sizes[begun - before :]:
                 work = self._start(torch.zeros(size, dtype=torch.uint8), part)
                 self._started[part].append(size)
                 self._queue.put((-1, functools.partial(work.wait, FOREVER)))
@@ -180,7 +196,8 @@ class C10dRelay:
 
     def forget(self) -> None:
         """Both ends have drained: neither counts on what an earlier step was."""
-        self._last, self._started, self._draining = {}, ([], [], [], []), False
+        self._last, self._draining = {}, False
+        self._drop([len(sizes) for sizes in self._started])
 
     def close(self) -> None:
         self._queue.put(None)

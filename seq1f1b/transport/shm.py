@@ -99,7 +99,10 @@ def connect_shm(
         for connection in connections.values():
             socket.send_fds(connection, [b"b"], [fd])
     else:
-        _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
+        try:
+            _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
+        except ConnectionError as error:
+            raise _C.PipelineError(f"rank 0 left during set-up: {error}") from error
         if not fds:
             raise _C.PipelineError("rank 0 left during set-up")
         fd = fds[0]

@@ -178,7 +178,7 @@ class StoreRank(ProcessRank):
         started = {edge: relay.started() for edge, relay in self._relays.items()}
         everyones = [unpack(data) for data in self._gather(pack(started), recovering=True)]
         for edge, relay in self._relays.items():
-            relay.drain(everyones[relay.peer].get(edge, relay.NONE))
+            relay.drain(everyones[relay.peer].get(edge, ()))
         _C.group_clear(self.group)
 
     # -- collectives and edges

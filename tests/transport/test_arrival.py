@@ -202,6 +202,34 @@ def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, kind: str) -> 
     assert any(re.search(r"received F0.0 of step 2 \((train|eval)", text) for (_, text, _, _), _ in results), results
 
 
+def fail_in_eval(rank: int, pipe: Connection, kind: str) -> Any:
+    """The last rank fails in the last unit of an eval, which the first one has left well by then."""
+    made = engine(transport=kind, timeout=3.0, first_step_timeout=3.0)
+    x = torch.ones(2, 3, 4)
+    made.step(x, target=x)
+    made.eval(x, target=x)
+    done = outcome(lambda: made.eval(x, target=x if rank < 2 else torch.ones(2, 3, 5)))
+    dist.barrier()
+    again: list[tuple[str, str]] = []
+    everyones = ["not yet"]
+    while any(everyones) and len(again) < 5:
+        again.append(step(made)[:2])
+        everyones = [""] * 3
+        dist.all_gather_object(everyones, again[-1][0])
+    made.close()
+    return done, again
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_ranks_meet_again_where_one_had_left_the_step_well(tmp_path: Path, kind: str) -> None:
+    """Over c10d such a rank began all its transfers anew, and no rank ever took them."""
+    with running(3, tmp_path, fail_in_eval, kind) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    assert results[2][0][0] != ""
+    for _, again in results:
+        assert again[-1][0] == "", again
+
+
 # -- who writes to the store -------------------------------------------------------------------------------------------
 
 

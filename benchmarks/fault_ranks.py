@@ -1,0 +1,402 @@
+"""One rank of a pipeline into which faults are injected: it does what the harness says, and tells what came of it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b import PipelineEngine
+
+P, M, K = 3, 3, 2
+CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
+LENGTHS = (8, 12, 8)  # of the batches
+TIMEOUT = 1.5
+SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
+BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"timeout": 0.0},
+    {"num_microbatches": 0},
+    {"schedule": "no such schedule"},
+    {"transport": "pigeon"},
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank, and where.
+
+    Attributes:
+        place: "step", "between" (before a step), "eval", "make" (set-up) or "save".
+        unit: in which it happens, where the place has units.
+        choice: a random number, of which a kind makes what it needs.
+    """
+
+    kind: str
+    place: str
+    rank: int
+    unit: str
+    batch: int
+    choice: int
+
+
+@dataclass
+class Outcome:
+    """How a command ended on one rank. Times are of the machine's monotonic clock.
+
+    Attributes:
+        error: "" or the error's kind and text. named: the rank that the error gives, as an attribute.
+        wrong: "" or in what the result differs from the whole model's.
+    """
+
+    began: float
+    ended: float = 0.0
+    error: str = ""
+    named: int | None = None
+    wrong: str = ""
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    port: int
+    run: str
+    transport: str
+    schedule: str
+    folder: str
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [batch(CONFIG, M, length, size=1, seed=i + 1) for i, length in enumerate(LENGTHS)]
+
+
+def truths() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and gradients of the model run whole, by batch."""
+    found = [run_whole(whole_model(CONFIG), tokens, target, M) for tokens, target in batches()]
+    return [([float(loss) for loss in losses], gradients) for losses, gradients in found]
+
+
+class Trapped(nn.Module):
+    """A stage that calls ``trap`` in one of its units."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
+        self.at, self.calls = "", 0
+        self.trap: Callable[[], None] = lambda: None
+        self.change: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = f"{self.calls // K}.{self.calls % K}"
+        self.calls += 1
+        y = self.stage(x)
+        if self.at == f"F{unit}":
+            if self.change is not None:
+                y = self.change(y)
+            self.trap()
+        if y.requires_grad:
+            y.register_hook(lambda _: self.trap() if self.at in (f"B{unit}", f"I{unit}") else None)
+        return y
+
+
+class TrappedWriter(dcp.FileSystemWriter):
+    """Writes a checkpoint, and calls ``trap`` first."""
+
+    def __init__(self, folder: str, trap: Callable[[], None]) -> None:
+        super().__init__(folder, sync_files=False)
+        self._trap = trap
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self._trap()
+        return super().write_data(plan, planner)
+
+
+class Rank:
+    """A process of the group. Every method ``do_...`` is a command of the harness."""
+
+    def __init__(self, rank: int, pipe: Connection, setup: Setup) -> None:
+        self.rank, self.pipe, self.setup = rank, pipe, setup
+        self.engine: PipelineEngine | None = None
+        self.batches, self.truth = batches(), truths()
+        self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
+        self._interruptible = False
+
+    def interrupt(self, *_: Any) -> None:
+        if self._interruptible:  # else the signal has come too late for what it was to interrupt
+            raise KeyboardInterrupt
+
+    def run(self, command: str, fault: Fault | None, argument: Any) -> Outcome:
+        mine = fault if fault is not None and fault.rank == self.rank else None
+        result = Outcome(began=time.monotonic())
+        try:
+            self._interruptible = True
+            try:
+                result.value = getattr(self, f"do_{command}")(mine, argument, result)
+            finally:
+                self._interruptible = False
+        except BaseException as error:
+            result.error = f"{type(error).__name__}: {error}"
+            result.named = getattr(error, "rank", None)
+        result.ended = time.monotonic()
+        if self.engine is not None:
+            self.stage.at, self.stage.change, self.trap_loss = "", None, None
+        return result
+
+    # -- faults
+
+    def strike(self, fault: Fault) -> None:
+        """Tells the harness, and does it."""
+        self.pipe.send(("trap", time.monotonic()))
+        if fault.kind in ("module raises", "loss raises", "hook raises", "raises"):
+            raise ValueError("injected")
+        if fault.kind == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)  # the interrupt ends it
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "sleep":
+            time.sleep(SLEEP)
+        elif fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "exit":
+            os._exit(3)
+        elif fault.kind == "disk full":
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100 + fault.choice % 400, hard))
+
+    def strike_soon(self, fault: Fault) -> None:
+        """The same from another thread a few milliseconds later, whatever this rank does then."""
+
+        def later() -> None:
+            time.sleep(fault.choice % 1000 * 2e-5)
+            if fault.kind == "interrupt":
+                self.pipe.send(("trap", time.monotonic()))
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                self.strike(fault)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    def arm(self, fault: Fault) -> None:
+        """Sets the trap in a unit of the stage or of its loss."""
+        if fault.unit == "any":
+            self.strike_soon(fault)
+        elif fault.kind == "loss raises":
+            self.trap_loss = fault
+        else:
+            self.stage.at = fault.unit
+            self.stage.trap = lambda: self.strike(fault)
+            if fault.kind == "wrong shape":
+                # The last stage's output goes to the loss, which need not see that a class is missing.
+                cut_hidden = fault.choice % 2 and self.rank < P - 1
+                self.stage.change = (lambda y: y[..., :-1]) if cut_hidden else (lambda y: y[:, :-1])
+            elif fault.kind == "wrong dtype":
+                self.stage.change = lambda y: y.float()
+
+    # -- commands
+
+    def do_make(self, mine: Fault | None, _: Any, __: Outcome) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        self.state = {}
+        gc.collect()
+        self.stage, self.calls_of_loss = Trapped(self.rank), 0
+        self.trap_loss: Fault | None = None
+        options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
+        options |= {"num_microbatches": M, "timeout": TIMEOUT}
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if mine is not None and mine.kind == "bad argument":
+            options |= BAD_ARGUMENTS[mine.choice % len(BAD_ARGUMENTS)]
+        elif mine is not None and mine.kind == "no descriptors":
+            lowest = os.open("/dev/null", os.O_RDONLY)
+            os.close(lowest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + mine.choice % 7, limits[1]))
+        elif mine is not None and mine.kind == "sleep":
+            self.strike(mine)
+        elif mine is not None:
+            self.strike_soon(mine)
+        try:
+            self.engine = PipelineEngine(
+                self.stage, num_segments=K, loss_fn=self.loss, first_step_timeout=TIMEOUT, **options
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        self._trap_weights(self.engine)
+        # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
+        self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
+        self.state = {"train": seq1f1b.PipelineState(self.engine, self.optimizer)}
+
+    def _trap_weights(self, engine: PipelineEngine) -> None:
+        """The stage calls its trap in W of a unit, too."""
+        runtime = engine._stages[engine.rank]
+        begin = runtime.begin
+
+        def begin_with_trap(arguments: Any) -> Any:
+            part = begin(arguments)
+            weight = part.weight
+
+            def trapped(m: int, s: int, received: Any) -> Any:
+                if self.stage.at == f"W{m}.{s}":
+                    self.stage.trap()
+                return weight(m, s, received)
+
+            part.weight = trapped  # type: ignore[method-assign]
+            return part
+
+        runtime.begin = begin_with_trap  # type: ignore[method-assign]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        unit = f"F{self.calls_of_loss // K}.{self.calls_of_loss % K}"
+        self.calls_of_loss += 1
+        if self.trap_loss is not None and self.trap_loss.unit == unit:
+            self.strike(self.trap_loss)
+        return cross_entropy(output, target)
+
+    def do_step(self, mine: Fault | None, which: int, result: Outcome) -> None:
+        assert self.engine is not None
+        tokens, target = self.batches[which]
+        self.stage.calls = self.calls_of_loss = 0
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+        if mine is not None and mine.kind == "evaluates":
+            self.engine.eval(tokens, target=target)
+            result.wrong = "it evaluated while others trained"
+            return
+        if mine is not None and mine.kind == "other length":
+            tokens, target = batch(CONFIG, M, LENGTHS[which] + 1 + mine.choice % 4, size=1)
+        elif mine is not None and mine.place == "between":
+            try:
+                self.strike(mine)
+            except ValueError as error:
+                self.engine.fail(f"ValueError: {error}")
+                raise
+        elif mine is not None:
+            self.arm(mine)
+        losses = self.engine.step(tokens, target=target)
+        result.wrong = self._difference(which, losses)
+
+    def _difference(self, which: int, losses: Any) -> str:
+        true_losses, true_gradients = self.truth[which]
+        assert self.engine is not None
+        found = {name.removeprefix("stage."): p.grad for name, p in self.engine.named_parameters()}
+        missing = [name for name, gradient in found.items() if gradient is None]
+        if missing:
+            return f"no gradient of {missing[0]}"
+        error = gradient_error(found, {name: true_gradients[name] for name in found})
+        if not error <= 1e-10:
+            return f"gradients differ by {error:.1e}"
+        return self._loss_difference(true_losses, losses)
+
+    def _loss_difference(self, truth: list[float], losses: Any) -> str:
+        if self.rank < P - 1:
+            return ""
+        error = max(abs(float(loss) - true) for loss, true in zip(losses, truth, strict=True))
+        return "" if error <= 1e-10 else f"losses differ by {error:.1e}"
+
+    def do_eval(self, mine: Fault | None, which: int, result: Outcome) -> None:
+        assert self.engine is not None
+        tokens, target = self.batches[which]
+        self.stage.calls = self.calls_of_loss = 0
+        if mine is not None:
+            self.arm(mine)
+        losses = self.engine.eval(tokens, target=target)
+        result.wrong = self._loss_difference(self.truth[which][0], losses)
+
+    def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
+        assert self.engine is not None
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            self.optimizer.param_groups[0]["lr"] = float(Path(folder).name)
+            dcp.save(self.state, storage_writer=TrappedWriter(folder, lambda: self.strike(mine) if mine else None))
+        except BaseException as error:
+            self.engine.fail(f"{type(error).__name__} in saving a checkpoint")
+            raise
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def do_load(self, _: Fault | None, folder: str, result: Outcome) -> None:
+        """Into zeros; afterwards the parameters are what they were, whatever happens."""
+        assert self.engine is not None
+        parameters = dict(self.stage.stage.state_dict())
+        try:
+            for parameter in parameters.values():
+                parameter.zero_()
+            self.optimizer.param_groups[0]["lr"] = 0.0
+            dcp.load(self.state, checkpoint_id=folder)
+            if any(not torch.equal(parameters[name], value) for name, value in self.base.items()):
+                result.wrong = "the checkpoint's parameters are not those that were saved"
+            if self.optimizer.param_groups[0]["lr"] != float(Path(folder).name):
+                result.wrong = "the checkpoint's optimizer is not what was saved"
+        finally:
+            self.stage.stage.load_state_dict(self.base)
+
+    def do_counts(self, _: Fault | None, __: Any, ___: Outcome) -> dict[str, Any]:
+        """Descriptors by what they are, threads, and mappings of the pipeline's shared memory."""
+        gc.collect()
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+        kinds = [link.split(":")[0].split("_")[0] for link in links]
+        mapped = Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
+        return {
+            "descriptors": len(kinds),
+            "kinds": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            "threads": len(os.listdir("/proc/self/task")),
+            "mappings": mapped,
+            "names": os.listdir(tempfile.gettempdir()),
+        }
+
+    def do_close(self, _: Fault | None, __: Any, ___: Outcome) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+        self.state = {}
+        gc.collect()
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def serve(rank: int, pipe: Connection, setup: Setup) -> None:
+    """Runs in a process of its own until the harness says "quit", or is gone."""
+    torch.set_num_threads(1)
+    own = Path(setup.folder) / f"temporary-{rank}"
+    own.mkdir(exist_ok=True)
+    tempfile.tempdir = str(own)
+    stacks = open(Path(setup.folder) / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the whole life
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # of checkpoints that are torn
+    here = Rank(rank, pipe, setup)
+    signal.signal(signal.SIGINT, here.interrupt)
+    store = dist.PrefixStore(setup.run, dist.TCPStore("127.0.0.1", setup.port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
+    pipe.send(("done", Outcome(time.monotonic(), time.monotonic())))
+    while True:
+        try:
+            command, fault, argument = pipe.recv()
+        except EOFError:
+            return
+        if command == "quit":
+            dist.destroy_process_group()
+            return
+        pipe.send(("done", here.run(command, fault, argument)))

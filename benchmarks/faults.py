@@ -1,0 +1,491 @@
+"""Does a pipeline survive what goes wrong? Random faults in real processes, drawn by a seed, and what came of each.
+
+Four groups of three processes run side by side, one for each transport and kind of backward. After every fault that all
+ranks survive the group goes on, and its next step must have the gradients of the model run whole. After one that kills
+a rank a new group starts, and loads the newest complete checkpoint of the one before.
+
+    python benchmarks/faults.py --faults 1000 --seed 1 --minutes 20
+
+Exits with 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+import torch.distributed as dist
+from common import header
+from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
+from processes import PipedProcesses, context, shared_memory_names
+
+GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
+DEADLINE = 25.0  # of one command: who has not answered then never will
+ATTEMPTS = 8  # steps in which ranks must have met again
+KILLING = ("kill", "exit")
+LANES = [(kind, schedule) for kind in ("shm", "c10d") for schedule in ("seq1f1b", "seq-zb-h1")]
+# Kinds, with how often each is drawn: those that wait for a time-out cost seconds, those that kill a new group.
+PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
+    "module raises": (4, ("step", "step", "eval")),
+    "loss raises": (3, ("step", "eval")),
+    "hook raises": (4, ("step",)),
+    "raises": (3, ("between", "save")),
+    "wrong shape": (4, ("step", "eval")),
+    "wrong dtype": (3, ("step", "eval")),
+    "evaluates": (2, ("step",)),
+    "other length": (3, ("step",)),
+    "interrupt": (5, ("step", "step", "eval", "make", "save")),
+    "stop": (1, ("step", "step", "between", "eval", "make")),
+    "sleep": (1, ("step", "step", "between", "eval", "make")),
+    "kill": (1, ("step", "step", "between", "eval", "make", "save")),
+    "exit": (0.7, ("step", "step", "between", "eval", "make", "save")),
+    "no descriptors": (2, ("make",)),
+    "bad argument": (2, ("make",)),
+    "disk full": (2, ("save",)),
+    "truncated checkpoint": (2, ("load",)),
+}
+PLACE = r"\branks? \d|\bstages? \d|\[\d+\][FBIW]\d"  # what an error must name: a rank, or an edge or stage and its unit
+COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered")
+
+
+def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
+    place = rng.choice(PLACES[kind][1])
+    rank = rng.randrange(P)
+    split = schedule == "seq-zb-h1"
+    passes = {"hook raises": "I" if split else "B", "module raises": "FW" if split and place == "step" else "F"}.get(
+        kind, "F"
+    )
+    if kind in ("interrupt", "stop", "sleep", "kill", "exit") and place == "step":
+        passes = "FIW" if split else "FB"
+    if kind == "wrong dtype":  # the loss of the last stage takes any
+        rank = rng.randrange(P - 1)
+    elif kind == "loss raises":
+        rank = P - 1
+    unit = f"{rng.choice(passes)}{rng.randrange(M)}.{rng.randrange(K)}"
+    if kind == "interrupt" and place in ("step", "eval") and rng.random() < 0.5:
+        unit = "any"
+    return Fault(kind, place, rank, unit, rng.randrange(len(LENGTHS)), rng.randrange(1 << 20))
+
+
+def plan(count: int, seed: int) -> list[list[Fault]]:
+    """The faults of each lane. Every kind comes once per transport before any is drawn at random."""
+    rng = random.Random(seed)
+    lanes: list[list[Fault]] = [[] for _ in LANES]
+    weights = [weight for weight, _ in PLACES.values()]
+    kinds = list(PLACES)
+    rng.shuffle(kinds)
+    for i in range(count):
+        lane = i % len(LANES)
+        turn = len(lanes[lane]) + lane * 4
+        first = len(lanes[lane]) < len(kinds) and count >= len(kinds) * len(LANES)
+        kind = kinds[turn % len(kinds)] if first else rng.choices(list(PLACES), weights)[0]
+        lanes[lane].append(draw(rng, LANES[lane][1], kind))
+    return lanes
+
+
+@dataclass
+class Row:
+    """What came of one kind of fault over one transport."""
+
+    injected: int = 0
+    seconds: float = 0.0
+    defects: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
+
+
+class Found:
+    """Rows of the table, and a line for each defect."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.lines: list[str] = []
+        self._lock = threading.Lock()
+
+    def row(self, kind: str, transport: str) -> Row:
+        with self._lock:
+            return self.rows.setdefault((kind, transport), Row())
+
+    def defect(self, column: str, fault: Fault | None, lane: tuple[str, str], text: str) -> None:
+        self.row(fault.kind if fault else "none", lane[0]).defects[column] += 1
+        with self._lock:
+            self.lines.append(f"{column}: {lane[0]} {lane[1]} {fault}: {text}")
+            print(self.lines[-1], flush=True)
+
+    def table(self) -> str:
+        head = ["kind", "transport", "injected", *COLUMNS, "seconds"]
+        total = Row(sum(r.injected for r in self.rows.values()), sum(r.seconds for r in self.rows.values()))
+        for row in self.rows.values():
+            for column in COLUMNS:
+                total.defects[column] += row.defects[column]
+        rows = [*sorted(self.rows.items()), (("all", ""), total)]
+        cells = [
+            [*key, str(row.injected), *(str(row.defects[c]) for c in COLUMNS), f"{row.seconds:.1f}"]
+            for key, row in rows
+        ]
+        widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
+        lines = [[x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))]
+                 for line in [head, *cells]]  # fmt: skip
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+class Hang(Exception):
+    """A rank has not answered in time."""
+
+
+class Group:
+    """Three processes, and what they say. After a fault that kills one of them the others are told to end."""
+
+    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path) -> None:
+        self.folder = folder
+        setup = Setup(port, run, lane[0], lane[1], str(folder))
+        self.ranks = PipedProcesses(P, serve, setup)
+        self.alive = set(range(P))
+        self.trapped_at: float | None = None
+        self.collect(set(range(P)))
+
+    def tell(self, command: str, fault: Fault | None = None, argument: Any = None) -> dict[int, Outcome]:
+        """One command on all living ranks. Returns how it ended on each that is still alive.
+
+        Raises:
+            Hang: not all ended in time.
+        """
+        self.trapped_at = None
+        for rank in self.alive:
+            with contextlib.suppress(BrokenPipeError):  # it has died: that is seen below
+                self.ranks.pipes[rank].send((command, fault, argument))
+        return self.collect(set(self.alive), fault)
+
+    def collect(self, missing: set[int], fault: Fault | None = None) -> dict[int, Outcome]:
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + DEADLINE
+        resume_at = float("inf")
+        while missing:
+            now = time.monotonic()
+            if now >= resume_at and fault is not None:
+                os.kill(self.ranks.processes[fault.rank].pid, signal.SIGCONT)
+                resume_at = float("inf")
+            if now > deadline:
+                raise Hang(f"ranks {sorted(missing)} do not answer; the others: {found}")
+            pipes = {self.ranks.pipes[rank]: rank for rank in missing}
+            for pipe in wait(list(pipes), max(0.0, min(deadline, resume_at) - now)):
+                rank = pipes[pipe]
+                try:
+                    what, value = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self.alive.discard(rank)
+                    missing.discard(rank)
+                    continue
+                if what == "trap":
+                    self.trapped_at = value
+                    if fault is not None and fault.kind == "stop":
+                        resume_at = value + SLEEP
+                else:
+                    found[rank] = value
+                    missing.discard(rank)
+        if resume_at < float("inf") and fault is not None:  # it has been stopped after its command had ended
+            time.sleep(max(0.0, resume_at - time.monotonic()))
+            os.kill(self.ranks.processes[fault.rank].pid, signal.SIGCONT)
+        return found
+
+    def stacks(self) -> str:
+        """Python's stacks of the living ranks."""
+        for rank in self.alive:
+            process = self.ranks.processes[rank]
+            os.kill(process.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{(self.folder / f'stacks-{rank}.txt').read_text()}" for rank in self.alive)
+
+    def end(self) -> list[int]:
+        """Returns the ranks that did not end by themselves, and ends them."""
+        for rank in self.alive:
+            with contextlib.suppress(BrokenPipeError):
+                self.ranks.pipes[rank].send(("quit", None, None))
+        deadline = time.monotonic() + 10.0
+        left = []
+        for rank, process in enumerate(self.ranks.processes):
+            process.join(max(0.1, deadline - time.monotonic()))
+            if process.is_alive():
+                left.append(rank)
+                process.kill()
+                process.join()
+            self.ranks.pipes[rank].close()
+        return left
+
+    def kill(self) -> None:
+        for process, pipe in zip(self.ranks.processes, self.ranks.pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+class Lane:
+    """Faults of one transport and one schedule, one after the other."""
+
+    def __init__(
+        self, lane: tuple[str, str], faults: Sequence[Fault], found: Found, port: int, folder: Path, verbose: bool
+    ) -> None:
+        self.lane, self.faults, self.found, self.port, self.folder = lane, faults, found, port, folder
+        self.groups = self.saves = 0
+        self.verbose = verbose
+        self.fault: Fault | None = None
+        self.group: Group | None = None
+        self.bare: dict[int, dict[str, Any]] = {}  # what ranks hold without an engine, and with one
+        self.held: dict[int, dict[str, Any]] = {}
+        self.saved = folder / "checkpoints"
+        self.saved.mkdir(parents=True)
+
+    def defect(self, column: str, text: str) -> None:
+        self.found.defect(column, self.fault, self.lane, text)
+
+    def run(self, until: float) -> None:
+        for fault in self.faults:
+            if self.verbose:
+                print(f"{time.monotonic():.1f} {self.lane} {fault}", flush=True)
+            if time.monotonic() > until:
+                break
+            row, began = self.found.row(fault.kind, self.lane[0]), time.monotonic()
+            try:
+                if self.group is None:
+                    self.start()
+                self.fault = fault
+                self.inject(fault)
+            except Hang as hang:
+                self.defect("hangs", f"{hang}\n{self.group.stacks() if self.group else ''}")
+                self.drop()
+            except AssertionError as error:
+                self.defect("not recovered", str(error))
+                self.drop()
+            row.injected += 1
+            row.seconds += time.monotonic() - began
+        self.finish()
+
+    def drop(self) -> None:
+        if self.group is not None:
+            self.group.kill()
+        self.group = None
+
+    def finish(self) -> None:
+        """What the last fault left; a group is started for that, if need be."""
+        try:
+            if self.group is None:
+                self.start()
+            self.leave()
+        except (Hang, AssertionError) as error:
+            self.defect("hangs", str(error))
+            self.drop()
+
+    # -- a group
+
+    def start(self) -> None:
+        """A group that has done everything once, so that what it holds is known."""
+        self.groups += 1
+        self.fault = None
+        self.group = Group(self.lane, self.port, f"{self.lane} {self.groups}", self.folder)
+        self.recover("make")
+        self.recover()
+        self.recover("eval")
+        self.load()
+        self.save()
+        self.load()
+        self.recover("close")
+        self.bare = self.counts()
+        self.recover("make")
+        self.recover()
+        self.held = self.counts()
+
+    def leave(self) -> None:
+        """Ends a group, or what a fault has left of it, and looks at what stays behind."""
+        assert self.group is not None
+        self.group.tell("close")
+        self.compare("after close", self.counts(), self.bare)
+        left = self.group.end()
+        if left:
+            self.defect("leftovers", f"the processes of ranks {left} do not end")
+        self.group = None
+
+    def counts(self) -> dict[int, dict[str, Any]]:
+        assert self.group is not None
+        return {rank: outcome.value for rank, outcome in self.group.tell("counts").items()}
+
+    def compare(self, when: str, now: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
+        for rank, counts in now.items():
+            more = [name for name in ("descriptors", "threads", "mappings") if counts[name] > before[rank][name]]
+            was = before[rank]
+            files = sorted(set(counts["names"]) - set(was["names"]))  # torch makes a folder that is empty
+            if more or files:
+                kinds = {k: (was["kinds"].get(k, 0), n) for k, n in counts["kinds"].items() if was["kinds"].get(k) != n}
+                text = ", ".join(f"{name} {was[name]} -> {counts[name]}" for name in more)
+                self.defect("leftovers", f"{when}, rank {rank}: {text}; {kinds}; temporary files {files}")
+
+    # -- commands that must work
+
+    def recover(self, command: str = "step", argument: Any = 0) -> None:
+        """Until it ends well on all ranks at once, with the whole model's numbers."""
+        assert self.group is not None
+        outcomes: dict[int, Outcome] = {}
+        for _ in range(ATTEMPTS):
+            outcomes = self.group.tell(command, None, argument)
+            assert len(outcomes) == P, f"{command}: only {sorted(outcomes)} are alive"
+            self.judge_values(outcomes)
+            if not any(outcome.error for outcome in outcomes.values()):
+                return
+            if self.fault is not None and command in ("step", "eval", "make"):
+                self.judge_errors(outcomes, set())
+        raise AssertionError(f"{command} fails {ATTEMPTS} times: {outcomes}")
+
+    def save(self) -> None:
+        self.saves += 1
+        self.recover("save", str(self.saved / str(self.saves)))
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, the newest first."""
+        folders = [path for path in self.saved.iterdir() if (path / ".metadata").exists()]
+        return sorted(folders, key=lambda path: -int(path.name))
+
+    def load(self) -> None:
+        """The newest complete checkpoint."""
+        assert self.group is not None
+        complete = self.complete()
+        for old in complete[2:]:
+            shutil.rmtree(old)
+        if not complete:
+            return
+        outcomes = self.group.tell("load", None, str(complete[0]))
+        bad = {rank: o.error or o.wrong for rank, o in outcomes.items() if o.error or o.wrong}
+        if bad:
+            self.defect("checkpoints", f"{complete[0].name} does not load: {bad}")
+
+    # -- a fault
+
+    def inject(self, fault: Fault) -> None:
+        assert self.group is not None
+        if fault.place == "load":
+            self.truncate(fault)
+        else:
+            self.saves += 1
+            command = {"between": "step"}.get(fault.place, fault.place)
+            argument = str(self.saved / str(self.saves)) if command == "save" else fault.batch
+            outcomes = self.group.tell(command, fault, argument)
+            dead = set(range(P)) - self.group.alive
+            assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
+            self.judge_values(outcomes)
+            if command != "save":  # torch's own collectives say there what failed
+                self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
+        if fault.kind in KILLING:
+            self.after_death(fault)
+            return
+        if fault.place == "make":
+            self.recover("make")
+        self.recover("step", (fault.batch + 1) % len(LENGTHS))
+        if fault.place == "save":
+            self.save()
+        self.load()
+        self.compare("after the fault", self.counts(), self.held)
+
+    def after_death(self, fault: Fault) -> None:
+        """Survivors cannot go on, hear why, and leave nothing."""
+        assert self.group is not None
+        if fault.rank in self.group.alive:  # it was killed after its command had ended
+            self.group.ranks.processes[fault.rank].join(5.0)
+        self.group.alive.discard(fault.rank)
+        if fault.place != "make":
+            outcomes = self.group.tell("step", None, 0)
+            for rank, outcome in outcomes.items():
+                if not outcome.error:
+                    self.defect("wrong", f"rank {rank} ends a step without rank {fault.rank}")
+            self.judge_errors(outcomes, set())
+        self.leave()
+
+    def truncate(self, fault: Fault) -> None:
+        """A torn newest checkpoint is refused, and the one before loads."""
+        assert self.group is not None
+        self.save()
+        newest = self.complete()[0]
+        files = sorted(newest.iterdir())
+        torn = files[fault.choice % len(files)]
+        os.truncate(torn, torn.stat().st_size // 2)
+        outcomes = self.group.tell("load", None, str(newest))
+        if not any(outcome.error for outcome in outcomes.values()):
+            self.defect("checkpoints", f"{torn.name} of {newest.name} is cut in half, and nobody sees it")
+        shutil.rmtree(newest)
+
+    # -- judgement
+
+    def judge_values(self, outcomes: dict[int, Outcome]) -> None:
+        """A result that all ranks accept is the whole model's."""
+        wrong = {rank: outcome.wrong for rank, outcome in outcomes.items() if outcome.wrong}
+        if wrong and len(outcomes) == P and not any(outcome.error for outcome in outcomes.values()):
+            self.defect("wrong", f"{wrong}")
+
+    def judge_errors(self, outcomes: dict[int, Outcome], faulty: set[int], trapped_at: float | None = None) -> None:
+        """Errors of survivors name a rank, and come in time."""
+        began = max(outcome.began for outcome in outcomes.values())
+        for rank, outcome in outcomes.items():
+            if not outcome.error or rank in faulty:
+                continue
+            if outcome.named is None and not re.search(PLACE, outcome.error):
+                self.defect("errors", f"rank {rank} is told of no rank: {outcome.error}")
+            late = outcome.ended - max(began, trapped_at or 0.0) - TIMEOUT - GRACE
+            if late > 0:
+                self.defect("errors", f"rank {rank} hears it {late:.1f} s too late: {outcome.error}")
+
+
+def nothing(rank: int, pipe: Any) -> None:
+    return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=20.0, help="begin no fault after so long")
+    parser.add_argument("--results", default=str(Path(__file__).parent / "results" / "faults.txt"))
+    parser.add_argument("--verbose", action="store_true", help="names every fault before it is injected")
+    options = parser.parse_args()
+    context.set_forkserver_preload(["fault_ranks", "torch.distributed.fsdp"])
+    with PipedProcesses(1, nothing):  # the server of forks imports torch
+        pass
+    names_before = shared_memory_names()
+    launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = Found()
+    began = time.monotonic()
+    until = began + 60.0 * options.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        lanes = [
+            Lane(lane, faults, found, launchers.port, Path(folder) / str(i), options.verbose)
+            for i, (lane, faults) in enumerate(zip(LANES, plan(options.faults, options.seed), strict=True))
+        ]
+        threads = [threading.Thread(target=lane.run, args=(until,)) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    names = shared_memory_names() - names_before
+    if names:
+        found.defect("leftovers", None, ("shm", ""), f"names of shared memory: {sorted(names)}")
+    injected = sum(row.injected for row in found.rows.values())
+    summary = f"{injected} of {options.faults} faults, {time.monotonic() - began:.0f} s, {len(found.lines)} defects"
+    text = "\n".join([header("Faults"), "", found.table(), "", summary, *found.lines])
+    Path(options.results).write_text(text + "\n")
+    print(f"{found.table()}\n\n{summary}")
+    return 1 if found.lines or not injected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
