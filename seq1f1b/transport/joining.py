@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -58,6 +59,8 @@ def connect(
         arrival.gather(None)  # everyone has one
         return group
     except BaseException as error:
+        if isinstance(error, (ConnectionError, PipelineError)):  # the rank that caused it may be about to say why
+            time.sleep(0.3)
         first = arrival.fail(error)
         if group is not None:
             group.close()
