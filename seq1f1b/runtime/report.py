@@ -16,7 +16,6 @@ from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
 from seq1f1b.transport.values import pack, sendable, unpack
-from seq1f1b.view.table import table_text
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport", "read_reports"]
 
@@ -200,6 +199,8 @@ class PipelineReport:
         )
 
     def __str__(self) -> str:
+        from seq1f1b.view.table import table_text  # training needs no views
+
         rows = [("rank", "busy s", "busy", *CAUSES)]
         for rank, idle in zip(self.ranks, self.idle, strict=True):
             busy = self.makespan - idle.total

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
+from safetensors.torch import load_file  # noqa: E402
 from test_transformers import SIZES, Float64, M, batch, build, run_pipeline, run_whole  # noqa: E402
 
 from seq1f1b.runtime.stage import StageStep  # noqa: E402
