@@ -83,18 +83,23 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
     return Fault(kind, place, rank, unit, rng.randrange(len(LENGTHS)), rng.randrange(1 << 20))
 
 
-def plan(count: int, seed: int) -> list[list[Fault]]:
-    """The faults of each lane. Every kind comes once per transport before any is drawn at random."""
+def plan(count: int, seed: int, without: Sequence[str] = ()) -> list[list[Fault]]:
+    """The faults of each lane. Every kind comes once per transport before any is drawn at random.
+
+    Args:
+        without: kinds that are left out.
+    """
     rng = random.Random(seed)
     lanes: list[list[Fault]] = [[] for _ in LANES]
-    weights = [weight for weight, _ in PLACES.values()]
-    kinds = list(PLACES)
+    kinds = [kind for kind in PLACES if kind not in without]
+    weights = [PLACES[kind][0] for kind in kinds]
+    drawn = list(kinds)
     rng.shuffle(kinds)
     for i in range(count):
         lane = i % len(LANES)
         turn = len(lanes[lane]) + lane * 4
         first = len(lanes[lane]) < len(kinds) and count >= len(kinds) * len(LANES)
-        kind = kinds[turn % len(kinds)] if first else rng.choices(list(PLACES), weights)[0]
+        kind = kinds[turn % len(kinds)] if first else rng.choices(drawn, weights)[0]
         lanes[lane].append(draw(rng, LANES[lane][1], kind))
     return lanes
 
@@ -456,6 +461,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20.0, help="begin no fault after so long")
     parser.add_argument("--results", default=str(Path(__file__).parent / "results" / "faults.txt"))
+    parser.add_argument(
+        "--without", nargs="+", default=[], choices=list(PLACES), metavar="KIND", help="kinds to leave out"
+    )
     parser.add_argument("--verbose", action="store_true", help="names every fault before it is injected")
     options = parser.parse_args()
     context.set_forkserver_preload(["fault_ranks", "torch.distributed.fsdp"])
@@ -469,7 +477,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         lanes = [
             Lane(lane, faults, found, launchers.port, Path(folder) / str(i), options.verbose)
-            for i, (lane, faults) in enumerate(zip(LANES, plan(options.faults, options.seed), strict=True))
+            for i, (lane, faults) in enumerate(
+                zip(LANES, plan(options.faults, options.seed, options.without), strict=True)
+            )
         ]
         threads = [threading.Thread(target=lane.run, args=(until,)) for lane in lanes]
         for thread in threads:

