@@ -181,7 +181,7 @@ class PipelineReport:
 
     @property
     def advice(self) -> str:
-        """One sentence: what makes the step longest, in numbers, and what to do about it."""
+        """What makes the step longest, in numbers, and what to do about it, in one sentence."""
         return advice(self._times, self.idle)
 
     @cached_property
