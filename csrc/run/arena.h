@@ -37,7 +37,7 @@ int s1f_arena_hangup_fd(const s1f_edge_end *end);
 typedef struct {
     const char *name;
     s1f_status (*begin_step)(void *context, int64_t step, int64_t most_payload); /* bytes that a place has room for */
-    s1f_status (*post)(void *context, int64_t sequence, void *place); /* receiver: fill this place */
+    s1f_status (*post)(void *context, int64_t sequence, void *place);            /* receiver: fill this place */
     s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
     void (*free)(void *context);
 } s1f_relay;
