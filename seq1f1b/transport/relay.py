@@ -20,6 +20,45 @@ from seq1f1b.transport.processes import FOREVER, first_line
 _UINT8 = DTYPES.index(torch.uint8)
 
 
+class Worker:
+    """A daemon thread that runs tasks in the order in which it was given them.
+
+    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
+    never in the middle of one.
+
+    Args:
+        failed: hears, in the thread, what a task raised.
+    """
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything that it was given so far is done. Returns False if that takes longer."""
+        done = threading.Event()
+        self.put(done.set)
+        return done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread after its tasks; one that waits for a peer that is gone stays."""
+        self._tasks.put(None)
+        self._thread.join(0.2)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:
+                self._failed(error)
+            del task  # or the last message's tensors live on
+
+
 class C10dRelay:
     """One end of an edge whose messages a torch process group moves between two private arenas.
 
@@ -32,13 +71,15 @@ class C10dRelay:
     - what is longer, once the header tells.
 
     gloo cannot be polled, a wait of it that times out closes the pair, and aborting the group does not end a wait
-    (torch 2.13). So one helper thread per end waits without limit, and reports each message to the arena in C; the
-    engine's thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is
-    completed by :meth:`drain`, as nothing can cancel it.
+    (torch 2.13). So one thread per end waits without limit, and reports each message to the arena in C; the engine's
+    thread waits there, where failures, time-outs and signals end a wait. What a failed step left in flight is completed
+    by :meth:`drain`, as nothing can cancel it. For that both ends must count the same transfers; so they begin, and are
+    counted, in a thread that no interrupt reaches.
 
     Args:
         tag: of the edge; it uses ``TAGS * tag`` and those behind it.
-        broken: hears, from the helper thread, why a transfer failed, and of which message on which edge.
+        beginner: begins the transfers; all ends of a rank may share it.
+        broken: hears, from another thread, why a transfer failed, and of which message on which edge.
     """
 
     TAGS = 4
@@ -52,6 +93,7 @@ class C10dRelay:
         tag: int,
         is_receiver: bool,
         text: str,
+        beginner: Worker,
         broken: Callable[[str, str], None],
     ) -> None:
         self._group, self._process_group, self._tag = group, process_group, tag
@@ -59,6 +101,9 @@ class C10dRelay:
         self._is_receiver, self._text = is_receiver, text
         self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
         self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+        self._beginner = beginner
+        self._waiter = Worker(f"seq1f1b {text}", self._lose)
+        self._lock = threading.Lock()  # between the two threads, which alone touch what follows
         self._step, self._known, self._most_payload = 0, self._EVALUATING, 0
         self._last: dict[int, tuple[int, dict[int, int]]] = {}  # by known part: room of a place, sizes by message
         self._expected: dict[int, int] = {}
@@ -70,21 +115,34 @@ class C10dRelay:
         self._before = [0] * self.TAGS
         self._of_last_step = [0] * self.TAGS
         self._draining = False
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"seq1f1b {text}", daemon=True)
-        self._thread.start()
 
     # called by the arena
 
     def begin_step(self, step: int, most_payload: int) -> None:
-        self._step, self._known = step, self._TRAINING if self._group.training else self._EVALUATING
-        last_most, last = self._last.get(self._known, (0, {}))
-        self._expected = last if last_most == most_payload else {}
-        self._most_payload, self._sizes = most_payload, {}
-        self._of_last_step = [len(sizes) for sizes in self._started]
+        known = self._TRAINING if self._group.training else self._EVALUATING
+        self._beginner.put(functools.partial(self._begin_step, step, known, most_payload))
 
     def post(self, sequence: int, place: int) -> None:
+        self._beginner.put(functools.partial(self._begin, self._begin_receive, sequence, place))
+
+    def send(self, sequence: int, place: int, payload_bytes: int) -> None:
+        self._beginner.put(functools.partial(self._begin, self._begin_send, sequence, place, payload_bytes))
+
+    # in the thread that begins
+
+    def _begin_step(self, step: int, known: int, most_payload: int) -> None:
+        last_most, last = self._last.get(known, (0, {}))
+        self._expected = last if last_most == most_payload else {}
+        self._step, self._known, self._most_payload, self._sizes = step, known, most_payload, {}
+        self._of_last_step = [len(sizes) for sizes in self._started]
+
+    def _begin(self, begin: Callable[..., Callable[[], None]], sequence: int, *message: int) -> None:
+        try:
+            self._waiter.put(functools.partial(self._finish, sequence, begin(sequence, *message)))
+        except Exception as error:
+            self._lose(error, sequence)
+
+    def _begin_receive(self, sequence: int, place: int) -> Callable[[], None]:
         known, expected = self._known, self._expected.get(sequence, 0)
         header, payload = place, place + _C.HEADER_BYTES
         works = [self._transfer(self._HEADER, header, _C.HEADER_BYTES)]
@@ -95,21 +153,22 @@ class C10dRelay:
         def finish() -> None:
             works[0].wait(FOREVER)
             payload_bytes, trains = _C.message_head(place)
-            if not 0 <= payload_bytes <= most or trains != (known == self._TRAINING):
-                _C.relay_done(self.end, step, sequence)  # who waits for it looks at the header, and says so
-            elif payload_bytes > expected:
+            if 0 <= payload_bytes <= most and trains == (known == self._TRAINING):
+                sizes[sequence] = payload_bytes
+            else:  # who waits for the message looks at its header, and says so
+                payload_bytes = 0
+            if payload_bytes > expected:
                 with self._lock:
                     if self._draining:
                         return
                     works.append(self._transfer(self._REST, payload + expected, payload_bytes - expected))
             for work in works[1:]:
                 work.wait(FOREVER)
-            sizes[sequence] = payload_bytes
             _C.relay_done(self.end, step, sequence)
 
-        self._queue.put((sequence, finish))
+        return finish
 
-    def send(self, sequence: int, place: int, payload_bytes: int) -> None:
+    def _begin_send(self, sequence: int, place: int, payload_bytes: int) -> Callable[[], None]:
         expected, payload = self._expected.get(sequence, 0), place + _C.HEADER_BYTES
         works = [self._transfer(self._HEADER, place, _C.HEADER_BYTES)]
         if expected > 0:
@@ -124,7 +183,7 @@ class C10dRelay:
                 work.wait(FOREVER)
             _C.relay_done(self.end, step, sequence)
 
-        self._queue.put((sequence, finish))
+        return finish
 
     def _transfer(self, part: int, address: int, size: int) -> Any:
         """Begins to move a part of a message from or to memory of the arena."""
@@ -138,14 +197,16 @@ class C10dRelay:
             return dist.irecv(data, group=self._process_group, group_src=self.peer, tag=tag)
         return dist.isend(data, group=self._process_group, group_dst=self.peer, tag=tag)
 
-    def _work(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            sequence, task = entry
-            try:
-                task()
-            except Exception as error:
-                self._broken(first_line(error), f"{self._text}, message {sequence}")
-            del entry, task  # or the last message's tensors live on
+    # in the thread that waits
+
+    def _finish(self, sequence: int, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except Exception as error:
+            self._lose(error, sequence)
+
+    def _lose(self, error: Exception, sequence: int = -1) -> None:
+        self._broken(first_line(error), f"{self._text}, message {sequence}")
 
     # after a step, and at the end
 
@@ -156,8 +217,12 @@ class C10dRelay:
 
     def settle(self) -> None:
         """The step ended well: nothing is in flight, and both ends know its sizes."""
-        self._last[self._known] = self._most_payload, self._sizes
-        self._drop(self._of_last_step)
+
+        def settle() -> None:
+            self._last[self._known] = self._most_payload, self._sizes
+            self._drop(self._of_last_step)
+
+        self._beginner.put(settle)
 
     def _drop(self, counts: list[int]) -> None:
         """The other end has begun the first transfers of the list, too."""
@@ -171,37 +236,52 @@ class C10dRelay:
 
         From here on it begins no more, but in :meth:`drain`.
         """
-        with self._lock:
-            self._draining = True
-            return [(before, list(sizes)) for before, sizes in zip(self._before, self._started, strict=True)]
+        found: list[tuple[int, list[int]]] = []
 
-    def drain(self, theirs: Sequence[tuple[int, list[int]]]) -> None:
+        def look() -> None:
+            with self._lock:
+                self._draining = True
+                found.extend((before, list(sizes)) for before, sizes in zip(self._before, self._started, strict=True))
+
+        self._beginner.put(look)
+        self._beginner.wait()
+        return found
+
+    def drain(self, theirs: Sequence[tuple[int, list[int]]], limit_s: float) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
-        Again after an attempt that failed elsewhere: what has been completed is among those that both ends began.
+        Then neither end counts on what an earlier step was. May be called again after an attempt that failed elsewhere:
+        what has been completed is among those that both ends began.
+
+        Args:
+            theirs: what :meth:`started` gave at the other end.
+        Raises:
+            PipelineError: the other end did not begin what this one had begun, for so many seconds.
         """
-        for part, (before, sizes) in enumerate(theirs):
-            begun = self._before[part] + len(self._started[part])
-            assert begun >= before, f"{self._text}: {begun} transfers of part {part} here, {before} before the others"
-            for size in sizes[begun - before :]:
-                work = self._start(torch.zeros(size, dtype=torch.uint8), part)
-                self._started[part].append(size)
-                self._queue.put((-1, functools.partial(work.wait, FOREVER)))
-        idle = threading.Event()
-        self._queue.put((-1, idle.set))
-        if not idle.wait(self._group.timeout_s):
+
+        def complete() -> None:
+            for part, (before, sizes) in enumerate(theirs):
+                begun = self._before[part] + len(self._started[part])
+                assert begun >= before, f"{begun} transfers of part {part} here, {before} before the others"
+                for size in sizes[begun - before :]:
+                    work = self._start(torch.zeros(size, dtype=torch.uint8), part)
+                    self._started[part].append(size)
+                    self._waiter.put(functools.partial(work.wait, FOREVER))
+
+        self._beginner.put(complete)
+        self._beginner.wait()
+        if not self._waiter.wait(limit_s):
             raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
+        self._beginner.put(self._forget)
         if not self._is_receiver:  # every place may be written again
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
 
-    def forget(self) -> None:
-        """Both ends have drained: neither counts on what an earlier step was."""
+    def _forget(self) -> None:
         self._last, self._draining = {}, False
         self._drop([len(sizes) for sizes in self._started])
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(0.2)  # a thread that waits for a peer that is gone stays: a daemon
+        self._waiter.close()
         self.end = None
 
 

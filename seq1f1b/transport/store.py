@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.group import Superseded, map_fd, memory_fd
 from seq1f1b.transport.link import StoreLink
-from seq1f1b.transport.processes import ProcessRank
-from seq1f1b.transport.relay import C10dRelay, Lifeline
+from seq1f1b.transport.processes import ProcessRank, first_line
+from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
 from seq1f1b.transport.shm import open_shm_end
 from seq1f1b.transport.values import pack, unpack
 
@@ -52,10 +52,12 @@ class StoreRank(ProcessRank):
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
         self._link, self._store = link, link.store
         self._relays: dict[tuple[int, int], C10dRelay] = {}
+        self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
         self._read: dict[int, bytes] = {}  # others' progress as last read
         self._lost: str | None = None  # who is gone for good, in words
+        self._gone: set[int] = set()  # as far as this rank's connections tell
         self._closing = False
         self._watching = True
         self._turns = 0
@@ -123,6 +125,7 @@ class StoreRank(ProcessRank):
             rank, why, edge = self._suspects.get()
             if edge is None and self._store.has(self._key(f"closed/{rank}")):
                 continue
+            self._gone.add(rank)
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
             self._store.set_first(self._key("lost"), self._lost.encode())
@@ -163,10 +166,10 @@ class StoreRank(ProcessRank):
 
     def _recover(self) -> None:
         self._ask(lambda: self._set_watching(False), recovering=True)
-        super()._recover()
-        for relay in self._relays.values():
-            relay.forget()
-        self._set_watching(True)
+        try:
+            super()._recover()
+        finally:
+            self._watching = not self._acknowledged  # the failure is forgotten
 
     def _set_watching(self, watching: bool) -> None:
         self._watching = watching
@@ -175,11 +178,37 @@ class StoreRank(ProcessRank):
         return self._ask(lambda: self._store.raise_number(self._key("epoch"), epoch), recovering=True)
 
     def _forget_failure(self) -> None:
-        started = {edge: relay.started() for edge, relay in self._relays.items()}
-        everyones = [unpack(data) for data in self._gather(pack(started), recovering=True)]
+        everyones = [unpack(data) for data in self._gather(self._pack_started(), recovering=True)]
         for edge, relay in self._relays.items():
-            relay.drain(everyones[relay.peer].get(edge, ()))
+            relay.drain(everyones[relay.peer].get(edge, ()), self.timeout_s)
         _C.group_clear(self.group)
+
+    def _pack_started(self) -> bytes:
+        return pack({edge: relay.started() for edge, relay in self._relays.items()})
+
+    def _drain_with_neighbours(self, limit_s: float) -> None:
+        """Completes what a failed step left in flight, with those neighbours that close as well."""
+        data = self._pack_started()
+        self._ask(lambda: self._store.set(self._key(f"in flight/{self.rank}"), data), limit_s, recovering=True)
+        deadline = time.monotonic() + limit_s
+        peers = {relay.peer for relay in self._relays.values()}
+
+        def look() -> list[tuple[int, bytes]]:
+            found = []
+            for peer in peers:
+                if self._store.has(key := self._key(f"in flight/{peer}")):
+                    found.append((peer, self._store.get(key)))
+                elif self._store.has(self._key(f"closed/{peer}")):
+                    found.append((peer, pack({})))
+            return found
+
+        while (peers := peers - self._gone) and (left_s := deadline - time.monotonic()) > 0:
+            for peer, theirs in self._ask(look, limit_s, recovering=True):
+                peers.remove(peer)
+                for edge, relay in self._relays.items():
+                    if relay.peer == peer:
+                        relay.drain(unpack(theirs).get(edge, ()), left_s)
+            time.sleep(0.01)
 
     # -- collectives and edges
 
@@ -238,7 +267,8 @@ class StoreRank(ProcessRank):
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, tag, broken)
         tag = first_tag + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
-        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, broken)
+        self._beginner = self._beginner or Worker("seq1f1b transfers", lambda error: self.fail(first_line(error)))
+        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
         self._relays[source_stage, destination_stage] = relay
         return relay.end
 
@@ -247,10 +277,9 @@ class StoreRank(ProcessRank):
         if self._closing:
             return
         failed = _C.group_failure(self.group) is not None
-        if failed and self._relays:  # complete what the failed step left in flight, if the others close as well
-            self.timeout_s = min(self.timeout_s, 5.0)
+        if failed and self._relays:
             with contextlib.suppress(RuntimeError):
-                self._recover()
+                self._drain_with_neighbours(min(self.timeout_s, 5.0))
         super().close()
         _C.group_progress(self.group, "close()")
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
@@ -274,5 +303,7 @@ class StoreRank(ProcessRank):
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()
+        if self._beginner is not None:
+            self._beginner.close()
         for connection in self._connections.values():
             connection.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -210,14 +212,20 @@ def fail_in_eval(rank: int, pipe: Connection, kind: str) -> Any:
     made.eval(x, target=x)
     done = outcome(lambda: made.eval(x, target=x if rank < 2 else torch.ones(2, 3, 5)))
     dist.barrier()
+    again = meet_again(made)
+    made.close()
+    return done, again
+
+
+def meet_again(made: PipelineEngine) -> list[tuple[str, str]]:
+    """Steps until one goes well on every rank, or five have failed."""
     again: list[tuple[str, str]] = []
     everyones = ["not yet"]
     while any(everyones) and len(again) < 5:
         again.append(step(made)[:2])
-        everyones = [""] * 3
+        everyones = [""] * dist.get_world_size()
         dist.all_gather_object(everyones, again[-1][0])
-    made.close()
-    return done, again
+    return again
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -228,6 +236,69 @@ def test_ranks_meet_again_where_one_had_left_the_step_well(tmp_path: Path, kind:
     assert results[2][0][0] != ""
     for _, again in results:
         assert again[-1][0] == "", again
+
+
+def interrupt_transfers(rank: int, pipe: Connection) -> Any:
+    """Rank 1 gets a Ctrl-C just as a transfer has begun: each time a later one of the step."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    made = engine(transport="c10d", timeout=3.0, first_step_timeout=3.0)
+    assert step(made)[0] == ""
+    left = -1
+
+    def interrupted(begin: Any) -> Any:
+        def begin_and_interrupt(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            work = begin(*args, **options)
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+            return work
+
+        return begin_and_interrupt
+
+    dist.isend, dist.irecv = interrupted(dist.isend), interrupted(dist.irecv)
+    rounds = []
+    for nth in range(1, 12, 2):
+        left = nth if rank == 1 else -1
+        ended = outcome(lambda: (made.step(torch.ones(2, 3, 4), target=torch.ones(2, 3, 4)), time.sleep(0.5)))[0]
+        left = -1
+        rounds.append((ended, meet_again(made)))
+    made.close()
+    return rounds
+
+
+def test_an_interrupt_as_a_transfer_begins(tmp_path: Path) -> None:
+    """Ranks that counted their transfers differently could never meet again."""
+    with running(3, tmp_path, interrupt_transfers) as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    assert sum(ended == "KeyboardInterrupt" for ended, _ in results[1]) >= 4, results[1]
+    for rounds in results:
+        for _, again in rounds:
+            assert again[-1][0] == "", again
+
+
+def lose_a_rank(rank: int, pipe: Connection) -> Any:
+    """Rank 2 dies within a step. Returns what the others keep of their engine."""
+    made = engine(transport="c10d", timeout=5.0, first_step_timeout=5.0)
+    assert step(made)[0] == ""
+    pipe.send(os.getpid())
+    if rank == 2:
+        made._stages[2].module.register_forward_pre_hook(lambda *_: os._exit(1))
+    ended = step(made)[0]
+    made.close()
+    if rank == 1:  # its end would end them
+        time.sleep(1.0)
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("seq1f1b")]
+    return ended, threads
+
+
+def test_nothing_is_left_of_an_engine_whose_rank_died(tmp_path: Path) -> None:
+    """Rank 0 is no neighbour of the dead one: its transfers with rank 1 end as both close."""
+    with running(3, tmp_path, lose_a_rank) as ranks:
+        for rank in range(3):
+            ranks.receive(rank)
+        for rank in range(2):
+            assert ranks.result(rank) == ("PipelineError", []), rank
 
 
 # -- who writes to the store -------------------------------------------------------------------------------------------
