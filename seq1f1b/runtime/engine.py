@@ -34,7 +34,7 @@ from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.schedule import Schedule, build_schedule, unit_of
-from seq1f1b.transport import DTYPES, RankGroup, resolve_group, withdraw
+from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
 
 __all__ = ["PipelineEngine"]
 
@@ -128,6 +128,8 @@ class PipelineEngine:
         plan: Plan | str | os.PathLike[str] | None = None,
         unchecked: bool = False,
     ) -> None:
+        joined: RankGroup | None = None
+        attempt = last_attempt()
         try:
             schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
                 schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
@@ -158,21 +160,20 @@ class PipelineEngine:
             self.shard = shard
             self.device = common_device(modules)
             check_launch(group)
-        except BaseException as error:
-            withdraw(group, error)
-            raise
-        self._device_edges: DeviceEdges | None = None
-        arrival_timeout = max(timeout, first_step_timeout)
-        self._group: RankGroup = resolve_group(group, transport, timeout=timeout, arrival_timeout=arrival_timeout)
-        self._group.set_limits(timeout, spin_us)
-        try:
+            self._device_edges: DeviceEdges | None = None
+            arrival_timeout = max(timeout, first_step_timeout)
+            joined = resolve_group(group, transport, timeout=timeout, arrival_timeout=arrival_timeout)
+            self._group: RankGroup = joined
+            joined.set_limits(timeout, spin_us)
             self._join(modules, schedule)
         except BaseException as error:
-            # The other ranks may wait for this one, while edges open or in their first step.
-            if not isinstance(error, Disagreement):
-                self._group.fail(f"{type(error).__name__}: {error}")
-            if self._group is not group:
-                self._group.close()
+            # The other ranks may wait for this one, while all come, while edges open, or in their first step.
+            if joined is None:
+                withdraw(group, error, attempt)
+            elif not isinstance(error, Disagreement):
+                joined.fail(f"{type(error).__name__}: {error}")
+            if joined is not None and joined is not group:
+                joined.close()
             raise
         self._eval_program: Any = None
         self._eval_executor: Any = None

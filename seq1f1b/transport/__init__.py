@@ -3,8 +3,18 @@
 Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/group.c``, ``csrc/run/arena.c``).
 """
 
+from seq1f1b.transport.arrival import last_attempt
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
 from seq1f1b.transport.joining import connect, resolve_group, withdraw
 from seq1f1b.transport.loopback import LoopbackGroup
 
-__all__ = ["ARENA_BYTES", "DTYPES", "LoopbackGroup", "RankGroup", "connect", "resolve_group", "withdraw"]
+__all__ = [
+    "ARENA_BYTES",
+    "DTYPES",
+    "LoopbackGroup",
+    "RankGroup",
+    "connect",
+    "last_attempt",
+    "resolve_group",
+    "withdraw",
+]

@@ -118,10 +118,18 @@ class Arrival:
         return self.fail(error) or error
 
 
-def refuse(process_group: Any, rank: int, error: BaseException) -> None:
-    """Tells the other ranks, which may wait for this one, that it will not come and why."""
+def last_attempt() -> int:
+    """The latest attempt of this rank, in any process group."""
+    return _last_attempt
+
+
+def refuse(process_group: Any, rank: int, error: BaseException, since: int) -> None:
+    """Tells the other ranks, which may wait for this one, that it will not come and why.
+
+    Ends this rank's latest attempt, if it has begun one since that one; else a new one.
+    """
     store = SharedStore(process_group.get_group_store(), _PREFIX)
-    _fail(store, _begin(store), rank, error)
+    _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
 
 
 def _begin(store: SharedStore) -> int:

@@ -119,11 +119,15 @@ def resolve_group(
     return connect(group, transport, arrival_timeout=arrival_timeout, timeout=timeout)
 
 
-def withdraw(group: Any, error: BaseException) -> None:
-    """Tells the other ranks of an engine's ``group=`` that this one failed before it could join them, and why."""
+def withdraw(group: Any, error: BaseException, attempt: int) -> None:
+    """Tells the other ranks of an engine's ``group=`` that this one failed before it could join them, and why.
+
+    Args:
+        attempt: this rank's last one before this engine's.
+    """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return
     if group is None or isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, error)
+            refuse(group or dist.group.WORLD, rank, error, attempt)

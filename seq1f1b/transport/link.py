@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import hmac
 import math
@@ -12,6 +13,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -124,36 +126,35 @@ class StoreLink:
     """The thread. Torch's calls of a store wait without limit while the link to it is down (torch 2.13), so everybody
     else asks the thread, and waits as long as they like.
 
+    It ends with the last reference to the link: an interrupt may come before there is anyone to close it.
     """
 
     def __init__(self, store: SharedStore) -> None:
         self.store = store
-        self.lost: str | None = None  # why the store does not answer
-        self._on_loss: Callable[[str], None] | None = None
-        self._turn: Callable[[], None] | None = None
-        self._period, self._turn_at = math.inf, math.inf
-        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]
-        self._requests = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="seq1f1b store", daemon=True)
+        self._server = _Server()
+        weakref.finalize(self, self._server.requests.put, None)
+        self._thread = threading.Thread(target=self._server.run, name="seq1f1b store", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> str | None:
+        """Why the store does not answer."""
+        return self._server.lost
 
     def watch(self, turn: Callable[[], None], period: float, on_loss: Callable[[str], None]) -> None:
         """From now on the thread takes a turn after each period, in seconds.
 
         Args:
-            on_loss: hears, in the thread, why the store does not answer; the thread then ends.
+            turn: a method; its object is not kept alive.
+            on_loss: hears, in the thread, why the store does not answer; the thread then ends. The same holds for it.
         """
-
-        def begin() -> None:
-            self._turn, self._period, self._on_loss = turn, period, on_loss
-            self._turn_at = time.monotonic()
-
+        begin = functools.partial(self._server.watch, weakref.WeakMethod(turn), period, weakref.WeakMethod(on_loss))
         self.post(begin)
 
     def post(self, do: Callable[[], Any]) -> queue.SimpleQueue[Any]:
         """Has the thread do something soon. Returns where its result will be."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put((do, answer))
+        self._server.requests.put((do, answer))
         return answer
 
     def ask(self, do: Callable[[], _T], limit_s: float, look: Callable[[], None] = lambda: None) -> _T:
@@ -182,10 +183,30 @@ class StoreLink:
 
     def close(self) -> None:
         """The thread ends by itself; one that waits for a store that is gone stays: a daemon."""
-        self._requests.put(None)
+        self._server.requests.put(None)
         self._thread.join(1.0)
 
-    def _work(self) -> None:
+
+class _Server:
+    """What the thread knows. It does not know the link."""
+
+    def __init__(self) -> None:
+        self.lost: str | None = None
+        self.requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._turn: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._on_loss: weakref.WeakMethod[Callable[[str], None]] | None = None
+        self._period, self._turn_at = math.inf, math.inf
+
+    def watch(
+        self,
+        turn: weakref.WeakMethod[Callable[[], None]],
+        period: float,
+        on_loss: weakref.WeakMethod[Callable[[str], None]],
+    ) -> None:
+        self._turn, self._period, self._on_loss = turn, period, on_loss
+        self._turn_at = time.monotonic()
+
+    def run(self) -> None:
         try:
             while self._serve():
                 continue
@@ -195,11 +216,11 @@ class StoreLink:
     def _serve(self) -> bool:
         """Does what is asked for next, or takes a turn. Returns whether to go on."""
         try:
-            entry = self._requests.get(timeout=min(max(0.0, self._turn_at - time.monotonic()), 3600.0))
+            entry = self.requests.get(timeout=min(max(0.0, self._turn_at - time.monotonic()), 3600.0))
         except queue.Empty:
-            if self._turn is not None:
+            if self._turn is not None and (turn := self._turn()) is not None:
                 self._turn_at = time.monotonic() + self._period
-                self._turn()
+                turn()
             return True
         if entry is None:
             return False
@@ -212,5 +233,5 @@ class StoreLink:
 
     def _lose(self, error: Exception) -> None:
         self.lost = first_line(error)
-        if self._on_loss is not None:
-            self._on_loss(self.lost)
+        if self._on_loss is not None and (on_loss := self._on_loss()) is not None:
+            on_loss(self.lost)

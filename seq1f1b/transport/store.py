@@ -66,7 +66,6 @@ class StoreRank(ProcessRank):
             self._hang_ups.register(connection, select.POLLRDHUP)
         self._ask(self._publish_progress)
         self._link.watch(self._watch, _WATCH_PERIOD, self._lose_store)
-        self.barrier()  # everyone's progress can be read from here on
 
     # -- the watcher's
 

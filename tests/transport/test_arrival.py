@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -299,6 +300,59 @@ def test_nothing_is_left_of_an_engine_whose_rank_died(tmp_path: Path) -> None:
             ranks.receive(rank)
         for rank in range(2):
             assert ranks.result(rank) == ("PipelineError", []), rank
+
+
+def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
+    """Rank 1 gets a Ctrl-C at one line of the transport's set-up after another. Returns what stays of its attempts."""
+    folder = str(Path(transport.__file__).parent)
+    left = -1
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    engine(transport=kind).close()
+    before, after, ended = held(), [], []
+    for line in range(3, 400, 36):
+        left = line
+        if rank == 1:
+            sys.settrace(trace)
+        try:
+            made = engine(transport=kind, timeout=0.5, first_step_timeout=1.0)
+        except (KeyboardInterrupt, PipelineError) as error:
+            ended.append(type(error).__name__)
+        else:
+            ended.append("")
+            made.close()
+            del made
+        finally:
+            sys.settrace(None)
+        dist.barrier()
+        time.sleep(0.05)
+        after.append(held())
+    made = engine(transport=kind)
+    assert step(made)[0] == ""
+    made.close()
+    return before, after, ended
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_an_interrupt_in_the_set_up_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    """An interrupt may come when there is a thread or a socket, and nobody yet to close it."""
+    with running(2, tmp_path, interrupt_set_up, kind) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    assert results[1][2].count("KeyboardInterrupt") >= 6, results[1][2]
+    for before, after, ended in results:
+        assert after == [before] * len(after), (before, after, ended)
 
 
 # -- who writes to the store -------------------------------------------------------------------------------------------
