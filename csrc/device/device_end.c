@@ -380,6 +380,7 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
         status = end->mover->prepare_send(end, sequence, number, &sent, data);
         s1f_device_leave(end->device);
     }
+    s1f_message_seal(&sent);
     if (status == S1F_OK && end->mover->is_one_sided)
         status = move_out(end, sequence, number, &sent, data);
     if (status == S1F_OK)

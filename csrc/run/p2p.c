@@ -7,7 +7,7 @@
 #include <string.h>
 
 static const uint32_t MESSAGE_MAGIC = UINT32_C(0x31463153); /* "S1F1" */
-enum { MESSAGE_VERSION = 1 };
+enum { MESSAGE_VERSION = 2 };
 
 static s1f_status on_edge(s1f_status status, const s1f_edge_end *end, int64_t sequence)
 {
@@ -77,20 +77,48 @@ static void message_text(const s1f_message *message, char *text, size_t bytes)
              (long long)message->sequence);
 }
 
+/* FNV-1a over 64-bit words of what follows the checksum, as far as the header is used. */
+static uint64_t checksum_of(const s1f_message *message)
+{
+    const char *at = (const char *)&message->step, *end = (const char *)&message->tensors[message->num_tensors];
+    uint64_t sum = UINT64_C(0xcbf29ce484222325);
+    for (; at < end; at += sizeof sum) {
+        uint64_t word;
+        memcpy(&word, at, sizeof word);
+        sum = (sum ^ word) * UINT64_C(0x100000001b3);
+    }
+    return sum;
+}
+
+_Static_assert(offsetof(s1f_message, step) % sizeof(uint64_t) == 0 &&
+                   offsetof(s1f_message, tensors) % sizeof(uint64_t) == 0 &&
+                   sizeof(s1f_tensor_header) % sizeof(uint64_t) == 0,
+               "a header is whole words");
+
+void s1f_message_seal(s1f_message *message)
+{
+    message->magic = MESSAGE_MAGIC;
+    message->version = MESSAGE_VERSION;
+    message->checksum = checksum_of(message);
+}
+
 /* A message that a reader may follow: every tensor lies within the payload. */
 s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence)
 {
     if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
         return s1f_fail(S1F_ERR_STATE, "not a message of this version of seq1f1b (magic %08x, version %u)",
                         (unsigned)message->magic, (unsigned)message->version);
+    if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS || message->payload_bytes < 0)
+        return s1f_fail(S1F_ERR_STATE, "its header holds %d tensors in %lld bytes", (int)message->num_tensors,
+                        (long long)message->payload_bytes);
+    if (message->checksum != checksum_of(message))
+        return s1f_fail(S1F_ERR_STATE, "its header is not as it was sent (checksum %016llx, found %016llx)",
+                        (unsigned long long)message->checksum, (unsigned long long)checksum_of(message));
     if (message->sequence != sequence) {
         char got[160];
         message_text(message, got, sizeof got);
         return s1f_fail(S1F_ERR_STATE, "found %s instead: do all ranks run the same schedule?", got);
     }
-    if (message->num_tensors < 0 || message->num_tensors > S1F_MAX_TENSORS || message->payload_bytes < 0)
-        return s1f_fail(S1F_ERR_STATE, "its header holds %d tensors in %lld bytes", (int)message->num_tensors,
-                        (long long)message->payload_bytes);
     for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         int64_t end;
@@ -144,12 +172,12 @@ int s1f_p2p_has_come(s1f_edge_end *end, int64_t sequence)
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
                         const void *const *tensors)
 {
-    message->magic = MESSAGE_MAGIC;
-    message->version = MESSAGE_VERSION;
     message->sequence = sequence;
     s1f_status status = lay_out(message);
-    if (status == S1F_OK)
+    if (status == S1F_OK) {
+        s1f_message_seal(message);
         status = end->transport->send(end, sequence, place, message, tensors);
+    }
     return on_edge(status, end, sequence);
 }
 

@@ -35,8 +35,9 @@ typedef struct {
 
 typedef struct { /* what a message is */
     uint32_t magic, version;
-    int64_t step;     /* the engine's count of steps */
-    int64_t sequence; /* number on the edge within the step */
+    uint64_t checksum; /* of the header from here on */
+    int64_t step;      /* the engine's count of steps */
+    int64_t sequence;  /* number on the edge within the step */
     int32_t source_stage, destination_stage;
     int32_t pass, microbatch, segment;       /* of the unit that produced it */
     int32_t training;                        /* 1 step, 0 eval */
@@ -86,7 +87,7 @@ s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, cons
 /* Whether `wait` would return without waiting: a posted message has come, or the step has failed. Also 1 where the
  * transport cannot tell. */
 int s1f_p2p_has_come(s1f_edge_end *end, int64_t sequence);
-/* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, payload_bytes, magic and version itself.
+/* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, and payload_bytes, and seals the header.
  * The data of message n may be reused once s1f_p2p_count_sent says more than n; unchanged until then. */
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
                         const void *const *tensors);
@@ -100,7 +101,10 @@ void s1f_edge_end_free(s1f_edge_end *end); /* NULL is fine */
 /* Bytes behind the header of the message in a place, -1 if there is no message: for transports that move bytes. */
 int64_t s1f_message_payload_bytes(const void *place);
 
-/* S1F_ERR_STATE unless a place holds message `sequence` of its edge and every tensor lies within its payload. */
+/* Makes magic, version and checksum those of a header whose other fields stand. At most S1F_MAX_TENSORS tensors. */
+void s1f_message_seal(s1f_message *message);
+/* S1F_ERR_STATE unless a place holds message `sequence` of its edge as it was sent, and every tensor lies within its
+ * payload. The payload itself has no checksum. */
 s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence);
 /* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, direction, microbatch,
  * segment, training. */

@@ -280,12 +280,18 @@ static void test_mistakes(void)
     CHECK_STATUS(s1f_message_check(message, &expected), S1F_ERR_STATE,
                  "received F0.3 of step 1 (train), stage 0 to 1, message 0, but the program expects F0.2");
     forged->tensors[0].offset = 64;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "its header is not as it was sent");
+    s1f_message_seal(forged);
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE,
                  "tensor 0 lies at bytes 64 + 16 of a payload of 16");
     forged->payload_bytes = ARENA_BYTES;
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "its place holds");
     forged->payload_bytes = 16;
+    forged->num_tensors = S1F_MAX_TENSORS + 1;
+    CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "its header holds 17 tensors");
+    forged->num_tensors = 1;
     forged->sequence = 4;
+    s1f_message_seal(forged);
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "message 4 instead");
     forged->magic = 0;
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "not a message of this version");

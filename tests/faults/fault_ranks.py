@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import faulthandler
 import gc
 import logging
 import os
+import random
 import resource
 import signal
 import sys
@@ -18,11 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from messages import corrupt, find_next, forge, repeat
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -34,6 +38,15 @@ CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 LENGTHS = (8, 12, 8)  # of the batches
 TIMEOUT = 1.5
 SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
+# Of tests/faults/failing_calls.c: call, and what it may say.
+CALLS = {"mmap": 1, "memfd_create": 2, "socket": 4, "pthread_create": 8, "open": 16, "write": 32}
+ERRORS = {"mmap": "ENOMEM", "memfd_create": "EMFILE", "socket": "EMFILE", "pthread_create": "EAGAIN"}
+CALLS_OF = {
+    "make": ("mmap", "memfd_create", "socket", "pthread_create", "open"),
+    "step": ("mmap", "open"),
+    "eval": ("mmap", "open"),
+    "save": ("open", "write", "write", "mmap"),
+}
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"timeout": 0.0},
     {"num_microbatches": 0},
@@ -67,6 +80,7 @@ class Outcome:
     Attributes:
         error: "" or the error's kind and text. named: the rank that the error gives, as an attribute.
         wrong: "" or in what the result differs from the whole model's.
+        missed: True: the fault found nothing to happen to: no message came, or the call that was to fail was not made.
     """
 
     began: float
@@ -75,6 +89,7 @@ class Outcome:
     named: int | None = None
     wrong: str = ""
     value: Any = None
+    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,7 @@ class Trapped(nn.Module):
         super().__init__()
         self.stage = stage_of(whole_model(CONFIG), CONFIG, rank, P)
         self.at, self.calls = "", 0
+        self.received: Tensor | None = None  # in the unit that runs
         self.trap: Callable[[], None] = lambda: None
         self.change: Callable[[Tensor], Tensor] | None = None
 
@@ -111,12 +127,18 @@ class Trapped(nn.Module):
         self.calls += 1
         y = self.stage(x)
         if self.at == f"F{unit}":
+            self.received = x
             if self.change is not None:
                 y = self.change(y)
             self.trap()
         if y.requires_grad:
-            y.register_hook(lambda _: self.trap() if self.at in (f"B{unit}", f"I{unit}") else None)
+            y.register_hook(lambda grad: self.backward(unit, grad))
         return y
+
+    def backward(self, unit: str, grad: Tensor) -> None:
+        if self.at in (f"B{unit}", f"I{unit}"):
+            self.received = grad
+            self.trap()
 
 
 class TrappedWriter(dcp.FileSystemWriter):
@@ -139,7 +161,8 @@ class Rank:
         self.engine: PipelineEngine | None = None
         self.batches, self.truth = batches(), truths()
         self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
-        self._interruptible = False
+        self._interruptible = self._struck = False
+        self._changed_relays: list[Any] = []
 
     def interrupt(self, *_: Any) -> None:
         if self._interruptible:  # else the signal has come too late for what it was to interrupt
@@ -148,6 +171,7 @@ class Rank:
     def run(self, command: str, fault: Fault | None, argument: Any) -> Outcome:
         mine = fault if fault is not None and fault.rank == self.rank else None
         result = Outcome(began=time.monotonic())
+        self._struck = False
         try:
             self._interruptible = True
             try:
@@ -158,9 +182,20 @@ class Rank:
             result.error = f"{type(error).__name__}: {error}"
             result.named = getattr(error, "rank", None)
         result.ended = time.monotonic()
-        if self.engine is not None:
-            self.stage.at, self.stage.change, self.trap_loss = "", None, None
+        if mine is not None:
+            result.missed = self.heal(mine)
         return result
+
+    def heal(self, fault: Fault) -> bool:
+        """Takes the trap away. Returns whether the fault has found nothing to happen to."""
+        if self.engine is not None:
+            self.stage.at, self.stage.change, self.stage.received, self.trap_loss = "", None, None, None
+            for relay in self._changed_relays:
+                del relay.send
+            self._changed_relays.clear()
+        if fault.kind == "call fails":
+            return not ctypes.CDLL(None).failing_calls_disarm()
+        return not self._struck and fault.kind in ("header corrupted", "message forged", "message repeated")
 
     # -- faults
 
@@ -180,9 +215,52 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "exit":
             os._exit(3)
+        elif fault.kind in ("header corrupted", "message forged", "message repeated"):
+            self.change_message(fault)
         elif fault.kind == "disk full":
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100 + fault.choice % 400, hard))
+
+    def change_message(self, fault: Fault) -> None:
+        """Of the edge from which the trapped unit has received."""
+        assert self.stage.received is not None
+        payload = self.stage.received.data_ptr()
+        place = find_next(payload, TIMEOUT / 3)
+        self._struck = place != 0
+        rng = random.Random(fault.choice)
+        if place and fault.kind == "header corrupted":
+            corrupt(place, rng)
+        elif place and fault.kind == "message forged":
+            forge(place, rng)
+        elif place:
+            repeat(place, payload)
+
+    def change_relay(self, fault: Fault) -> None:
+        """Of the messages that this rank sends over the process group one is lost or late."""
+        assert self.engine is not None
+        relays = [relay for relay in self.engine._group._relays.values() if not relay._is_receiver]
+        relay = relays[fault.choice % len(relays)]
+        lost, send = fault.choice % (M * K), relay.send
+
+        def send_wrongly(sequence: int, place: int, payload_bytes: int) -> None:
+            if sequence == lost:
+                self.pipe.send(("trap", time.monotonic()))
+                if fault.kind == "message lost":
+                    return
+                time.sleep(TIMEOUT / 3)
+            send(sequence, place, payload_bytes)
+
+        relay.send = send_wrongly
+        self._changed_relays.append(relay)
+
+    def make_a_call_fail(self, fault: Fault) -> None:
+        """One of the next of its kind that Python or the extension make."""
+        calls = CALLS_OF[fault.place]
+        call = calls[fault.choice % len(calls)]
+        error = ERRORS.get(call) or ("EIO" if fault.choice % 2 else "ENOSPC" if call == "write" else "EMFILE")
+        ctypes.CDLL(None).failing_calls_arm(
+            ctypes.c_int(CALLS[call]), ctypes.c_long(fault.choice // 7 % 6), ctypes.c_int(getattr(errno, error))
+        )
 
     def strike_soon(self, fault: Fault) -> None:
         """The same from another thread a few milliseconds later, whatever this rank does then."""
@@ -199,7 +277,11 @@ class Rank:
 
     def arm(self, fault: Fault) -> None:
         """Sets the trap in a unit of the stage or of its loss."""
-        if fault.unit == "any":
+        if fault.kind == "call fails":
+            self.make_a_call_fail(fault)
+        elif fault.kind in ("message lost", "message late"):
+            self.change_relay(fault)
+        elif fault.unit == "any":
             self.strike_soon(fault)
         elif fault.kind == "loss raises":
             self.trap_loss = fault
@@ -234,6 +316,8 @@ class Rank:
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + mine.choice % 7, limits[1]))
         elif mine is not None and mine.kind == "sleep":
             self.strike(mine)
+        elif mine is not None and mine.kind == "call fails":
+            self.make_a_call_fail(mine)
         elif mine is not None:
             self.strike_soon(mine)
         try:
@@ -328,12 +412,18 @@ class Rank:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
             self.optimizer.param_groups[0]["lr"] = float(Path(folder).name)
-            dcp.save(self.state, storage_writer=TrappedWriter(folder, lambda: self.strike(mine) if mine else None))
+            dcp.save(self.state, storage_writer=TrappedWriter(folder, lambda: self._trap_in_saving(mine)))
         except BaseException as error:
             self.engine.fail(f"{type(error).__name__} in saving a checkpoint")
             raise
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def _trap_in_saving(self, mine: Fault | None) -> None:
+        if mine is not None and mine.kind == "call fails":
+            self.make_a_call_fail(mine)
+        elif mine is not None:
+            self.strike(mine)
 
     def do_load(self, _: Fault | None, folder: str, result: Outcome) -> None:
         """Into zeros; afterwards the parameters are what they were, whatever happens."""

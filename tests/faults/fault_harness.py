@@ -4,7 +4,7 @@ Four groups of three processes run side by side, one for each transport and kind
 ranks survive the group goes on, and its next step must have the gradients of the model run whole. After one that kills
 a rank a new group starts, and loads the newest complete checkpoint of the one before.
 
-    python benchmarks/faults.py --faults 1000 --seed 1 --minutes 20
+    python tests/faults/fault_harness.py --faults 1000 --seed 1
 
 Exits with 1 if anything was found.
 """
@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +29,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch.distributed as dist
 from common import header
@@ -57,9 +59,19 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "exit": (0.7, ("step", "step", "between", "eval", "make", "save")),
     "no descriptors": (2, ("make",)),
     "bad argument": (2, ("make",)),
+    "call fails": (6, ("step", "eval", "make", "make", "save")),
+    "header corrupted": (4, ("step", "step", "eval")),
+    "message forged": (3, ("step", "step", "eval")),
+    "message repeated": (2, ("step", "step", "eval")),
+    "message lost": (2, ("step", "eval")),
+    "message late": (1, ("step", "eval")),
     "disk full": (2, ("save",)),
     "truncated checkpoint": (2, ("load",)),
 }
+ONLY_OVER_C10D = (
+    "message lost",
+    "message late",
+)  # in shared memory a message is a counter: only its sender can be late
 PLACE = r"\branks? \d|\bstages? \d|\[\d+\][FBIW]\d"  # what an error must name: a rank, or an edge or stage and its unit
 COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered")
 
@@ -78,6 +90,10 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
     elif kind == "loss raises":
         rank = P - 1
     unit = f"{rng.choice(passes)}{rng.randrange(M)}.{rng.randrange(K)}"
+    if kind in ("header corrupted", "message forged", "message repeated"):  # in units after which a message comes
+        backwards = place == "step" and rng.random() < 0.5
+        rank = rng.randrange(P - 1) if backwards else rng.randrange(1, P)
+        unit = f"{'I' if split else 'B'}0.{K - 1}" if backwards else "F0.0"
     if kind == "interrupt" and place in ("step", "eval") and rng.random() < 0.5:
         unit = "any"
     return Fault(kind, place, rank, unit, rng.randrange(len(LENGTHS)), rng.randrange(1 << 20))
@@ -100,6 +116,8 @@ def plan(count: int, seed: int, without: Sequence[str] = ()) -> list[list[Fault]
         turn = len(lanes[lane]) + lane * 4
         first = len(lanes[lane]) < len(kinds) and count >= len(kinds) * len(LANES)
         kind = kinds[turn % len(kinds)] if first else rng.choices(drawn, weights)[0]
+        while kind in ONLY_OVER_C10D and LANES[lane][0] != "c10d":
+            kind = rng.choices(drawn, weights)[0]
         lanes[lane].append(draw(rng, LANES[lane][1], kind))
     return lanes
 
@@ -109,6 +127,7 @@ class Row:
     """What came of one kind of fault over one transport."""
 
     injected: int = 0
+    missed: int = 0  # of them: nothing was there for the fault to happen to
     seconds: float = 0.0
     defects: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
 
@@ -132,14 +151,15 @@ class Found:
             print(self.lines[-1], flush=True)
 
     def table(self) -> str:
-        head = ["kind", "transport", "injected", *COLUMNS, "seconds"]
-        total = Row(sum(r.injected for r in self.rows.values()), sum(r.seconds for r in self.rows.values()))
+        head = ["kind", "transport", "injected", "missed", *COLUMNS, "seconds"]
+        rows_of = list(self.rows.values())
+        total = Row(sum(r.injected for r in rows_of), sum(r.missed for r in rows_of), sum(r.seconds for r in rows_of))
         for row in self.rows.values():
             for column in COLUMNS:
                 total.defects[column] += row.defects[column]
         rows = [*sorted(self.rows.items()), (("all", ""), total)]
         cells = [
-            [*key, str(row.injected), *(str(row.defects[c]) for c in COLUMNS), f"{row.seconds:.1f}"]
+            [*key, str(row.injected), str(row.missed), *(str(row.defects[c]) for c in COLUMNS), f"{row.seconds:.1f}"]
             for key, row in rows
         ]
         widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
@@ -389,6 +409,8 @@ class Lane:
             outcomes = self.group.tell(command, fault, argument)
             dead = set(range(P)) - self.group.alive
             assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
+            if any(outcome.missed for outcome in outcomes.values()):
+                self.found.row(fault.kind, self.lane[0]).missed += 1
             self.judge_values(outcomes)
             if command != "save":  # torch's own collectives say there what failed
                 self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
@@ -451,6 +473,23 @@ class Lane:
                 self.defect("errors", f"rank {rank} hears it {late:.1f} s too late: {outcome.error}")
 
 
+def begin_server() -> None:
+    """The server of forks, which imports torch; its children's system calls can be made to fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "failing_calls.so"
+        source = Path(__file__).with_name("failing_calls.c")
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True
+        )
+        context.set_forkserver_preload(["fault_ranks", "torch.distributed.fsdp"])
+        os.environ["LD_PRELOAD"] = str(library)
+        try:
+            with PipedProcesses(1, nothing):
+                pass
+        finally:
+            del os.environ["LD_PRELOAD"]
+
+
 def nothing(rank: int, pipe: Any) -> None:
     return
 
@@ -459,16 +498,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=20.0, help="begin no fault after so long")
-    parser.add_argument("--results", default=str(Path(__file__).parent / "results" / "faults.txt"))
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no fault after so long")
+    parser.add_argument("--results", default=str(Path(__file__).parents[2] / "benchmarks" / "results" / "faults.txt"))
     parser.add_argument(
         "--without", nargs="+", default=[], choices=list(PLACES), metavar="KIND", help="kinds to leave out"
     )
     parser.add_argument("--verbose", action="store_true", help="names every fault before it is injected")
     options = parser.parse_args()
-    context.set_forkserver_preload(["fault_ranks", "torch.distributed.fsdp"])
-    with PipedProcesses(1, nothing):  # the server of forks imports torch
-        pass
+    begin_server()
     names_before = shared_memory_names()
     launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = Found()
@@ -490,7 +527,11 @@ def main() -> int:
     if names:
         found.defect("leftovers", None, ("shm", ""), f"names of shared memory: {sorted(names)}")
     injected = sum(row.injected for row in found.rows.values())
-    summary = f"{injected} of {options.faults} faults, {time.monotonic() - began:.0f} s, {len(found.lines)} defects"
+    missed = sum(row.missed for row in found.rows.values())
+    summary = (
+        f"{injected} of {options.faults} faults, {missed} of them missed, {time.monotonic() - began:.0f} s, "
+        f"{len(found.lines)} defects"
+    )
     text = "\n".join([header("Faults"), "", found.table(), "", summary, *found.lines])
     Path(options.results).write_text(text + "\n")
     print(f"{found.table()}\n\n{summary}")

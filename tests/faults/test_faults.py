@@ -1,0 +1,27 @@
+"""Does the pipeline survive random faults? A fixed slice of them; 1,000 with `pytest -m faults`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HARNESS = Path(__file__).with_name("fault_harness.py")
+
+
+@pytest.mark.parametrize(
+    "count", [44, pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
+)  # fmt: skip
+def test_faults(tmp_path: Path, count: int) -> None:
+    results = tmp_path / "faults.txt"
+    command = [sys.executable, str(HARNESS), "--faults", str(count), "--seed", "3", "--results", str(results)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    text = results.read_text()
+    assert f"{count} of {count} faults" in text and f"tests/faults/fault_harness.py --faults {count} --seed 3" in text
+    (total,) = [line.split() for line in text.splitlines() if line.startswith("all ")]
+    assert int(total[1]) == count and int(total[2]) < count / 4, total
+    assert set(total[3:9]) == {"0"}
+    print(text)
