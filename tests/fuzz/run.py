@@ -139,7 +139,7 @@ def fuzz(target: str, programs: dict[str, Path], work: Path, inputs: int, python
         f"{seconds:.0f}",
         f"{number / seconds:.0f}",
         cov,
-        counters[0] if counters else "?",
+        counters[0] if counters else "-",
         corp,
     )
     return (*row, "0" if code == 0 else f"1: see {artifacts.name}* and {target}.log")
@@ -213,18 +213,18 @@ def run_fuzzers(targets: list[str], work: Path, options: argparse.Namespace) -> 
 
 
 def reached_by(target: str, programs: dict[str, Path], folder: Path, work: Path) -> dict[Path, set[str]]:
-    """The edges that each input of a folder reaches: libFuzzer notes them when it merges."""
+    """What each input of a folder reaches, in libFuzzer's features, which it notes when it merges."""
     notes, empty = work / "notes", work / "empty"
     notes.unlink(missing_ok=True)
     shutil.rmtree(empty, ignore_errors=True)
     empty.mkdir()
     command, environment = command_of(target, programs)
-    options = ["-merge=1", f"-merge_control_file={notes}", str(empty), str(folder)]
+    options = ["-set_cover_merge=1", f"-merge_control_file={notes}", str(empty), str(folder)]
     subprocess.run([*command, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = notes.read_text().splitlines()
     files = [Path(name) for name in lines[2 : 2 + int(lines[0])]]
-    marks = (line.split() for line in lines if line.startswith("COV "))
-    return {files[int(number)]: set(edges) for _, number, *edges in marks}
+    marks = (line.split() for line in lines if line.startswith("FT "))
+    return {files[int(number)]: set(features) for _, number, *features in marks}
 
 
 def shrink(targets: list[str], work: Path, most: int) -> None:
@@ -244,7 +244,7 @@ def shrink(targets: list[str], work: Path, most: int) -> None:
             old.unlink()
         for content in contents:
             (CORPUS / target / f"input-{hashlib.sha256(content).hexdigest()[:12]}").write_bytes(content)
-        print(f"{target:14} {len(kept)} of {len(reached)} inputs, {len(seen)} edges", flush=True)
+        print(f"{target:14} {len(kept)} of {len(reached)} inputs, {len(seen)} features", flush=True)
 
 
 def main(arguments: list[str]) -> int:
