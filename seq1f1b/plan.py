@@ -206,7 +206,7 @@ class Plan:
 
 
 def _is_whole(value: object) -> bool:
-    return type(value) is int
+    return type(value) is int and is_number(value)
 
 
 def _are_whole(value: object) -> bool:
