@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["json_fields", "read", "write_whole"]
+__all__ = ["is_number", "json_fields", "parse_json", "read", "write_whole"]
 
 T = TypeVar("T")
 
@@ -33,14 +34,29 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of a file's text; its ``ValueError`` begins with the file's name."""
-    with open(path) as file:
-        text = file.read()
+    """What ``parse`` makes of a file's text; a ``ValueError`` begins with the file's name."""
     try:
+        with open(path) as file:
+            text = file.read()
         return parse(text)
+    except UnicodeError as error:  # whose message is not in its args
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
     except ValueError as error:
         error.args = (f"{os.fspath(path)}: {error}",)
         raise
+
+
+def parse_json(text: str) -> Any:
+    """``json.loads``, with ``ValueError`` also where the text nests too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it nests too deep: {error}") from None
+
+
+def is_number(value: object) -> bool:
+    """Whether what JSON holds is a finite number that a float can be; True and False are none."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
@@ -52,7 +68,7 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
         ValueError: not JSON, or another format.
     """
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise ValueError(f"a {what} must be JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != format:

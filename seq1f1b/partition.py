@@ -73,7 +73,10 @@ def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
         if type(value) is not wanted:
             raise ValueError(f"{name}: {key} is {value!r}, must be of type {wanted.__name__}")
     shape = ModelShape(**data)
-    shape.flops(0, 1)  # raises unless the shape is sound
+    try:
+        shape.flops(0, 1)  # raises unless the shape is sound
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return shape
 
 

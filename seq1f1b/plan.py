@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from seq1f1b.files import json_fields, read, write_whole
+from seq1f1b.files import is_number, json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
 from seq1f1b.schedule import Schedule, build_schedule
 
@@ -156,10 +156,8 @@ class Plan:
                 for each in data.get("lengths", ())
             )
             plan = cls(**{**data, "model": make_model(data["model"], "model of the plan"), "layout": Layout(**layout)})
-            numbers = (plan.seconds, plan.low, plan.high, plan.bubble, plan.tokens_per_second, plan.mix)
-            if not all(isinstance(x, (int, float)) for x in (*numbers, *plan.peak, *plan.peak_high, plan.cap)):
-                raise TypeError("times, rates and bytes must be numbers")
-            if not isinstance(plan.prefetch, int) or plan.prefetch < 0:
+            _check_types(plan)
+            if plan.prefetch < 0:
                 raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
             check_segment_sizes(plan.segment_sizes, plan.seq_len)
             for each in plan.lengths:
@@ -202,3 +200,40 @@ class Plan:
             or list(self.segment_sizes),
             "prefetch": self.prefetch,
         }
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and is_number(value)
+
+
+def _are_whole(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_whole, value))
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is_whole),
+    "float": ("a finite number", is_number),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[int, ...]": ("a list of whole numbers", _are_whole),
+    "tuple[int, ...] | None": ("a list of whole numbers", lambda value: value is None or _are_whole(value)),
+    "Mapping[str, Any]": ("an object", lambda value: isinstance(value, dict)),
+}
+"""What a field of a plan holds, by its type, and how a value is recognised."""
+_PARTS = ("ModelShape", "Layout", "tuple[StepLength, ...]")  # which are read by themselves
+
+
+def _check_types(plan: Plan) -> None:
+    """TypeError where a field of a plan, of its layout or of a length is not of its type, or not finite."""
+    parts: tuple[Plan | Layout | StepLength, ...] = (plan, plan.layout, *plan.lengths)
+    for part in parts:
+        for each in fields(part):
+            if each.type in _PARTS:
+                continue
+            what, is_kind = _KINDS[each.type]
+            value = getattr(part, each.name)
+            if not is_kind(value):
+                raise TypeError(f"{each.name} is {value!r:.80}, must be {what}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -339,14 +340,16 @@ class Schedule:
         for rate in rates:
             if not rate > 0:
                 raise ValueError(f"bandwidth is {rate}, must be above 0")
-        return [1.0 / rate for rate in rates]
+        with _naming_overflow("bandwidth"):
+            return [1.0 / rate for rate in rates]
 
     def _pass_seconds(
         self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
-        weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
+        with _naming_overflow("backward"):
+            weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
         if input is not None:
             inputs = self._per_unit(input, "input")
         else:
@@ -408,6 +411,9 @@ class Schedule:
             return per_place(getattr(given, name), name, self.num_stages, "stage")
 
         def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
+            for value in values:
+                if not isinstance(value, int):
+                    raise TypeError(f"{name} holds {value!r}, must be whole numbers of bytes")
             if min(values) < 0:
                 raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
             held = [0] * self.num_ranks
@@ -450,6 +456,14 @@ def per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
     return list(values)
+
+
+@contextlib.contextmanager
+def _naming_overflow(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OverflowError as error:
+        raise ValueError(f"{name} holds a number that is too large: {error}") from None
 
 
 def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
@@ -582,6 +596,8 @@ def _flat_options(
 ) -> dict[str, Any]:
     """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
     flat = dict(options or {})
+    if flat:  # the lists are as long as the counts say
+        _C.schedule_broken_rule("seq1f1b", num_ranks, 1, num_segments, stages_per_rank, {})
     for name, words in (("placement", "'loop' or 'v'"), ("backward", "'split' or 'whole'")):
         if not isinstance(flat.get(name, ""), str):
             raise TypeError(f"{name} is {flat[name]!r}, must be {words}")

@@ -93,6 +93,19 @@ int s1f_to_count(PyObject *number, void *out)
     return 1;
 }
 
+int s1f_to_number(PyObject *object, void *out)
+{
+    s1f_number *number = out;
+    number->value = PyFloat_AsDouble(object);
+    if (number->value != -1 || !PyErr_Occurred())
+        return 1;
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s is larger than a double holds", number->name);
+    }
+    return 0;
+}
+
 static int to_double(PyObject *number, void *out)
 {
     double value = PyFloat_AsDouble(number);

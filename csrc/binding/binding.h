@@ -75,6 +75,12 @@ typedef struct { /* an int32 that errors call by its name; the core refuses what
 } s1f_count;
 int s1f_to_count(PyObject *number, void *out);
 
+typedef struct { /* a double that errors call by its name: ValueError where an int is too large for one */
+    const char *name;
+    double value;
+} s1f_number;
+int s1f_to_number(PyObject *number, void *out);
+
 /* Arrays from any sequence of numbers. The name is the caller's, for errors. None: values is NULL, count 0. After a
  * successful parse the values are the caller's (PyMem_Free); a failed one has freed them. */
 typedef struct {

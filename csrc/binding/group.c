@@ -131,6 +131,8 @@ static PyObject *group_set_progress(PyObject *Py_UNUSED(module), PyObject *argum
     double age_s;
     if (!PyArg_ParseTuple(arguments, "O&isdi", s1f_to_group, &group, &rank, &what, &age_s, &waiting_for))
         return NULL;
+    if (!(age_s >= 0 && age_s <= 1e9)) /* another rank wrote it to the store */
+        return s1f_raise(s1f_fail(S1F_ERR_ARG, "rank %d did that %g s ago, must be in 0..1e9", rank, age_s));
     s1f_group_set_progress(group, rank, what, (int64_t)(age_s * 1e9), waiting_for);
     Py_RETURN_NONE;
 }

@@ -58,16 +58,16 @@ static PyObject *partition_flops(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t seq_len, multiple_of;
     int32_t num_segments;
     s1f_model_shape model;
-    double mix;
-    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "dO&", s1f_to_int64, &seq_len, to_count, &num_segments,
-                          MODEL_ARGUMENTS(model), &mix, s1f_to_int64, &multiple_of))
+    s1f_number mix = {.name = "mix"};
+    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
+                          MODEL_ARGUMENTS(model), s1f_to_number, &mix, s1f_to_int64, &multiple_of))
         return NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes == NULL)
         return NULL;
     s1f_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = s1f_partition_flops(seq_len, num_segments, &model, mix, multiple_of, sizes);
+    status = s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes);
     Py_END_ALLOW_THREADS
     return finish_sizes(status, sizes, num_segments);
 }
@@ -82,16 +82,17 @@ static PyObject *partition_documents(PyObject *Py_UNUSED(module), PyObject *args
     int32_t num_segments;
     s1f_model_shape model;
     s1f_int64s documents = {.name = "documents"};
-    double mix;
-    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&dO&", s1f_to_int64, &seq_len, to_count, &num_segments,
-                          MODEL_ARGUMENTS(model), s1f_to_int64s, &documents, &mix, s1f_to_int64, &multiple_of))
+    s1f_number mix = {.name = "mix"};
+    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&O&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
+                          MODEL_ARGUMENTS(model), s1f_to_int64s, &documents, s1f_to_number, &mix, s1f_to_int64,
+                          &multiple_of))
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_partition_documents(seq_len, num_segments, &model, documents.values, documents.count, mix,
+        status = s1f_partition_documents(seq_len, num_segments, &model, documents.values, documents.count, mix.value,
                                          multiple_of, sizes);
         Py_END_ALLOW_THREADS
         result = finish_sizes(status, sizes, num_segments);
@@ -109,16 +110,17 @@ static PyObject *partition_profiled(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t seq_len, multiple_of;
     int32_t num_segments;
     s1f_doubles costs = {.name = "costs"};
-    double mix;
-    if (!PyArg_ParseTuple(args, "O&O&O&dO&", s1f_to_int64, &seq_len, to_count, &num_segments, s1f_to_doubles, &costs,
-                          &mix, s1f_to_int64, &multiple_of))
+    s1f_number mix = {.name = "mix"};
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&", s1f_to_int64, &seq_len, to_count, &num_segments, s1f_to_doubles, &costs,
+                          s1f_to_number, &mix, s1f_to_int64, &multiple_of))
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix, multiple_of, sizes);
+        status =
+            s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix.value, multiple_of, sizes);
         Py_END_ALLOW_THREADS
         result = finish_sizes(status, sizes, num_segments);
     }

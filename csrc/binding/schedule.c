@@ -76,6 +76,14 @@ static int read_int32(PyObject *value, const char *name, int64_t least, int32_t 
     return is_read;
 }
 
+static int read_double(PyObject *value, const char *name, double *option)
+{
+    s1f_number number = {.name = name};
+    int is_read = s1f_to_number(value, &number);
+    *option = number.value;
+    return is_read;
+}
+
 static int read_costs(PyObject *value, read_options *read)
 {
     const double **const options[3] = {&read->options.forward_costs, &read->options.input_costs,
@@ -123,9 +131,7 @@ static int read_option(uint32_t option, const char *name, PyObject *value, read_
     case S1F_OPTION_EXTRA_WARMUP: return read_int32(value, name, 0, &options->extra_warmup);
     case S1F_OPTION_CAP: return read_number(value, name, 1, INT64_MAX, &options->cap);
     case S1F_OPTION_COSTS: return read_costs(value, read);
-    case S1F_OPTION_TRANSFER:
-        options->transfer = PyFloat_AsDouble(value);
-        return !(options->transfer == -1.0 && PyErr_Occurred());
+    case S1F_OPTION_TRANSFER: return read_double(value, name, &options->transfer);
     case S1F_OPTION_PLACEMENT: return read_word(value, name, "loop", "v", &options->placement);
     case S1F_OPTION_BACKWARD: return read_word(value, name, "split", "whole", &options->backward);
     case S1F_OPTION_UNIT_BYTES:

@@ -178,14 +178,18 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
                           .seconds_per_byte.name = "bandwidth",
                           .message_bytes.name = "message_bytes",
                           .optimizer.name = "optimizer"};
+    s1f_number send = {.name = "send"}, jitter = {.name = "jitter"}, transfer_jitter = {.name = "transfer_jitter"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&d)O&(ddKp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
-                          s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, &costs.send,
-                          s1f_to_int64s, &arrays.message_bytes, &costs.jitter, &costs.transfer_jitter, &seed,
-                          &costs.fills, &costs.num_steps, &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer,
-                          &keep, &progress))
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&)O&(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
+                          s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, s1f_to_number,
+                          &send, s1f_to_int64s, &arrays.message_bytes, s1f_to_number, &jitter, s1f_to_number,
+                          &transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
+                          s1f_to_doubles, &arrays.optimizer, &keep, &progress))
         return NULL;
+    costs.send = send.value;
+    costs.jitter = jitter.value;
+    costs.transfer_jitter = transfer_jitter.value;
     costs.seed = seed;
     costs.progress = progress != Py_None ? report_progress : NULL;
     costs.progress_context = progress;

@@ -75,8 +75,10 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     size_t cells = (size_t)shape.num_stages * (size_t)shape.num_microbatches * (size_t)shape.num_segments;
+    s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once, and each is there */
+    if (status != S1F_OK)
+        return status;
     deferral d = {.pending = malloc(cells * sizeof *d.pending)};
-    s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once */
     int64_t most = max_live_units;
     for (int32_t rank = 0; rank < shape.num_ranks && max_live_units == 0; rank++) {
         int64_t num_units;
@@ -84,7 +86,7 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
         int64_t own = most_live(units, num_units);
         most = own > most ? own : most;
     }
-    if (status == S1F_OK && d.pending == NULL)
+    if (d.pending == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %zu units", cells);
     if (status == S1F_OK)
         status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,

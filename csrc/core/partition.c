@@ -10,6 +10,8 @@ typedef struct {
     double linear, quadratic; /* C(t) = linear t + quadratic t (t + 1) */
 } flop_cost;
 
+static const double MOST_COST = 1e300; /* of a sequence: no mixed sum of costs is infinite then */
+
 /* A stretch of the rows in which no document begins but at its first token. */
 typedef struct {
     unsigned __int128 pairs; /* of tokens and those that they attend to, in all rows before `begin` */
@@ -478,8 +480,8 @@ s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const d
     for (int64_t i = 0; i < num_costs; i++)
         sums[i + 1] = sums[i] + costs[i];
     double total = sums[num_costs];
-    if (!isfinite(total) || !(total > 0)) {
-        status = s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be finite and above 0", total);
+    if (!(total > 0 && total <= MOST_COST)) {
+        status = s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be above 0 and at most %g", total, MOST_COST);
     } else if (mix == 0) {
         status = s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
     } else {

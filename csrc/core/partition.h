@@ -60,7 +60,7 @@ s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const 
 
 /* Equal measured cost. The sequence is cut into num_costs pieces of equal length (tokens may straddle two); costs[i] is
  * what piece i costs, in any unit, spread evenly over it. So num_costs = seq_len gives the cost of each token, and
- * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum finite and > 0.
+ * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum > 0 and at most 1e300.
  * S1F_ERR_MEMORY if the running sums (8 bytes per piece) cannot be allocated. */
 s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,
                                   double mix, int64_t multiple_of, int64_t *sizes);

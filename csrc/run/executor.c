@@ -289,12 +289,14 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
         return status;
     int64_t offset = executor->offsets[producer.segment], length = executor->sizes[producer.segment];
     if (message->sequence_length != executor->sequence_length || message->offset != offset || message->length != length)
+        /* the end may wrap where a header is corrupted */
         return s1f_fail(S1F_ERR_STATE,
                         "%s: segment %d is tokens [%lld, %lld) of %lld at the sender, [%lld, %lld) of %lld here: "
                         "give every rank the same segment_sizes",
                         end->text, (int)producer.segment, (long long)message->offset,
-                        (long long)(message->offset + message->length), (long long)message->sequence_length,
-                        (long long)offset, (long long)(offset + length), (long long)executor->sequence_length);
+                        (long long)((uint64_t)message->offset + (uint64_t)message->length),
+                        (long long)message->sequence_length, (long long)offset, (long long)(offset + length),
+                        (long long)executor->sequence_length);
     executor->num_inputs++;
     return S1F_OK;
 }

@@ -161,8 +161,12 @@ void s1f_group_progress(s1f_group *group, const char *what)
 
 void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, int64_t age_ns, int32_t waiting_for)
 {
-    write_row(&group->rows[rank], what, s1f_now_ns() - age_ns);
-    atomic_store_explicit(&group->rows[rank].waiting_for, waiting_for + 1, memory_order_relaxed);
+    int64_t time_ns;
+    if (__builtin_sub_overflow(s1f_now_ns(), age_ns, &time_ns))
+        time_ns = 0; /* as if it never reported */
+    write_row(&group->rows[rank], what, time_ns);
+    int32_t peer = waiting_for >= 0 && waiting_for < group->num_ranks ? waiting_for + 1 : 0;
+    atomic_store_explicit(&group->rows[rank].waiting_for, peer, memory_order_relaxed);
 }
 
 void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
@@ -183,8 +187,10 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
     }
     memcpy(what, words, S1F_WHAT_BYTES);
     what[S1F_WHAT_BYTES - 1] = '\0';
-    *age_ns = time_ns == 0 ? -1 : s1f_now_ns() - time_ns;
-    *waiting_for = atomic_load_explicit(&row->waiting_for, memory_order_relaxed) - 1;
+    if (time_ns == 0 || __builtin_sub_overflow(s1f_now_ns(), time_ns, age_ns) || *age_ns < 0)
+        *age_ns = -1; /* a time that is still to come would let a peer be silent until then */
+    int32_t peer = atomic_load_explicit(&row->waiting_for, memory_order_relaxed);
+    *waiting_for = peer >= 1 && peer <= group->num_ranks ? peer - 1 : -1;
 }
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
@@ -237,6 +243,7 @@ void s1f_group_failure(const s1f_group *group, s1f_failure *out)
 {
     if (failure_stands(group)) {
         *out = group->failure->failure;
+        out->unit[sizeof out->unit - 1] = out->edge[sizeof out->edge - 1] = out->text[sizeof out->text - 1] = '\0';
         return;
     }
     memset(out, 0, sizeof *out);
@@ -247,8 +254,9 @@ s1f_status s1f_group_check(const s1f_group *group)
 {
     if (!failure_stands(group))
         return S1F_OK;
-    const s1f_failure *failure = &group->failure->failure;
-    return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure->rank, failure->text);
+    s1f_failure failure;
+    s1f_group_failure(group, &failure);
+    return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
 }
 
 void s1f_group_clear(s1f_group *group)
@@ -393,7 +401,7 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
 {
     s1f_status status;
     int32_t lost = atomic_load(&group->failure->lost);
-    if (reason->recovering && lost != 0)
+    if (reason->recovering && lost > 0)
         return s1f_fail(S1F_ERR_PEER, "rank %d is gone since an earlier step", (int)lost - 1);
     if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
         return status;

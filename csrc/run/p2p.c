@@ -23,9 +23,11 @@ static s1f_status on_edge(s1f_status status, const s1f_edge_end *end, int64_t se
 static int64_t tensor_bytes(const s1f_tensor_header *tensor)
 {
     int64_t bytes = s1f_dtype_bytes(tensor->dtype);
+    if (tensor->ndim < 0 || tensor->ndim > S1F_MAX_DIMS)
+        return -1;
     if (tensor->flags & S1F_TENSOR_NONE)
         return 0;
-    if (bytes == 0 || tensor->ndim < 0 || tensor->ndim > S1F_MAX_DIMS)
+    if (bytes == 0)
         return -1;
     for (int32_t i = 0; i < tensor->ndim; i++)
         if (tensor->sizes[i] < 0 || __builtin_mul_overflow(bytes, tensor->sizes[i], &bytes))
@@ -61,7 +63,7 @@ static s1f_status lay_out(s1f_message *message)
 int64_t s1f_message_payload_bytes(const void *place)
 {
     const s1f_message *message = place;
-    if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION)
+    if (message->magic != MESSAGE_MAGIC || message->version != MESSAGE_VERSION || message->payload_bytes < 0)
         return -1;
     return message->on_device ? 0 : message->payload_bytes;
 }
@@ -121,9 +123,11 @@ s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence)
     }
     for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
-        int64_t end;
-        if (tensor->bytes != tensor_bytes(tensor) || tensor->offset < 0 ||
-            tensor->offset % S1F_PAYLOAD_ALIGNMENT != 0 ||
+        int64_t end, bytes = tensor_bytes(tensor);
+        if (bytes < 0)
+            return s1f_fail(S1F_ERR_STATE, "tensor %d has dtype %s and %d dimensions (at most %d), or a negative size",
+                            (int)i, s1f_dtype_name(tensor->dtype), (int)tensor->ndim, (int)S1F_MAX_DIMS);
+        if (tensor->bytes != bytes || tensor->offset < 0 || tensor->offset % S1F_PAYLOAD_ALIGNMENT != 0 ||
             __builtin_add_overflow(tensor->offset, tensor->bytes, &end) || end > message->payload_bytes)
             return s1f_fail(S1F_ERR_STATE, "tensor %d lies at bytes %lld + %lld of a payload of %lld", (int)i,
                             (long long)tensor->offset, (long long)tensor->bytes, (long long)message->payload_bytes);
@@ -156,7 +160,10 @@ s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, cons
     const s1f_message *found;
     const void *found_payload;
     s1f_status status = end->transport->wait(end, sequence, place, &found, &found_payload);
-    if (status == S1F_OK && (status = s1f_message_check_sound(found, sequence)) == S1F_OK) {
+    if (status == S1F_OK && (status = s1f_message_check_sound(found, sequence)) == S1F_OK && found->on_device &&
+        !end->transport->is_between_gpus)
+        status = s1f_fail(S1F_ERR_STATE, "its payload is in a GPU's memory: do all ranks compute on a GPU?");
+    if (status == S1F_OK) {
         *message = found;
         *payload = found_payload;
     }

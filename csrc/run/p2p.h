@@ -54,6 +54,7 @@ typedef struct s1f_edge_end s1f_edge_end; /* one end of one directed edge */
 
 typedef struct { /* a transport: how messages move. One static table per transport file. */
     const char *name;
+    int32_t is_between_gpus; /* 1: payloads may lie in a GPU's memory */
     s1f_status (*begin_step)(s1f_edge_end *end, int32_t num_places);
     s1f_status (*post)(s1f_edge_end *end, int64_t sequence, int32_t place);
     s1f_status (*receive)(s1f_edge_end *end, int64_t sequence, int32_t place); /* NULL: nothing to do */
@@ -104,7 +105,7 @@ int64_t s1f_message_payload_bytes(const void *place);
 /* Makes magic, version and checksum those of a header whose other fields stand. At most S1F_MAX_TENSORS tensors. */
 void s1f_message_seal(s1f_message *message);
 /* S1F_ERR_STATE unless a place holds message `sequence` of its edge as it was sent, and every tensor lies within its
- * payload. The payload itself has no checksum. */
+ * payload. Then its header may be followed; what it says of tokens is not looked at here. The payload has no checksum. */
 s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence);
 /* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, direction, microbatch,
  * segment, training. */

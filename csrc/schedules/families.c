@@ -30,6 +30,7 @@ static const s1f_family *const families[] = {
     &s1f_family_seq_v_min,
     &s1f_family_auto,
 };
+static const double MOST_SECONDS = 1e300; /* of all units and messages: their sums are finite then */
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128, RULE_TEXT_BYTES = 64 };
 
 const char *const s1f_option_names[] = {"group",     "round",      "extra_warmup", "cap",      "costs", "transfer",
@@ -84,6 +85,20 @@ static s1f_status check_costs(const s1f_request *request)
             if (!(costs[pass][i] >= 0) || !isfinite(costs[pass][i]))
                 return s1f_fail(S1F_ERR_ARG, "costs hold %g, must be finite and at least 0", costs[pass][i]);
     }
+    return S1F_OK;
+}
+
+/* The ends of units can be compared: no sum of costs is infinite. */
+static s1f_status check_sum(const s1f_request *request)
+{
+    const s1f_options *options = &request->options;
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    double sum = 3 * (double)count * options->transfer;
+    for (int64_t i = 0; options->forward_costs != NULL && i < count; i++)
+        sum += options->forward_costs[i] + options->input_costs[i] + options->weight_costs[i];
+    if (sum * request->num_microbatches > MOST_SECONDS)
+        return s1f_fail(S1F_ERR_ARG, "costs and transfers of all units sum to %g seconds, must be at most %g",
+                        sum * request->num_microbatches, MOST_SECONDS);
     return S1F_OK;
 }
 
@@ -142,7 +157,9 @@ static s1f_status check_options(const s1f_request *request)
         return s1f_fail(S1F_ERR_ARG, "backward is %d, must be split, 1, or whole, 2", options->backward);
     if ((status = check_bytes(request)) != S1F_OK)
         return status;
-    return has_costs ? check_costs(request) : S1F_OK;
+    if (has_costs && (status = check_costs(request)) != S1F_OK)
+        return status;
+    return check_sum(request);
 }
 
 /* Checks everything but the family's rules. */

@@ -6,14 +6,13 @@ not state comes from ``default.json``.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from seq1f1b.files import is_number, parse_json
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.profile import PassSeconds, Profile
 from seq1f1b.schedule import nearest_name
@@ -132,7 +131,7 @@ def _read(kind: str, name: str) -> dict[str, Any]:
             f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
         )
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{name}: not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -172,7 +171,7 @@ def load_hardware(name: str) -> Hardware:
             raise ValueError(f'{name}: {key} is {entry!r}, must be {{"value": number, "source": text}}')
         ends: tuple[Any, ...] = tuple(entry.get(part, entry["value"]) for part in ("low", "value", "high"))
         low, value, high = ends
-        if not all(type(x) in (int, float) and math.isfinite(x) for x in (low, value, high)):
+        if not all(map(is_number, ends)):
             raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
         if not 0 <= low <= value <= high or (value == 0 and key not in _MAY_BE_ZERO):
             raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")

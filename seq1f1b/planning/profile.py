@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from seq1f1b.files import json_fields, read, write_whole
+from seq1f1b.files import is_number, json_fields, read, write_whole
 from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
@@ -286,8 +286,8 @@ def _fields(given: Any, wanted: Mapping[str, type], where: str) -> dict[str, Any
     for name, kind in wanted.items():
         value = data[name]
         if kind is float and type(value) is int:
-            value = data[name] = float(value) if value < 1e300 else math.inf
-        if kind in (int, float) and (type(value) is not kind or not math.isfinite(value) or value < 0):
+            value = data[name] = float(value) if is_number(value) else math.inf
+        if kind in (int, float) and (type(value) is not kind or not is_number(value) or value < 0):
             what = "a whole number" if kind is int else "a finite number"
             raise ValueError(f"{where}: {name} is {value!r}, must be {what} of at least 0")
         if kind in (str, list) and type(value) is not kind:

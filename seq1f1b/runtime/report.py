@@ -255,7 +255,7 @@ def _read_line(line: bytes) -> PipelineReport:
         raise ValueError("its ranks are no reports")
     if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:
         raise ValueError("its units are not those of its order")
-    figures = [x for r in ranks for x in (r.start, r.seconds, r.busy, r.wait, r.send)]
+    figures = [x for r in ranks for x in (r.start, r.seconds, r.busy, r.wait, r.send, r.bubble)]
     figures += [x for r in ranks for _, *span in (*r.timeline, *r.fills) for x in span]
     if not all(math.isfinite(x) for x in figures):
         raise ValueError("a time is not finite")

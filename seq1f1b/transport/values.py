@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type[Any])
 _records: dict[str, type[Any]] = {}
+_SCALARS = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
 
 
 def sendable(kind: _Class) -> _Class:
@@ -58,6 +59,15 @@ def _encode(value: Any) -> Any:
     )
 
 
+def _checked(record: Any) -> Any:
+    """The record, whose fields are of their types where these are plain ones."""
+    for name, annotation in type(record).__annotations__.items():
+        value, wanted = getattr(record, name), getattr(annotation, "__forward_arg__", annotation)
+        if wanted in _SCALARS and type(value) not in _SCALARS[wanted]:
+            raise TypeError(f"{name} of a {type(record).__name__} is {value!r:.80}, must be of type {wanted}")
+    return record
+
+
 def _decode(found: Any) -> Any:
     if isinstance(found, list):
         return [_decode(each) for each in found]
@@ -72,5 +82,5 @@ def _decode(found: Any) -> Any:
         return bytes.fromhex(content)
     if kind == "record":
         name, parts = content
-        return _records[name](*(_decode(each) for each in parts))
+        return _checked(_records[name](*(_decode(each) for each in parts)))
     raise ValueError(f"no such type: {kind!r}")

@@ -59,23 +59,23 @@ def load_setup():
     return module
 
 
-def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
-    """Builds the core once and each test on it; returns the names of the tests that failed."""
+def compile_sources(
+    sources: list[str], compiler: list[str], flags: list[str], work: Path, plain: tuple[str, ...] = ()
+) -> dict[str, Path]:
+    """Compiles them side by side. Returns the objects by source.
+
+    Args:
+        flags: of the compiler, beside those of setup.py. plain: flags that PLAIN_TRUTH is compiled without.
+    """
     setup = load_setup()
-    emulated = mode == "aarch64"
-    compiler = [AARCH64_TOOLS[0]] if emulated else os.environ.get("CC", "cc").split()
-    flags = [*setup.FLAGS, "-Werror", "-O2", "-g", "-UNDEBUG", *MODES[mode]]
-    flags += [f"-D{name}={value}" for name, value in setup.MACROS]
-    files = setup.sources("aarch64" if emulated else platform.machine())
-    core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
-    core += SHARED
-    sources = [*core, *(str(test.relative_to(ROOT)) for test in tests)]
+    common = [*setup.FLAGS, "-g", "-UNDEBUG", *flags]
+    common += [f"-D{name}={value}" for name, value in setup.MACROS]
 
     def compile_one(source: str) -> Path:
         target = work / (source.replace("/", "_") + ".o")
         command = [
             *compiler,
-            *(flag for flag in flags if source != PLAIN_TRUTH or flag not in MODES["sanitize"]),
+            *(flag for flag in common if source != PLAIN_TRUTH or flag not in plain),
             *setup.instruction_set_flags(source),
             "-Icsrc",
             "-Ikernels",
@@ -89,7 +89,20 @@ def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = dict(zip(sources, pool.map(compile_one, sources), strict=True))
+        return dict(zip(sources, pool.map(compile_one, sources), strict=True))
+
+
+def run_mode(mode: str, tests: list[Path], work: Path) -> list[str]:
+    """Builds the core once and each test on it; returns the names of the tests that failed."""
+    setup = load_setup()
+    emulated = mode == "aarch64"
+    compiler = [AARCH64_TOOLS[0]] if emulated else os.environ.get("CC", "cc").split()
+    files = setup.sources("aarch64" if emulated else platform.machine())
+    core = [name for name in files if not name.startswith(NEEDS_PYTHON_OR_TORCH)]
+    core += SHARED
+    sources = [*core, *(str(test.relative_to(ROOT)) for test in tests)]
+    flags = ["-Werror", "-O2", *MODES[mode]]
+    objects = compile_sources(sources, compiler, flags, work, tuple(MODES["sanitize"]))
     shared = [objects[name] for name in core]
     link = [f"-Wl,--wrap={name}" for name in WRAPPED] + [f"-l{name}" for name in setup.LIBRARIES]
     link += [] if emulated else ["-rdynamic"]  # so that the loaders of csrc/device find the stand-ins

@@ -92,6 +92,14 @@ def test_counts_below_one(name: str, count: str, value: int) -> None:
         build_schedule(name, **counts)
 
 
+def test_counts_are_refused_before_lists_as_long_as_they_say() -> None:
+    for num_ranks, num_segments in ((1, 2**62), (2**62, 1), (-1, 2**31)):
+        with pytest.raises(ValueError, match=r"num_(ranks|segments) is -?\d+, must be"):
+            build_schedule(
+                "auto", num_ranks=num_ranks, num_microbatches=1, num_segments=num_segments, options={"costs": [1, 1, 1]}
+            )
+
+
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match="no schedule named 'zigzag'; there are seq1f1b, 1f1b, gpipe, "):
         build_schedule("zigzag", num_ranks=2, num_microbatches=2)

@@ -1,0 +1,208 @@
+/* order.c - sentences that hold for any order: see order.h. */
+#include "order.h"
+
+#include "core/check.h"
+#include "core/defer.h"
+#include "core/receives.h"
+#include "model/critical.h"
+#include "model/memory.h"
+#include "model/simulate.h"
+
+int same_order(const s1f_schedule *a, const s1f_schedule *b)
+{
+    int32_t num_ranks = s1f_schedule_num_ranks(a), num_stages = s1f_schedule_num_stages(a);
+    if (num_ranks != s1f_schedule_num_ranks(b) || num_stages != s1f_schedule_num_stages(b) ||
+        s1f_schedule_num_microbatches(a) != s1f_schedule_num_microbatches(b) ||
+        s1f_schedule_num_segments(a) != s1f_schedule_num_segments(b))
+        return 0;
+    for (int32_t stage = 0; stage < num_stages; stage++)
+        if (s1f_schedule_rank_of_stage(a, stage) != s1f_schedule_rank_of_stage(b, stage))
+            return 0;
+    for (int32_t rank = 0; rank < num_ranks; rank++) {
+        int64_t of_a, of_b;
+        const s1f_unit *units_a = s1f_schedule_units(a, rank, &of_a), *units_b = s1f_schedule_units(b, rank, &of_b);
+        if (of_a != of_b || (of_a > 0 && memcmp(units_a, units_b, (size_t)of_a * sizeof *units_a) != 0))
+            return 0;
+    }
+    return 1;
+}
+
+void require_text_reads_back(const s1f_schedule *schedule)
+{
+    char *text = NULL, *again = NULL;
+    s1f_schedule *read = NULL;
+    REQUIRE(s1f_schedule_to_text(schedule, &text) == S1F_OK);
+    REQUIRE(s1f_schedule_from_text(text, &read) == S1F_OK);
+    REQUIRE(s1f_schedule_to_text(read, &again) == S1F_OK);
+    REQUIRE(strcmp(text, again) == 0);
+    s1f_schedule_free(read);
+    free(again);
+    free(text);
+}
+
+static void require_csv_reads_back(const s1f_schedule *schedule)
+{
+    char *text = NULL;
+    s1f_schedule *read = NULL;
+    REQUIRE(s1f_schedule_to_csv(schedule, &text) == S1F_OK);
+    REQUIRE(s1f_schedule_from_csv(text, s1f_schedule_num_segments(schedule), &read) == S1F_OK);
+    REQUIRE(same_order(schedule, read));
+    s1f_schedule_free(read);
+    free(text);
+}
+
+/* -- programs ------------------------------------------------------------------------------------------------------- */
+
+static void require_slots(const s1f_program *program, const s1f_instruction *run)
+{
+    s1f_stage_peak peak = s1f_program_stage_peak(program, run->unit.stage);
+    REQUIRE(run->kv_slot >= -1 && run->kv_slot < peak.kv_slots);
+    REQUIRE(run->grad_slot >= -1 && run->grad_slot < peak.grad_slots);
+}
+
+/* One end of an edge, as one rank walks its program. */
+typedef struct {
+    int64_t posted, sent, waited;
+    int64_t *in_place;      /* [place]: message that was posted last and is not used yet, -1 */
+    unsigned char *is_used; /* [sequence] */
+} edge_walk;
+
+static void require_instruction(const s1f_edge *edge, edge_walk *walk, const s1f_instruction *instruction, int32_t rank)
+{
+    REQUIRE(instruction->place >= 0 && instruction->place < edge->num_places);
+    REQUIRE(instruction->sequence >= 0 && instruction->sequence < edge->num_messages);
+    switch (instruction->opcode) {
+    case S1F_OP_POST:
+        REQUIRE(edge->destination_rank == rank && instruction->sequence == walk->posted++);
+        REQUIRE(walk->in_place[instruction->place] == -1);
+        walk->in_place[instruction->place] = instruction->sequence;
+        break;
+    case S1F_OP_WAIT:
+        REQUIRE(edge->destination_rank == rank && walk->in_place[instruction->place] == instruction->sequence);
+        REQUIRE(!walk->is_used[instruction->sequence]);
+        walk->is_used[instruction->sequence] = 1;
+        walk->in_place[instruction->place] = -1;
+        walk->waited++;
+        break;
+    case S1F_OP_SEND: REQUIRE(edge->source_rank == rank && instruction->sequence == walk->sent++); break;
+    default: REQUIRE(instruction->opcode == S1F_OP_RECEIVE && edge->destination_rank == rank);
+    }
+}
+
+void require_program_is_sound(const s1f_program *program)
+{
+    int32_t num_edges;
+    const s1f_edge *edges = s1f_program_edges(program, &num_edges);
+    edge_walk *walks = calloc((size_t)num_edges + 1, sizeof *walks);
+    for (int32_t e = 0; e < num_edges; e++) {
+        walks[e].is_used = calloc((size_t)edges[e].num_messages + 1, 1);
+        walks[e].in_place = malloc((size_t)edges[e].num_places * sizeof *walks[e].in_place);
+        for (int32_t place = 0; place < edges[e].num_places; place++)
+            walks[e].in_place[place] = -1;
+    }
+    for (int32_t rank = 0; rank < s1f_program_num_ranks(program); rank++) {
+        int64_t count, num_run = 0;
+        const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
+        for (int64_t i = 0; i < count; i++) {
+            const s1f_instruction *instruction = &instructions[i];
+            if (instruction->opcode == S1F_OP_RUN) {
+                const s1f_unit *unit = &program->ranks[rank].units[num_run++];
+                REQUIRE(memcmp(&instruction->unit, unit, sizeof *unit) == 0);
+                require_slots(program, instruction);
+            } else if (instruction->opcode != S1F_OP_FREE) {
+                REQUIRE(instruction->edge >= 0 && instruction->edge < num_edges);
+                require_instruction(&edges[instruction->edge], &walks[instruction->edge], instruction, rank);
+            }
+        }
+        REQUIRE(num_run == program->ranks[rank].num_units);
+    }
+    for (int32_t e = 0; e < num_edges; e++) {
+        REQUIRE(walks[e].posted == edges[e].num_messages && walks[e].sent == edges[e].num_messages &&
+                walks[e].waited == edges[e].num_messages);
+        free(walks[e].is_used);
+        free(walks[e].in_place);
+    }
+    free(walks);
+}
+
+/* -- what follows from an order that keeps the rules ---------------------------------------------------------------- */
+
+static void require_times(const s1f_program *program)
+{
+    size_t cells = (size_t)program->shape.num_stages * (size_t)program->shape.num_segments;
+    double *ones = malloc(cells * sizeof *ones);
+    for (size_t i = 0; i < cells; i++)
+        ones[i] = 1;
+    s1f_costs costs = {.pass_seconds = {ones, ones, ones, ones}};
+    s1f_simulation *found = NULL;
+    REQUIRE(s1f_program_simulate(program, &costs, S1F_KEEP_CAUSES, &found) == S1F_OK);
+    for (int32_t rank = 0; rank < found->num_ranks; rank++) {
+        REQUIRE(found->busy[rank] == (double)found->num_units[rank]);
+        REQUIRE(found->makespan >= found->busy[rank]);
+    }
+    REQUIRE(s1f_simulation_find_slack(program, &costs, found) == S1F_OK);
+    REQUIRE(found->path_length >= 1);
+    for (int32_t rank = 0; rank < found->num_ranks; rank++)
+        for (int64_t i = 0; i < found->num_units[rank]; i++)
+            REQUIRE(found->slack[rank][i] >= 0 && found->slack[rank][i] <= found->makespan);
+    s1f_simulation_free(found);
+    free(ones);
+}
+
+static void require_memory(const s1f_program *program)
+{
+    size_t num_stages = (size_t)program->shape.num_stages;
+    int64_t *kv = malloc(num_stages * sizeof *kv);
+    s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
+    for (size_t stage = 0; stage < num_stages; stage++)
+        kv[stage] = 1;
+    REQUIRE(s1f_program_memory(program, &(s1f_memory_bytes){.kv = kv}, peaks) == S1F_OK);
+    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
+        int64_t slots = 0;
+        for (int32_t stage = 0; stage < program->shape.num_stages; stage++)
+            slots += program->shape.rank_of_stage[stage] == rank ? s1f_program_stage_peak(program, stage).kv_slots : 0;
+        REQUIRE(peaks[rank].units >= 0 && peaks[rank].kv >= 0 && peaks[rank].kv <= slots);
+    }
+    free(peaks);
+    free(kv);
+}
+
+static void require_deferral(const s1f_schedule *schedule)
+{
+    s1f_schedule *deferred = NULL, *forward = NULL;
+    REQUIRE(s1f_schedule_defer_weights(schedule, 0, &deferred) == S1F_OK);
+    REQUIRE(s1f_schedule_check(deferred, 0) == S1F_OK);
+    s1f_schedule_free(deferred);
+    REQUIRE(s1f_schedule_forward_only(schedule, &forward) == S1F_OK);
+    REQUIRE(s1f_schedule_check(forward, 1) == S1F_OK);
+    s1f_schedule_free(forward);
+}
+
+int require_order_is_sound(const s1f_schedule *schedule, int32_t prefetch)
+{
+    s1f_program *program = NULL;
+    s1f_status checked = s1f_schedule_check(schedule, 0), status;
+    if (checked != S1F_OK) {
+        s1f_schedule *deferred = NULL;
+        REQUIRE(checked == S1F_ERR_SCHEDULE && s1f_last_error()[0] != '\0');
+        REQUIRE(s1f_schedule_lower(schedule, prefetch, &program) == S1F_ERR_SCHEDULE && program == NULL);
+        REQUIRE(s1f_schedule_defer_weights(schedule, 0, &deferred) == S1F_ERR_SCHEDULE && deferred == NULL);
+        return 0;
+    }
+    status = s1f_schedule_lower(schedule, prefetch, &program);
+    if (status != S1F_OK) {
+        REQUIRE_REFUSED(status);
+        REQUIRE(prefetch < 0 && program == NULL);
+        return 1;
+    }
+    require_program_is_sound(program);
+    require_times(program);
+    require_memory(program);
+    REQUIRE(s1f_program_add_receives(program) == S1F_OK);
+    REQUIRE(s1f_receives_check(program) == S1F_OK);
+    require_program_is_sound(program);
+    s1f_program_free(program);
+    require_csv_reads_back(schedule);
+    require_deferral(schedule);
+    return 1;
+}
