@@ -257,7 +257,7 @@ static void test_create(void)
 static void test_append(void)
 {
     static const int32_t both[] = {0, 1};
-    static const s1f_unit wrong[] = {{4, 0, 0, 0}, {-1, 0, 0, 0}, {0, 2, 0, 0}, {0, -1, 0, 0},
+    static const s1f_unit wrong[] = {{5, 0, 0, 0}, {-1, 0, 0, 0}, {0, 2, 0, 0}, {0, -1, 0, 0},
                                      {0, 0, 3, 0}, {0, 0, -1, 0}, {0, 0, 0, 4}, {0, 0, 0, -1}};
     s1f_schedule *schedule = NULL;
     CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
