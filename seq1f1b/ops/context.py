@@ -135,6 +135,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if unit.training and state.requires_grad:
         leaf.requires_grad_()
     unit.carried_in[key] = leaf
+    if unit.kept is not None:
+        unit.kept.note(leaf)
     return leaf
 
 

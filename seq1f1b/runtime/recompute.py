@@ -31,7 +31,14 @@ class Kept:
         self.inputs = inputs
         self._kwargs, self._device, self._trains = kwargs, device, trains
         self._random = _random_state(device)
-        self._versions = self._read_versions()
+        self._read: list[tuple[Tensor, int]] = []  # what F has been given, with its version
+        for value in (*inputs, *kwargs.values()):
+            self.note(value)
+
+    def note(self, value: Any) -> None:
+        """F reads this, and R will."""
+        if isinstance(value, Tensor):
+            self._read.append((value, value._version))
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -45,10 +52,10 @@ class Kept:
         without_cache = nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype, cache_enabled=False)
         with torch.no_grad(), without_cache:
             yield
-        if self._read_versions() != self._versions:
+        if any(tensor._version != version for tensor, version in self._read):
             raise RuntimeError(
-                "the stage has changed its input in place, from which a recomputed unit starts once more: let it work "
-                "on a copy, or leave the unit out of recompute="
+                "the stage has changed its input, or a state that it carried in, in place. A recomputed unit starts "
+                "from them once more: let it work on a copy, or leave the unit out of recompute="
             )
 
     @contextmanager
@@ -68,9 +75,6 @@ class Kept:
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())
         may = self._trains or any(isinstance(t, Tensor) and t.requires_grad for t in given)
         return output.detach().requires_grad_(may)
-
-    def _read_versions(self) -> list[int]:
-        return [t._version for t in (*self.inputs, *self._kwargs.values()) if isinstance(t, Tensor)]
 
 
 def one_at_a_time(run: _Run) -> _Run:

@@ -400,13 +400,20 @@ class StageStep:
         key = m * self._num_segments + s
         unit = self.units[key]
         kept, unit.kept = unit.kept, None
-        unit.carried_out = None  # the same states are left again, with their graphs
+        left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
+        unit.auxiliary = None
         unit.is_again = True
         enter(unit)
         run = self._measured if self._measures else self._compute
         with kept.again():
             run(key, unit, kept.inputs)
         unit.is_again = False
+        again: dict[int, Tensor] = unit.carried_out or {}
+        if left.keys() != again.keys():
+            raise RuntimeError(
+                f"stage {self.stage.index} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
+                "a stage that is recomputed must do the same both times"
+            )
 
     # -- backward --------------------------------------------------------------------------------------------------
 

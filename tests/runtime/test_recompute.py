@@ -386,8 +386,49 @@ def test_a_stage_that_changes_its_input_is_told_so() -> None:
             return super().forward(x.add_(1.0))
 
     engine = PipelineEngine(Adding(3, 3), num_microbatches=1, loss_fn=lambda o, t: o.mean(), recompute="all")
-    with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the stage has changed its input in place"):
+    with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the stage has changed its input, or"):
         engine.step(torch.randn(2, 4, 3), target=torch.zeros(2, 4))
+
+
+class Counting(nn.Linear):
+    """Counts in what it carried in; adds a loss that has a graph also where gradients are off."""
+
+    in_place = leaves_once = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = seq1f1b.carry_in(0, torch.zeros(1))
+        if self.in_place:
+            count += x.shape[1]
+        with torch.enable_grad():
+            y = super().forward(x)
+            seq1f1b.add_loss(y.square().mean())
+        if not (self.leaves_once and y.requires_grad and torch.is_grad_enabled()):
+            seq1f1b.carry_out(0, count.detach() + x.shape[1])
+        return y
+
+
+def step_of_counting(recompute: str, **flags: bool) -> Tensor:
+    torch.manual_seed(0)
+    stage = Counting(3, 3)
+    stage.__dict__.update(flags)
+    engine = PipelineEngine(
+        stage, num_microbatches=1, num_segments=3, loss_fn=lambda o, t: o.sin().mean(), recompute=recompute
+    )
+    engine.step(torch.linspace(-1, 1, 36).view(2, 6, 3), target=torch.zeros(2, 6))
+    return stage.weight.grad
+
+
+def test_auxiliary_losses_with_a_graph_of_their_own_count_once() -> None:
+    assert torch.equal(step_of_counting("none"), step_of_counting("all"))
+
+
+def test_a_carried_state_that_is_changed_or_left_out_is_told() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"\[0\]F0.1: the stage has changed its input, or a state that it carried in"
+    ):
+        step_of_counting("all", in_place=True)
+    with pytest.raises(RuntimeError, match=r"\[0\]R0.2: stage 0 has carried out states \[\] in R, and \[0\] in F"):
+        step_of_counting("all", leaves_once=True)
 
 
 # -- what is seen of it ------------------------------------------------------------------------------------------------
