@@ -190,7 +190,7 @@ class Plan:
             raise ValueError(
                 f"the plan recomputes ({layout.recompute!r}), which the engine leaves to the module: plan with "
                 "recompute 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
-                "schedule, num_microbatches, num_segments and segment_sizes"
+                "schedule, num_microbatches, num_segments and segment_sizes. Whole units are recomputed by recompute="
             )
         return {
             "schedule": self.build(),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
@@ -30,7 +31,8 @@ class Unit(NamedTuple):
     """One pass of one stage over one segment of one micro-batch; ``str(unit)`` is its text, ``F1.0``.
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
-    (gradients of the input and of the weights).
+    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
+    stage again for the backward.
     """
 
     kind: str
@@ -75,11 +77,13 @@ class StepMemory:
     """Bytes that a step holds. Per stage: a number or one for each; per unit: a number or ``[stage][segment]``.
 
     Attributes:
-        activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B.
+        activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
+            the unit is recomputed, R saves it.
         kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
+        inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
@@ -93,6 +97,7 @@ class StepMemory:
     weights: int | Sequence[int] = 0
     optimizer: int | Sequence[int] = 0
     logits: int = 0
+    inputs: int | Sequence[Sequence[int]] = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class PeakMemory:
     optimizer: tuple[int, ...]
     logits: tuple[int, ...]
     total: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 class Schedule:
@@ -185,6 +191,25 @@ class Schedule:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
         return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0))
 
+    def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
+        """The same order with an R just before the backward of each of these units.
+
+        R needs no message, so it runs while the gradient that the backward waits for is on its way. A unit that has an
+        R keeps it where it is; from text an order may have its Rs anywhere between F and the backward.
+
+        Args:
+            units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is recomputed.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: ``units`` is something else.
+        """
+        check_recompute(units)
+        if isinstance(units, str):
+            return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, None))
+        cells = product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
+        chosen = bytes(bool(units(Unit("F", *cell))) for cell in cells)
+        return self._from_handle(_C.schedule_recompute(self.handle, chosen))
+
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
 
@@ -219,7 +244,11 @@ class Schedule:
         return cls._from_handle(_C.schedule_from_text(text))
 
     def to_csv(self) -> str:
-        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment."""
+        """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
+
+        Raises:
+            ValueError: the order recomputes, which torch has no cell for.
+        """
         return _C.schedule_to_csv(self.handle)
 
     @classmethod
@@ -242,6 +271,7 @@ class Schedule:
         transfer: float | Sequence[float] = 0.0,
         *,
         input: Costs | None = None,
+        recompute: Costs | None = None,
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
@@ -268,6 +298,7 @@ class Schedule:
             forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
             weight: W where the order splits ``backward``; default: half of it.
             input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
+            recompute: R where the order recomputes; default: ``forward``.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -299,7 +330,7 @@ class Schedule:
         sizes, program = self._message_sizes(message_bytes), self._lower(prefetch)
         times = _C.program_simulate(
             program,
-            tuple(map(self._pass_seconds(forward, backward, weight, input).get, _C.PASSES)),
+            tuple(map(self._pass_seconds(forward, backward, weight, input, recompute).get, _C.PASSES)),
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
             sizes,
@@ -344,7 +375,7 @@ class Schedule:
             return [1.0 / rate for rate in rates]
 
     def _pass_seconds(
-        self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None
+        self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None, recompute: Costs | None
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
@@ -356,7 +387,14 @@ class Schedule:
             inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
             if weight is not None and min(inputs) < 0:
                 raise ValueError("weight is more than backward, of which it is a part")
-        return {"F": self._per_unit(forward, "forward"), "B": whole, "I": inputs, "W": weights}
+        again = forward if recompute is None else recompute
+        return {
+            "F": self._per_unit(forward, "forward"),
+            "B": whole,
+            "I": inputs,
+            "W": weights,
+            "R": self._per_unit(again, "recompute"),
+        }
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
         """The fields of a simulation that tell times, from what the core found."""
@@ -398,7 +436,7 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None))
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None, None))
 
     def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
@@ -428,15 +466,16 @@ class Schedule:
             per_unit("output_gradients"),
             per_stage("kv"),
             per_stage("kv_gradients"),
+            per_unit("inputs"),
             sizes,
         )
-        units, activations, output_gradients, kv, kv_gradients, receive, together = zip(*live, strict=True)
+        units, activations, output_gradients, kv, kv_gradients, inputs, receive, together = zip(*live, strict=True)
         weights = per_rank("weights", per_stage("weights"))
         optimizer = per_rank("optimizer", per_stage("optimizer"))
         logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
         total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
         return units, PeakMemory(
-            activations, output_gradients, kv, kv_gradients, receive, weights, optimizer, logits, total
+            activations, output_gradients, kv, kv_gradients, receive, weights, optimizer, logits, total, inputs
         )
 
 
@@ -466,6 +505,12 @@ def _naming_overflow(name: str) -> Iterator[None]:
         raise ValueError(f"{name} holds a number that is too large: {error}") from None
 
 
+def check_recompute(units: object) -> None:
+    """Raises unless this says which units an order recomputes."""
+    if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
+        raise ValueError(f"recompute is {units!r}, must be 'none', 'all' or a callable of a unit")
+
+
 def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
     if not 1 <= steps < 2**31:
         raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
@@ -493,7 +538,7 @@ class Simulation:
         busy: sum of its units.
         wait: time it waits for messages and for free places of its receivers, between its units and around them.
         bubble: makespan less busy.
-        peak: most units live at once, from forward to the end of backward.
+        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
         memory: peaks of every kind of memory, where these were given.
@@ -625,6 +670,7 @@ def build_schedule(
     num_segments: int = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
+    recompute: str | Callable[[Unit], bool] = "none",
 ) -> Schedule:
     """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
 
@@ -648,6 +694,8 @@ def build_schedule(
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
+        recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
+            :meth:`Schedule.recompute`.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
@@ -657,7 +705,7 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
-    return Schedule._from_handle(_C.schedule_build(name, *counts, flat))
+    return Schedule._from_handle(_C.schedule_build(name, *counts, flat)).recompute(recompute)
 
 
 def schedules() -> tuple[str, ...]:

@@ -5,6 +5,7 @@
 #include "../core/defer.h"
 #include "../core/lower.h"
 #include "../core/receives.h"
+#include "../core/recompute.h"
 #include "../core/schedule.h"
 
 #include <stdlib.h>
@@ -294,6 +295,22 @@ static PyObject *schedule_defer_weights(PyObject *Py_UNUSED(module), PyObject *a
     return s1f_new_schedule(status, deferred, NULL);
 }
 
+static PyObject *schedule_recompute(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *schedule;
+    const char *chosen;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(arguments, "O&z#", s1f_to_schedule, &schedule, &chosen, &count))
+        return NULL;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int64_t cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
+    if (chosen != NULL && !s1f_require_count("chosen", count, cells))
+        return NULL;
+    s1f_schedule *recomputed = NULL;
+    s1f_status status = s1f_schedule_recompute(schedule, (const unsigned char *)chosen, &recomputed);
+    return s1f_new_schedule(status, recomputed, NULL);
+}
+
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
 static PyObject *text_of(PyObject *handle, s1f_status (*write)(const s1f_schedule *schedule, char **text))
@@ -464,6 +481,9 @@ PyMethodDef s1f_schedule_methods[] = {
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
     {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
      "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order holds."},
+    {"schedule_recompute", schedule_recompute, METH_VARARGS,
+     "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
+     "[(stage * num_microbatches + microbatch) * num_segments + segment] is not 0; None: of all."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},

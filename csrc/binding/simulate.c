@@ -204,23 +204,24 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
 static PyObject *peak_item(const void *context, int64_t rank)
 {
     const s1f_memory_peak *peak = (const s1f_memory_peak *)context + rank;
-    return Py_BuildValue("(LLLLLLL)", (long long)peak->units, (long long)peak->activations,
+    return Py_BuildValue("(LLLLLLLL)", (long long)peak->units, (long long)peak->activations,
                          (long long)peak->output_gradients, (long long)peak->kv, (long long)peak->kv_gradients,
-                         (long long)peak->receive, (long long)peak->total);
+                         (long long)peak->inputs, (long long)peak->receive, (long long)peak->total);
 }
 
 static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    enum { NUM_KINDS = 6 };
-    s1f_int64s sizes[NUM_KINDS] = {{.name = "activations"}, {.name = "kept_activations"}, {.name = "output_gradients"},
-                                   {.name = "kv"},          {.name = "kv_gradients"},     {.name = "message_bytes"}};
+    enum { NUM_KINDS = 7 };
+    s1f_int64s sizes[NUM_KINDS] = {{.name = "activations"},  {.name = "kept_activations"}, {.name = "output_gradients"},
+                                   {.name = "kv"},           {.name = "kv_gradients"},     {.name = "inputs"},
+                                   {.name = "message_bytes"}};
     const s1f_program *program;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
+    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
                           s1f_to_int64s, &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s,
-                          &sizes[4], s1f_to_int64s, &sizes[5]))
+                          &sizes[4], s1f_to_int64s, &sizes[5], s1f_to_int64s, &sizes[6]))
         return NULL;
     int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
-    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, segments};
+    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, segments};
     PyObject *result = NULL;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
@@ -229,8 +230,8 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
     for (int i = 0; i < NUM_KINDS && is_read; i++)
         is_read = sizes[i].values == NULL || s1f_require_count(sizes[i].name, sizes[i].count, counts[i]);
     if (is_read) {
-        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values,
-                                  sizes[3].values, sizes[4].values, sizes[5].values};
+        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values, sizes[3].values,
+                                  sizes[4].values, sizes[5].values, sizes[6].values};
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
         status = s1f_program_memory(program, &bytes, peaks);
@@ -249,6 +250,6 @@ PyMethodDef s1f_simulate_methods[] = {
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, message_bytes): per rank, the "
-     "peaks of units, of the bytes of each kind, and of their total."},
+     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, inputs, message_bytes): per "
+     "rank, the peaks of units, of the bytes of each kind, and of their total."},
     {NULL, NULL, 0, NULL}};

@@ -9,6 +9,7 @@ static const char *const holdings[] = {
     [S1F_HOLDS_OUTPUT_GRADIENT] = "output_gradients",
     [S1F_HOLDS_KV] = "kv",
     [S1F_HOLDS_KV_GRADIENT] = "kv_gradients",
+    [S1F_HOLDS_INPUT] = "inputs",
 };
 _Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
 
@@ -70,20 +71,22 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
     unsigned int passes;
     PyObject *tuple;
     s1f_unit unit;
-    if (!PyArg_ParseTuple(arguments, "iIO!", &shape.num_segments, &passes, &PyTuple_Type, &tuple) ||
+    int is_recomputed = 0;
+    if (!PyArg_ParseTuple(arguments, "iIO!|p", &shape.num_segments, &passes, &PyTuple_Type, &tuple, &is_recomputed) ||
         !read_unit(tuple, &unit))
         return NULL;
     shape.products = s1f_products_of_passes(passes);
     s1f_lifetime_table table = s1f_lifetimes_of(&shape);
-    s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
+    int is_first = unit.segment == 0, is_last = unit.segment == shape.num_segments - 1;
+    s1f_lifetimes lifetimes = table.of[is_recomputed][unit.pass][is_first][is_last];
     return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
 }
 
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
      "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit): the units that a unit waits for, in an order of "
-     "these passes (bits 1 << pass); where two passes may make an input, both are named."},
+     "these passes (bits 1 << pass); where two passes may make an input, both are named, and R where the unit may have one."},
     {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
-     "unit_lifetimes(num_segments, passes, unit): (takes, frees), the names of what the unit holds from its start on, and of "
-     "what is free at its end."},
+     "unit_lifetimes(num_segments, passes, unit, is_recomputed=False): (takes, frees), the names of what the unit holds from "
+     "its start on, and of what is free at its end."},
     {NULL, NULL, 0, NULL}};

@@ -13,6 +13,7 @@ typedef struct {
     s1f_shape shape;
     int shows_stages;
     s1f_lifetime_table lifetimes;
+    unsigned char *recomputed;            /* of the shape */
     int64_t num_cells;                    /* of all stages */
     int64_t *number_of[S1F_MAX_PRODUCTS]; /* [cell of all stages]: 1 + position, in the order of its rank, of the unit
                                              that makes the product; 0: absent */
@@ -20,7 +21,7 @@ typedef struct {
 
 static int64_t cell(const table *t, s1f_unit unit)
 {
-    return (int64_t)unit.stage * t->shape.num_microbatches * t->shape.num_segments + s1f_cell(&t->shape, unit);
+    return s1f_cell_of_all(&t->shape, unit);
 }
 
 static int32_t rank_of(const table *t, s1f_unit unit)
@@ -131,7 +132,8 @@ static s1f_status check_complete(const table *t)
 {
     for (int64_t i = 0; i < t->num_cells; i++)
         for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-            if (s1f_shape_makes(&t->shape, (s1f_product)product) && t->number_of[product][i] == 0)
+            if (s1f_shape_makes(&t->shape, (s1f_product)product) && !s1f_product_is_optional((s1f_product)product) &&
+                t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
     return S1F_OK;
 }
@@ -288,7 +290,6 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     table t = {.schedule = schedule,
                .shape = s1f_schedule_shape(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
-    t.lifetimes = s1f_lifetimes_of(&t.shape);
     t.num_cells = (int64_t)t.shape.num_stages * t.shape.num_microbatches * t.shape.num_segments;
     int64_t num_units, total = 0, num_products = 0;
     for (int32_t rank = 0; rank < t.shape.num_ranks; rank++) {
@@ -308,7 +309,11 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
             next += t.num_cells;
         }
 
-    s1f_status status = fill_once(&t);
+    s1f_status status = s1f_schedule_find_recomputed(schedule, &t.recomputed);
+    t.shape.recomputed = t.recomputed;
+    t.lifetimes = s1f_lifetimes_of(&t.shape);
+    if (status == S1F_OK)
+        status = fill_once(&t);
     if (status == S1F_OK)
         status = check_complete(&t);
     if (status == S1F_OK)
@@ -317,6 +322,7 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
         status = check_no_cycle(&t);
     if (status == S1F_OK && max_live_units > 0)
         status = check_live_units(&t, max_live_units);
+    free(t.recomputed);
     free(numbers);
     return status;
 }

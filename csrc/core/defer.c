@@ -9,16 +9,20 @@ typedef struct {
     s1f_schedule *schedule; /* that is made */
     s1f_unit *pending;      /* units whose W is due, oldest first */
     int64_t first, end;     /* of pending */
-    int64_t live;           /* units between F and the end of their backward */
+    int64_t live;           /* units that hold what their W reads */
+    s1f_lifetime_table lifetimes;
 } deferral;
 
-static int64_t most_live(const s1f_unit *units, int64_t num_units)
+static const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
+
+static int64_t most_live(const s1f_lifetime_table *lifetimes, const s1f_unit *units, int64_t num_units)
 {
     int64_t live = 0, most = 0;
     for (int64_t i = 0; i < num_units; i++) {
-        live += s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT);
+        s1f_lifetimes own = s1f_unit_lifetimes(lifetimes, units[i]);
+        live += (own.takes & live_bit) != 0;
         most = live > most ? live : most;
-        live -= s1f_pass_makes(units[i].pass, S1F_PRODUCT_WEIGHT_GRADIENT);
+        live -= (own.frees & live_bit) != 0;
     }
     return most;
 }
@@ -31,11 +35,12 @@ static s1f_status append_oldest(deferral *d)
     return s1f_schedule_append(d->schedule, unit);
 }
 
-/* Appends F, or I in place of a backward; W waits in the queue. */
+/* Appends the unit, I in place of a backward; W waits in the queue. */
 static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int64_t most)
 {
     s1f_status status = S1F_OK;
-    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT)) {
+    s1f_lifetimes lifetimes = s1f_unit_lifetimes(&d->lifetimes, unit);
+    if (lifetimes.takes & live_bit) {
         if (d->live >= most && d->first == d->end) {
             char text[48];
             s1f_unit_text(unit, 1, text, sizeof text);
@@ -44,7 +49,7 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int6
         }
         if (d->live >= most)
             status = append_oldest(d);
-        d->live++;
+        d->live += !(lifetimes.frees & live_bit); /* an order that does not go back holds nothing */
     } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
         unit.pass = S1F_PASS_BACKWARD_INPUT;
         d->pending[d->end++] = unit;
@@ -76,14 +81,18 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
     s1f_shape shape = s1f_schedule_shape(schedule);
     size_t cells = (size_t)shape.num_stages * (size_t)shape.num_microbatches * (size_t)shape.num_segments;
     s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once, and each is there */
+    unsigned char *recomputed = NULL;
+    if (status == S1F_OK)
+        status = s1f_schedule_find_recomputed(schedule, &recomputed);
     if (status != S1F_OK)
         return status;
-    deferral d = {.pending = malloc(cells * sizeof *d.pending)};
+    shape.recomputed = recomputed;
+    deferral d = {.pending = malloc(cells * sizeof *d.pending), .lifetimes = s1f_lifetimes_of(&shape)};
     int64_t most = max_live_units;
     for (int32_t rank = 0; rank < shape.num_ranks && max_live_units == 0; rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-        int64_t own = most_live(units, num_units);
+        int64_t own = most_live(&d.lifetimes, units, num_units);
         most = own > most ? own : most;
     }
     if (d.pending == NULL)
@@ -93,6 +102,7 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
                                      shape.rank_of_stage, &d.schedule);
     if (status == S1F_OK)
         status = defer(schedule, &d, most);
+    free(recomputed);
     free(d.pending);
     if (status != S1F_OK) {
         s1f_schedule_free(d.schedule);

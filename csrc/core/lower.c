@@ -293,6 +293,10 @@ static void fill_send_places(const lowering *l)
 
 static s1f_status copy_order(const s1f_schedule *schedule, s1f_program *program)
 {
+    s1f_status status = s1f_schedule_find_recomputed(schedule, &program->recomputed);
+    program->shape.recomputed = program->recomputed;
+    if (status != S1F_OK)
+        return status;
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         s1f_rank_program *own = &program->ranks[rank];
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &own->num_units);

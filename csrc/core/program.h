@@ -25,8 +25,10 @@ typedef struct {
     int64_t sequence;  /* POST, RECEIVE, WAIT, SEND: number of the message on its edge; -1 otherwise */
 } s1f_instruction;
 
-typedef struct {        /* peaks of one stage, in units and slots */
-    int32_t live_units; /* forward units whose backward is not finished; in a forward-only program: 1 */
+typedef struct { /* peaks of one stage, in units and slots */
+    int32_t
+        live_units; /* units between F, or R where they are recomputed, and the end of their backward; in a forward-only
+                           program: 1 */
     int32_t kv_slots;   /* micro-batches whose KV cache is held */
     int32_t grad_slots; /* micro-batches whose dK/dV are held */
 } s1f_stage_peak;
@@ -41,7 +43,8 @@ typedef struct {
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
 typedef struct {
     s1f_shape shape;
-    int32_t *rank_of_stage; /* what the shape points to */
+    int32_t *rank_of_stage;    /* what the shape points to, as is */
+    unsigned char *recomputed; /* NULL: none */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
@@ -82,7 +85,7 @@ static inline int32_t s1f_program_num_segments(const s1f_program *program)
     return program->shape.num_segments;
 }
 
-/* Peak live tokens of a stage for given segment sizes[num_segments]: forward units not yet freed, in tokens. */
+/* Peak live tokens of a stage for given segment sizes[num_segments]: live units, in tokens. */
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
 
 #endif

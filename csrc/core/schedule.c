@@ -170,6 +170,26 @@ s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
     };
 }
 
+s1f_status s1f_schedule_find_recomputed(const s1f_schedule *schedule, unsigned char **out)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    *out = NULL;
+    if (!s1f_shape_makes(&shape, S1F_PRODUCT_RECOMPUTED))
+        return S1F_OK;
+    int64_t num_cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
+    unsigned char *recomputed = calloc((size_t)num_cells, 1);
+    if (recomputed == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld recomputed units", (long long)num_cells);
+    for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
+        for (int64_t i = 0; i < schedule->orders[rank].count; i++) {
+            s1f_unit unit = schedule->orders[rank].units[i];
+            if (s1f_pass_makes(unit.pass, S1F_PRODUCT_RECOMPUTED))
+                recomputed[s1f_cell_of_all(&shape, unit)] = 1;
+        }
+    *out = recomputed;
+    return S1F_OK;
+}
+
 int s1f_schedule_shows_stages(const s1f_schedule *schedule)
 {
     for (int32_t stage = 0; stage < schedule->num_stages; stage++)

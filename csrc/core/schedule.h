@@ -94,8 +94,11 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
-/* Counts, placement and products of the order as it stands. Its placement is borrowed. */
+/* Counts, placement and products of the order as it stands. Its placement is borrowed; `recomputed` is left to the caller.
+ * */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
+/* Which cells of all stages hold an R, 1 or 0, for a shape's `recomputed`. *out: free(); NULL: none. S1F_ERR_MEMORY. */
+s1f_status s1f_schedule_find_recomputed(const s1f_schedule *schedule, unsigned char **out);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 
@@ -106,11 +109,12 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
  * Ours: one line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the
  * stage, on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit
  * do not count. Torch's: one line of CSV per rank, "2F3" = stage 2, forward, flat index 3 = microbatch * num_segments +
- * segment; an empty cell is a bubble and says nothing about the order.
+ * segment; an empty cell is a bubble and says nothing about the order. It has F, B, I and W alone.
  * The readers find the counts and the placement in the text. They do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
+/* S1F_ERR_ARG naming the unit that torch has no letter for. */
 s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
 /* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);

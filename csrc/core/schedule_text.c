@@ -55,6 +55,17 @@ s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 
 s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text)
 {
+    for (int32_t rank = 0; rank < s1f_schedule_num_ranks(schedule); rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++)
+            if (!s1f_pass_is_torchs(units[i].pass)) {
+                char unit[UNIT_TEXT_BYTES];
+                s1f_unit_text(units[i], 1, unit, sizeof unit);
+                return s1f_fail(S1F_ERR_ARG, "torch's CSV has no cell for %s of rank %d: write the order as text", unit,
+                                (int)rank);
+            }
+    }
     return write_lines(schedule, 1, text);
 }
 
@@ -157,7 +168,7 @@ static s1f_status parse_ours(const token *t, parsed_unit *out)
     if ((names_stage && !(read_number(&at, end, &unit.stage) && read_character(&at, end, ']'))) ||
         !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &unit.microbatch) ||
         !read_character(&at, end, '.') || !read_number(&at, end, &unit.segment) || at != end)
-        return fail_at(t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W), micro-batch, segment");
+        return fail_at(t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R), micro-batch, segment");
     *out = (parsed_unit){.unit = unit, .rank = t->rank, .names_stage = names_stage, .where = *t};
     return S1F_OK;
 }
@@ -167,8 +178,8 @@ static s1f_status parse_torch(const token *t, int32_t num_segments, parsed_unit 
     const char *at = t->begin, *end = t->begin + t->bytes;
     s1f_unit unit = {0, 0, 0, 0};
     int32_t flat = 0;
-    if (!read_number(&at, end, &unit.stage) || !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &flat) ||
-        at != end)
+    if (!read_number(&at, end, &unit.stage) || !read_pass(&at, end, &unit.pass) || !s1f_pass_is_torchs(unit.pass) ||
+        !read_number(&at, end, &flat) || at != end)
         return fail_at(t, "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read");
     unit.microbatch = flat / num_segments;
     unit.segment = flat % num_segments;

@@ -9,10 +9,12 @@
 #define B BIT(S1F_PASS_BACKWARD)
 #define I BIT(S1F_PASS_BACKWARD_INPUT)
 #define W BIT(S1F_PASS_BACKWARD_WEIGHT)
+#define R BIT(S1F_PASS_RECOMPUTE)
 
 #define OUTPUT S1F_PRODUCT_OUTPUT
 #define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
 #define WEIGHT_GRADIENT S1F_PRODUCT_WEIGHT_GRADIENT
+#define RECOMPUTED S1F_PRODUCT_RECOMPUTED
 #define GRADIENTS (BIT(INPUT_GRADIENT) | BIT(WEIGHT_GRADIENT))
 
 /* -- passes -------------------------------------------------------------------------------------------------------- */
@@ -20,11 +22,13 @@
 static const struct {
     char letter;
     uint32_t products;
+    int is_torchs;
 } passes[] = {
-    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT)},
-    [S1F_PASS_BACKWARD] = {'B', GRADIENTS},
-    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT)},
-    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT)},
+    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT), 1},
+    [S1F_PASS_BACKWARD] = {'B', GRADIENTS, 1},
+    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT), 1},
+    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT), 1},
+    [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
 _Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
@@ -40,6 +44,11 @@ int32_t s1f_pass_from_letter(char letter)
         if (passes[pass].letter == letter)
             return pass;
     return -1;
+}
+
+int s1f_pass_is_torchs(int32_t pass)
+{
+    return pass >= 0 && pass < s1f_num_passes && passes[pass].is_torchs;
 }
 
 void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)
@@ -61,7 +70,7 @@ uint32_t s1f_products_of_passes(uint32_t those)
     uint32_t products = BIT(OUTPUT); /* nothing goes back without it */
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         products |= those & BIT(pass) ? passes[pass].products : 0;
-    return products & GRADIENTS ? products | GRADIENTS : products;
+    return products & (GRADIENTS | BIT(RECOMPUTED)) ? products | GRADIENTS : products; /* R is for a backward */
 }
 
 static int32_t first_maker(s1f_product product)
@@ -77,6 +86,7 @@ static int32_t first_maker(s1f_product product)
 /* Where the maker of an input is, seen from the unit that waits. */
 typedef enum {
     SAME_CELL,
+    SAME_CELL_IF_RECOMPUTED,
     SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments */
     SAME_CELL_OF_EARLIER_SEGMENT, /* the same cell, where it is not */
     SEGMENT_BEFORE,
@@ -100,6 +110,8 @@ static const struct {
     {B | I, OUTPUT, SAME_CELL_OF_LAST_SEGMENT, S1F_COMES_SAVED, 0, 0,
      "the last segment goes back after every forward of its micro-batch"},
     {B | I, OUTPUT, SAME_CELL_OF_EARLIER_SEGMENT, S1F_COMES_SAVED, 0, 0, "a segment goes back after its own forward"},
+    {R, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a unit is recomputed after its own forward"},
+    {B | I, RECOMPUTED, SAME_CELL_IF_RECOMPUTED, S1F_COMES_SAVED, 0, 0, "a unit goes back after its recomputation"},
     {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
@@ -113,6 +125,7 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
+    case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_is_recomputed(shape, *unit);
     case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
     case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
     case SEGMENT_BEFORE: return i == 0 && unit->segment-- > 0;
@@ -143,21 +156,35 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
 
 typedef enum { EACH_SEGMENT, FIRST_SEGMENT, LAST_SEGMENT } moment;
+typedef enum {
+    ALWAYS,
+    BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
+    IF_RECOMPUTED,
+    TAKEN_BY_R_IF_RECOMPUTED
+} when;
+
+#define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
 
 static const struct {
     s1f_product taken_by, freed_by;
     moment taken_at, freed_at;
-    uint32_t used_by;      /* products whose makers read or write it */
-    int is_between_passes; /* there is none where one pass makes both products */
+    uint32_t used_by; /* products whose makers read or write it */
+    when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
-    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT) | BIT(INPUT_GRADIENT), 0},
-    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT) | GRADIENTS, 0},
-    [S1F_HOLDS_OUTPUT_GRADIENT] = {INPUT_GRADIENT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, GRADIENTS, 1},
-    [S1F_HOLDS_KV] = {OUTPUT, INPUT_GRADIENT, FIRST_SEGMENT, FIRST_SEGMENT, BIT(OUTPUT) | BIT(INPUT_GRADIENT), 0},
-    [S1F_HOLDS_KV_GRADIENT] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, FIRST_SEGMENT, BIT(INPUT_GRADIENT), 0},
+    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
+                         TAKEN_BY_R_IF_RECOMPUTED},
+    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | GRADIENTS,
+                              TAKEN_BY_R_IF_RECOMPUTED},
+    [S1F_HOLDS_OUTPUT_GRADIENT] = {INPUT_GRADIENT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, GRADIENTS,
+                                   BETWEEN_TWO_PASSES},
+    [S1F_HOLDS_KV] = {OUTPUT, INPUT_GRADIENT, FIRST_SEGMENT, FIRST_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_KV_GRADIENT] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, FIRST_SEGMENT, BIT(INPUT_GRADIENT),
+                               ALWAYS},
+    [S1F_HOLDS_INPUT] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
+                         IF_RECOMPUTED},
 };
 
-static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int32_t pass, int is_first, int is_last)
+static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int is_recomputed, int32_t pass, int is_first, int is_last)
 {
     const int is_at[] = {[EACH_SEGMENT] = 1, [FIRST_SEGMENT] = is_first, [LAST_SEGMENT] = is_last};
     s1f_lifetimes found = {0, 0, 0};
@@ -169,7 +196,10 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int32_t pass, int is_f
             freed_by = taken_by;
             freed_at = freed_at == FIRST_SEGMENT ? LAST_SEGMENT : freed_at;
         }
-        if (lifetimes[h].is_between_passes && (made & BIT(taken_by)) && (made & BIT(freed_by)))
+        if (is_recomputed && lifetimes[h].when == TAKEN_BY_R_IF_RECOMPUTED)
+            taken_by = RECOMPUTED;
+        if ((lifetimes[h].when == IF_RECOMPUTED && !is_recomputed) ||
+            (lifetimes[h].when == BETWEEN_TWO_PASSES && (made & BIT(taken_by)) && (made & BIT(freed_by))))
             continue;
         found.takes |= made & BIT(taken_by) && is_at[lifetimes[h].taken_at] ? BIT(h) : 0;
         found.uses |= made & lifetimes[h].used_by ? BIT(h) : 0;
@@ -180,9 +210,9 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int32_t pass, int is_f
 
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape)
 {
-    s1f_lifetime_table table = {.last_segment = shape->num_segments - 1};
+    s1f_lifetime_table table = {.shape = *shape};
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        for (int i = 0; i < 4; i++)
-            table.of[pass][i / 2][i % 2] = lifetimes_at(shape, pass, i / 2, i % 2);
+        for (int i = 0; i < 8; i++)
+            table.of[i / 4][pass][i / 2 % 2][i % 2] = lifetimes_at(shape, i / 4, pass, i / 2 % 2, i % 2);
     return table;
 }

@@ -11,10 +11,11 @@
 #include <stdint.h>
 
 typedef enum {
-    S1F_PASS_FORWARD = 0,        /* F */
-    S1F_PASS_BACKWARD = 1,       /* B: full backward */
-    S1F_PASS_BACKWARD_INPUT = 2, /* I: gradients of what the stage was given */
-    S1F_PASS_BACKWARD_WEIGHT = 3 /* W: gradients of the weights */
+    S1F_PASS_FORWARD = 0,         /* F */
+    S1F_PASS_BACKWARD = 1,        /* B: full backward */
+    S1F_PASS_BACKWARD_INPUT = 2,  /* I: gradients of what the stage was given */
+    S1F_PASS_BACKWARD_WEIGHT = 3, /* W: gradients of the weights */
+    S1F_PASS_RECOMPUTE = 4        /* R: F once more, for what B or I reads of it */
 } s1f_pass;
 enum { S1F_MAX_PASSES = 8 };         /* room in tables that have a row per pass */
 extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
@@ -24,9 +25,11 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
-/* The letter of a pass: F, B, I or W; and back, -1 for another letter. */
+/* The letter of a pass: F, B, I, W or R; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
+/* Whether torch's pipelining has the pass, too, under the same letter. */
+int s1f_pass_is_torchs(int32_t pass);
 /* "F1.0", or "[2]F1.0" where with_stage. Writes at most `bytes` bytes, always terminated. */
 void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
 
@@ -36,6 +39,7 @@ typedef enum {
     S1F_PRODUCT_OUTPUT = 0,          /* what the stage computes: F */
     S1F_PRODUCT_INPUT_GRADIENT = 1,  /* B or I; with it gradients of keys, values and carried state */
     S1F_PRODUCT_WEIGHT_GRADIENT = 2, /* B or W */
+    S1F_PRODUCT_RECOMPUTED = 3,      /* what F has saved in other cells: R */
     S1F_MAX_PRODUCTS = 8
 } s1f_product;
 
@@ -45,15 +49,22 @@ static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
     return s1f_pass_products(pass) >> product & 1;
 }
-/* The products that an order of these passes (bits 1 << s1f_pass) must make for every cell: an order that goes back
- * anywhere goes back everywhere. */
+/* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
+ * everywhere. */
 uint32_t s1f_products_of_passes(uint32_t passes);
+/* Whether an order may make a product for some cells only; all others it makes for every cell. */
+static inline int s1f_product_is_optional(s1f_product product)
+{
+    return product == S1F_PRODUCT_RECOMPUTED;
+}
 
-/* Counts of an order, where its stages are, and which products it makes. */
+/* Counts of an order, where its stages are, which products it makes, and which cells have an R. The last is what makes a
+ * unit a recomputed one: its F saves nothing. */
 typedef struct {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
     uint32_t products;
-    const int32_t *rank_of_stage; /* [num_stages]; borrowed */
+    const int32_t *rank_of_stage;    /* [num_stages]; borrowed, as is */
+    const unsigned char *recomputed; /* [cell of all stages] 1: there is an R; NULL: of all, if it makes the product */
 } s1f_shape;
 
 static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
@@ -68,6 +79,16 @@ static inline int s1f_shape_has_backward(const s1f_shape *shape)
 static inline int64_t s1f_cell(const s1f_shape *shape, s1f_unit unit)
 {
     return (int64_t)unit.microbatch * shape->num_segments + unit.segment;
+}
+/* The same among the cells of all stages. */
+static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
+{
+    return (int64_t)unit.stage * shape->num_microbatches * shape->num_segments + s1f_cell(shape, unit);
+}
+static inline int s1f_is_recomputed(const s1f_shape *shape, s1f_unit unit)
+{
+    return s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) &&
+           (shape->recomputed == NULL || shape->recomputed[s1f_cell_of_all(shape, unit)]);
 }
 /* Row of a unit's stage and pass in tables with S1F_MAX_PASSES rows per stage. */
 static inline int64_t s1f_kind(s1f_unit unit)
@@ -118,29 +139,33 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input); /* 0: no more */
 
 /* What a stage holds from the begin of one unit to the end of another. */
 typedef enum {
-    S1F_HOLDS_SAVED = 0,           /* what F saved and W does not read: to the end of B or I */
-    S1F_HOLDS_FOR_WEIGHT = 1,      /* what F saved and W reads: to the end of B or W. The unit is live meanwhile */
+    S1F_HOLDS_SAVED = 0,           /* what F, or R, saved and W does not read: to the end of B or I */
+    S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
     S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
-    S1F_NUM_HOLDINGS = 5
+    S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
+    S1F_NUM_HOLDINGS = 6
 } s1f_holding;
 
 typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, uses, frees;
 } s1f_lifetimes;
 
-/* Lifetimes of all units of an order: they depend on the pass and on whether the segment is the first and the last. */
+/* Lifetimes of all units of an order: they depend on the pass, on whether the segment is the first and the last, and on
+ * whether the unit is recomputed. */
 typedef struct {
-    int32_t last_segment;
-    s1f_lifetimes of[S1F_MAX_PASSES][2][2]; /* [pass][is first][is last] */
+    s1f_shape shape;
+    s1f_lifetimes of[2][S1F_MAX_PASSES][2][2]; /* [is recomputed][pass][is first][is last] */
 } s1f_lifetime_table;
 
-/* Where an order does not go back, what F saved ends with F, and keys and values with F of the last segment. */
+/* Where an order does not go back, what F saved ends with F, and keys and values with F of the last segment. What the
+ * shape borrows must outlive the table. */
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
 static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)
 {
-    return table->of[unit.pass][unit.segment == 0][unit.segment == table->last_segment];
+    int is_first = unit.segment == 0, is_last = unit.segment == table->shape.num_segments - 1;
+    return table->of[s1f_is_recomputed(&table->shape, unit)][unit.pass][is_first][is_last];
 }
 
 #endif

@@ -26,6 +26,7 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_OUTPUT_GRADIENT: return at(bytes->output_gradient, cell);
     case S1F_HOLDS_KV: return at(bytes->kv, stage);
     case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
+    case S1F_HOLDS_INPUT: return at(bytes->input, cell);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
@@ -52,13 +53,14 @@ static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
     peak->output_gradients = greater(peak->output_gradients, l->live[S1F_HOLDS_OUTPUT_GRADIENT]);
     peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV]);
     peak->kv_gradients = greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT]);
+    peak->inputs = greater(peak->inputs, l->live[S1F_HOLDS_INPUT]);
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of five kinds. */
+/* Every sum is at most `most_held` values of six kinds. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 5 / most_held;
+    int64_t most = INT64_MAX / 6 / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
             return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
@@ -81,6 +83,7 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
             S1F_OK ||
         (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
+        (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a message", bytes->message, shape->num_segments, most_held)) != S1F_OK)
         return status;
     for (int64_t i = 0; bytes->kept != NULL && i < cells; i++)

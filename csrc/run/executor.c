@@ -21,6 +21,7 @@ struct s1f_executor {
     s1f_edge_end **ends;
     edge_state *edge_states;
     s1f_stage_slots *slots; /* of this rank's stages */
+    s1f_lifetime_table lifetimes;
     int32_t num_slots;
     s1f_device *device; /* NULL: none */
     s1f_span *spans;
@@ -177,6 +178,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->edges = s1f_program_edges(program, &executor->num_edges);
     executor->num_stages = s1f_program_num_stages(program);
     executor->num_segments = s1f_program_num_segments(program);
+    executor->lifetimes = s1f_lifetimes_of(&program->shape);
     executor->thread_scope = thread_scope;
     executor->group = group;
     executor->cache = cache;
@@ -301,10 +303,10 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     return S1F_OK;
 }
 
-/* A segment's saved state lives from its forward to FREE. */
+/* A segment's saved state lives from the unit that saves it to FREE. */
 static void count_live(s1f_executor *executor, s1f_unit unit)
 {
-    if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT))
+    if (!(s1f_unit_lifetimes(&executor->lifetimes, unit).takes & 1u << S1F_HOLDS_FOR_WEIGHT))
         return;
     s1f_stage_measure *measure = &executor->measures[unit.stage];
     int32_t units = ++executor->live_units[unit.stage];

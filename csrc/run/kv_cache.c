@@ -231,6 +231,12 @@ static int is_forward(const s1f_current_unit *unit)
     return s1f_pass_makes(unit->unit.pass, S1F_PRODUCT_OUTPUT);
 }
 
+/* Whether the unit adds to the slab of dK and dV. */
+static int goes_back(const s1f_current_unit *unit)
+{
+    return s1f_pass_makes(unit->unit.pass, S1F_PRODUCT_INPUT_GRADIENT);
+}
+
 static stage_state *find_stage(s1f_kv_cache *cache, int32_t stage)
 {
     for (int32_t i = 0; i < cache->num_stages; i++)
@@ -239,7 +245,7 @@ static stage_state *find_stage(s1f_kv_cache *cache, int32_t stage)
     return NULL;
 }
 
-/* The slots a unit names, after checking that the unit fits the step; *grads is NULL in F. */
+/* The slots a unit names, after checking that the unit fits the step; *grads is NULL in F and R. */
 static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out,
                              grad_slot_state **grads)
 {
@@ -249,7 +255,7 @@ static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     if (unit->kv_slot < 0 || unit->kv_slot >= stage->kv_slots)
         return s1f_fail(S1F_ERR_ARG, "%s: KV slot is %d, stage %d has %d", name_of(unit).text, (int)unit->kv_slot,
                         (int)stage->stage, (int)stage->kv_slots);
-    if (!is_forward(unit) && (unit->grad_slot < 0 || unit->grad_slot >= stage->grad_slots))
+    if (goes_back(unit) && (unit->grad_slot < 0 || unit->grad_slot >= stage->grad_slots))
         return s1f_fail(S1F_ERR_ARG, "%s: gradient slot is %d, stage %d has %d", name_of(unit).text,
                         (int)unit->grad_slot, (int)stage->stage, (int)stage->grad_slots);
     if (unit->num_segments != cache->num_segments || unit->sequence_length != cache->sequence_length)
@@ -263,7 +269,7 @@ static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, 
                         (long long)unit->offset, (long long)(unit->offset + unit->length),
                         (long long)cache->sequence_length);
     *out = &stage->slots[unit->kv_slot];
-    *grads = is_forward(unit) ? NULL : &stage->grad_states[unit->grad_slot];
+    *grads = goes_back(unit) ? &stage->grad_states[unit->grad_slot] : NULL;
     return S1F_OK;
 }
 
@@ -298,6 +304,34 @@ static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *uni
     return S1F_OK;
 }
 
+/* A unit after its F is of the same tokens. */
+static s1f_status check_tokens(const s1f_current_unit *unit, const segment_state *segment)
+{
+    if (unit->offset == segment->offset && unit->length == segment->length)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_ARG, "%s: tokens [%lld, %lld), its forward had [%lld, %lld)", name_of(unit).text,
+                    (long long)unit->offset, (long long)(unit->offset + unit->length), (long long)segment->offset,
+                    (long long)(segment->offset + segment->length));
+}
+
+/* Between F and B of its segment. */
+static int may_recompute(const s1f_kv_cache *cache, const slot_state *slot, int32_t segment)
+{
+    return slot->forwards > segment && slot->backwards < cache->num_segments - segment;
+}
+
+static s1f_status begin_recomputation(const s1f_kv_cache *cache, const s1f_current_unit *unit, const slot_state *slot)
+{
+    int32_t s = unit->unit.segment;
+    if (!holds(slot, unit))
+        return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
+                        (int)unit->unit.microbatch, (int)unit->kv_slot);
+    if (!may_recompute(cache, slot, s))
+        return s1f_fail(S1F_ERR_STATE, "%s: segment %d is recomputed %s", name_of(unit).text, (int)s,
+                        slot->forwards > s ? "after its backward" : "before its forward");
+    return check_tokens(unit, &slot->segments[s]);
+}
+
 static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot,
                                  grad_slot_state *grads)
 {
@@ -313,11 +347,9 @@ static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *un
                         "%s: backward of segment %d out of order, segment %d is next (gradients return last segment "
                         "first)",
                         name_of(unit).text, (int)s, (int)next);
-    const segment_state *segment = &slot->segments[s];
-    if (unit->offset != segment->offset || unit->length != segment->length)
-        return s1f_fail(S1F_ERR_ARG, "%s: tokens [%lld, %lld), its forward had [%lld, %lld)", name_of(unit).text,
-                        (long long)unit->offset, (long long)(unit->offset + unit->length), (long long)segment->offset,
-                        (long long)(segment->offset + segment->length));
+    s1f_status status = check_tokens(unit, &slot->segments[s]);
+    if (status != S1F_OK)
+        return status;
     if (grads->tag != 0 && grads->tag != slot->tag)
         return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", name_of(unit).text,
                         (int)unit->grad_slot, (int)grads->microbatch);
@@ -337,7 +369,9 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
     s1f_status status = find_slots(cache, unit, &slot, &grads);
     if (status != S1F_OK)
         return status;
-    return is_forward(unit) ? begin_forward(cache, unit, slot) : begin_backward(cache, unit, slot, grads);
+    return is_forward(unit)  ? begin_forward(cache, unit, slot)
+           : goes_back(unit) ? begin_backward(cache, unit, slot, grads)
+                             : begin_recomputation(cache, unit, slot);
 }
 
 /* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
@@ -385,7 +419,7 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
     if (is_forward(unit)) {
         slot->forwards = unit->unit.segment + 1;
         slot->live = unit->training || slot->forwards < cache->num_segments;
-    } else {
+    } else if (goes_back(unit)) {
         release_segment(cache, unit);
         slot->backwards = cache->num_segments - unit->unit.segment;
         slot->live = slot->backwards < cache->num_segments;
@@ -521,10 +555,10 @@ static s1f_status check_written(const s1f_current_unit *unit, const layer_entry 
     return S1F_OK;
 }
 
-static s1f_kv_rows rows_of(const s1f_kv_cache *cache, const layer_entry *entry, const layer_slot *slot)
+static s1f_kv_rows rows_of(const s1f_kv_cache *cache, const layer_entry *entry, const layer_slot *slot, int is_written)
 {
     return (s1f_kv_rows){slot->k.data, slot->v.data, entry->shape.with_docs ? slot->docs.data : NULL,
-                         cache->sequence_length};
+                         cache->sequence_length, is_written};
 }
 
 /* The state of the slot during the unit; the unit must have begun. */
@@ -536,9 +570,10 @@ static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit
         return status;
     const slot_state *state = *out;
     int32_t s = unit->unit.segment;
-    int begun = is_forward(unit)
-                    ? state->segments[s].serial != 0 && state->forwards == s
-                    : state->forwards == cache->num_segments && state->backwards == cache->num_segments - 1 - s;
+    int begun = is_forward(unit) ? state->segments[s].serial != 0 && state->forwards == s
+                : goes_back(unit)
+                    ? state->forwards == cache->num_segments && state->backwards == cache->num_segments - 1 - s
+                    : may_recompute(cache, state, s);
     if (!holds(state, unit) || !begun)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has not begun", name_of(unit).text);
     return S1F_OK;
@@ -568,14 +603,14 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
                         "values of micro-batch %d, segment %d; give each use its own key",
                         name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
     slot->written[s] = state->segments[s].serial;
-    *rows = rows_of(cache, entry, slot);
+    *rows = rows_of(cache, entry, slot, !is_forward(unit));
     return S1F_OK;
 }
 
 s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer, s1f_layer_shape *shape,
                              s1f_kv_rows *rows, s1f_kv_grads *grads)
 {
-    if (is_forward(unit))
+    if (!goes_back(unit))
         return s1f_fail(S1F_ERR_STATE, "%s: backward of layer %lld within a forward unit", name_of(unit).text,
                         (long long)layer);
     slot_state *state = NULL;
@@ -604,7 +639,7 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     contribution->tag = state->tag;
     contribution->last_segment = s;
     *shape = entry->shape;
-    *rows = rows_of(cache, entry, slot);
+    *rows = rows_of(cache, entry, slot, 1);
     *grads = (s1f_kv_grads){contribution->dk.data, contribution->dv.data, first};
     return S1F_OK;
 }

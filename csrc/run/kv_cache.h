@@ -2,8 +2,8 @@
  *
  * One slab per (stage, layer, slot): k and v, each [batch][kv_heads][sequence_length][head_dim] in the model's dtype, and
  * one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of the
- * micro-batch, offset of the segment), never appended, so recomputation, evaluation or a retry writes the same rows
- * again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
+ * micro-batch, offset of the segment), never appended: recomputation finds them written, evaluation or a retry writes the
+ * same rows again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
  * needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the rows of a segment back
  * once its backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots. Memory of
  * a device comes from a table of functions; it is held whole.
@@ -44,6 +44,7 @@ typedef struct {   /* borrowed pointers into a slab, valid until the next begin_
     void *k, *v;   /* row t of (b, h): base + ((b * kv_heads + h) * sequence_length + t) * head_dim elements */
     int32_t *docs; /* row t of b: base + b * sequence_length + t; NULL without */
     int64_t sequence_length; /* rows per head */
+    int32_t is_written;      /* the unit's own rows hold its keys and values: its F has written them */
 } s1f_kv_rows;
 
 typedef struct {
@@ -60,12 +61,13 @@ s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *s
                                    int64_t sequence_length, int32_t num_segments);
 /* Called by the executor around each RUN. begin of F: of segment 0, the micro-batch takes the slot over. finish of F and
  * B: the segment is done; finish of the last F where no backward follows (training 0), and of B.0, frees the slot. I (the
- * gradient of the input) counts as B; W touches nothing. A unit that failed is not finished: it may begin again. */
+ * gradient of the input) counts as B; R reads what its F has written; W touches nothing. A unit that failed is not
+ * finished: it may begin again. */
 s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
 s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
 
 /* Called by ops. write: rows of the unit's segment may be written, rows [0, offset + length) then read. In F the same
- * layer twice is S1F_ERR_STATE (its rows would be overwritten); in B (recomputation) it writes the same rows again. */
+ * layer twice is S1F_ERR_STATE (its rows would be overwritten); in R and B (recomputation) its rows are written. */
 s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer,
                               const s1f_layer_shape *shape, s1f_kv_rows *rows);
 /* read: rows [0, offset + length) for the backward of the unit; grads: the slab that its dK/dV go to. One contribution

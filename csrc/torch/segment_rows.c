@@ -34,7 +34,7 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                              s1f_kv_rows *rows)
 {
     s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
-    if (status != S1F_OK)
+    if (status != S1F_OK || rows->is_written)
         return status;
     int64_t strides[4], doc_strides[2] = {rows->sequence_length, 1};
     s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, strides);

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "--cap",
         help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
     )
-    workload.add_order_options(command)
+    workload.add_order_options(command, recomputes_units=False)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 

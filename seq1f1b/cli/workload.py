@@ -21,6 +21,7 @@ from seq1f1b.planning.profile import Profile
 from seq1f1b.schedule import families, nearest_name
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
+UNITS = "units"  # what --recompute says of an order that does it
 SEGMENTS = 4  # unless asked for, of families that cut micro-batches into segments
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 OF_A_MODEL = {  # options that say nothing without a model, with their defaults
@@ -33,10 +34,11 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def add_order_options(command: argparse.ArgumentParser) -> None:
+def add_order_options(command: argparse.ArgumentParser, *, recomputes_units: bool = True) -> None:
     """The counts and costs of draw, simulate and compare."""
     command.epilog = (
-        "F is the forward of a micro-batch, B its backward; a split backward is I (inputs) and W (weights)."
+        "F is the forward of a micro-batch, B its backward; a split backward is I (inputs) and W (weights). "
+        "R runs F once more before the backward."
     )
     command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
     command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
@@ -61,7 +63,11 @@ def add_order_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
     add_model_options(costs)
-    costs.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
+    about = "what backward computes again"
+    if recomputes_units:
+        about += f"; {UNITS}, also without --model: the order holds an R before the backward of every unit"
+    kinds = (*RECOMPUTE, UNITS) if recomputes_units else RECOMPUTE
+    costs.add_argument("--recompute", choices=kinds, default="none", help=about)
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
@@ -123,7 +129,7 @@ def check_costs(options: argparse.Namespace) -> None:
         elif name in SECONDS:
             setattr(options, name, SECONDS[name])
     if options.model is None:
-        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
+        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) not in (default, UNITS)]
         if options.command in ("draw", "simulate"):
             unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
         if unused:
@@ -179,7 +185,7 @@ def cost_of(
         num_ranks=num_ranks,
         stages_per_rank=stages_per_rank,
         seq_len=seq_len,
-        layout=replace(layout, recompute=options.recompute),
+        layout=replace(layout, recompute="none" if options.recompute == UNITS else options.recompute),
     )
     if num_segments == 1:  # of a schedule that cuts none
         sizes = [seq_len]
@@ -209,9 +215,11 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
+    recompute = "all" if options.recompute == UNITS else "none"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
-            return read_schedule(name, 1 if options.segments is None else options.segments)
+            schedule = read_schedule(name, 1 if options.segments is None else options.segments)
+            return schedule.recompute(recompute)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
     known = next(family for family in families() if family.name == name)
     stages = known.stages_per_rank if options.stages is None else options.stages
@@ -223,7 +231,9 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
         given["costs"] = pass_costs(options, **counts)
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
-    return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts)
+    return seq1f1b.build_schedule(
+        name, num_microbatches=options.microbatches, options=given, recompute=recompute, **counts
+    )
 
 
 def read_schedule(name: str, num_segments: int) -> Schedule:

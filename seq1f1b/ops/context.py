@@ -42,6 +42,8 @@ class LiveUnit:
     loss: Tensor | None = None
     output: Any = None  # what the last stage returned, if the caller asked for it
     tape: Any = None  # of a unit whose backward is split: what I leaves to W
+    kept: Any = None  # of a unit that is recomputed, from F to R: what R starts from
+    is_again = False  # True while R runs
     kept_bytes = gradient_bytes = 0  # of it, in the steps that measure: inputs of layers, and their outputs' gradients
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
@@ -59,6 +61,7 @@ class LiveUnit:
     def forget(self) -> None:
         """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
+        self.kept = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
         self.saved_bytes = 0
 
@@ -119,7 +122,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if unit.carried_in is None:
         unit.carried_in = {}
     known = unit.carried_in.get(key)
-    if known is not None:  # recomputation, or a second reader
+    if known is not None:  # recomputation reads what F has read; or a second reader
         return known
     left = None if unit.previous is None else unit.previous.carried_out
     state = None if left is None else left.get(key)
@@ -132,6 +135,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if unit.training and state.requires_grad:
         leaf.requires_grad_()
     unit.carried_in[key] = leaf
+    if unit.kept is not None:
+        unit.kept.note(leaf)
     return leaf
 
 
@@ -148,7 +153,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
         return
     if unit.watch is not None:
         unit.watch.note("carries")
-    if unit.training and not torch.is_grad_enabled():
+    if unit.training and not torch.is_grad_enabled() and unit.kept is None:
         raise RuntimeError(
             "carry_out with gradients off in a training step: its gradient would be lost. "
             "Under torch.utils.checkpoint pass use_reentrant=False"
@@ -158,7 +163,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
         unit.carried_out = {}
     if key in unit.carried_out:
         raise ValueError(f"carried state {key} is left twice in one segment; use one name per state")
-    unit.carried_out[key] = state
+    unit.carried_out[key] = state if unit.kept is None else unit.kept.with_gradient(state, unit.carried_in)
 
 
 @_disable_dynamo

@@ -18,7 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
-from seq1f1b.schedule import Schedule
+from seq1f1b.schedule import Schedule, Unit, check_recompute
 
 __all__: list[str] = []
 
@@ -47,6 +47,7 @@ class Options:
     spin_us: float | None
     weights: str
     shard: Shard
+    recompute: str | Callable[[Unit], bool] = "none"
     unchecked: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class Options:
             raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
         if self.weights not in ("planned", "fill"):
             raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
+        check_recompute(self.recompute)
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
@@ -209,6 +211,8 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
     found = {"version": (__version__,) * 2}
     for name in ("num_microbatches", "num_segments", "weights"):
         found[name] = (repr(getattr(options, name)),) * 2
+    asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
+    found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):

@@ -34,8 +34,9 @@ def start_of(
         seeds += tuple([torch.full_like(loss, auxiliary_seeds[is_of_all]) for loss, is_of_all in unit.auxiliary])
     if unit.carried_out is not None and unit.carried_back is not None:
         for name, leaf in unit.carried_back.items():
-            if leaf.grad is not None:
-                roots += (get_gradient_edge(unit.carried_out[name]),)
+            state = unit.carried_out[name]
+            if leaf.grad is not None and state.requires_grad:  # R may have made one without, F could not tell
+                roots += (get_gradient_edge(state),)
                 seeds += (leaf.grad,)
     return roots, seeds
 

@@ -103,13 +103,18 @@ class Fsdp:
         self._set_last(False)
 
     def forward(self) -> AbstractContextManager[Any]:
-        self._is_reduced = not torch.is_grad_enabled()
+        if torch.is_grad_enabled():  # not in an evaluation, nor in F of a unit that is recomputed
+            self._is_reduced = False
         return nullcontext()
 
     @contextmanager
     def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
         if is_last:
             self._set_last(True)
+            # Every parameter is whole. FSDP2 would gather again what this backward has resharded, for forwards that it
+            # has seen and no backward followed: F of units that are recomputed.
+            for group in self._groups():
+                group._post_forward_indices.clear()
         yield
         self._is_reduced = is_last
 

@@ -33,7 +33,7 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
-from seq1f1b.schedule import Schedule, build_schedule, unit_of
+from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
 
 __all__ = ["PipelineEngine"]
@@ -86,6 +86,10 @@ class PipelineEngine:
             waits for a message, product by product and in the order's own sequence, so that gradients are bit-equal
             from run to run; at the latest where the order has them, so that memory stays as planned. An order of whole
             backwards becomes :meth:`seq1f1b.Schedule.defer_weights` of it.
+        recompute: which units keep their stage's input alone, and run the stage again just before their backward:
+            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
+            itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
+            holds the head runs once.
         shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
             parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
             each segment. The mean of their losses and gradients is that of the whole, as in data parallelism: put the
@@ -124,6 +128,7 @@ class PipelineEngine:
         prefetch: int = 1,
         spin_us: float | None = None,
         weights: str = "planned",
+        recompute: str | Callable[[Unit], bool] = "none",
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
         unchecked: bool = False,
@@ -153,6 +158,7 @@ class PipelineEngine:
                 prefetch=prefetch,
                 spin_us=spin_us,
                 weights=weights,
+                recompute=recompute,
                 shard=shard,
                 unchecked=unchecked,
             )
@@ -417,9 +423,13 @@ class PipelineEngine:
                 order=self.schedule.ranks[self.rank],
                 unchecked=self._options.unchecked,
                 is_whole=is_whole,
+                shares_random=self._group.is_thread and self._recomputes(),
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
+
+    def _recomputes(self) -> bool:
+        return any(unit.kind == "R" for order in self.schedule.ranks for unit in order)
 
     def _agree(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
@@ -444,6 +454,7 @@ class PipelineEngine:
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
         schedule.check()
+        schedule = schedule.recompute(self._options.recompute)
         has_weights = any(unit.kind == "W" for order in schedule.ranks for unit in order)
         return schedule if has_weights or self._options.weights == "planned" else schedule.defer_weights()
 

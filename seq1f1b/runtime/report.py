@@ -43,7 +43,7 @@ class StepRecord:
 @sendable
 @dataclass(frozen=True)
 class StageReport:
-    """One stage. Units and tokens are live from the start of their F to the end of their B, or W.
+    """One stage. Units and tokens are live from the start of their F, or R, to the end of their B, or W.
 
     Attributes:
         peak_live_units, peak_live_tokens: measured.
@@ -129,6 +129,16 @@ class Report:
     timeline: tuple[tuple[Unit, float, float], ...]
     fills: tuple[tuple[Unit, float, float], ...]
     edges: tuple[EdgeReport, ...]
+
+    @property
+    def recomputed_units(self) -> int:
+        """Units that ran their stage a second time, before their backward."""
+        return sum(unit.kind == "R" for unit, _, _ in self.timeline)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds of these second runs; part of ``busy``."""
+        return sum(end - start for unit, start, end in self.timeline if unit.kind == "R")
 
 
 @dataclass(frozen=True)
@@ -392,7 +402,7 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         ]
 
     saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
-    _, activations, output_gradients, *_ = _C.program_memory(record.program, saved, kept, gradients, None, None, None)[
-        rank
-    ]
+    _, activations, output_gradients, *_ = _C.program_memory(
+        record.program, saved, kept, gradients, None, None, None, None
+    )[rank]
     return activations, output_gradients

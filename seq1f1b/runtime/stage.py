@@ -16,6 +16,7 @@ from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
+from seq1f1b.runtime.recompute import Kept, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
 from seq1f1b.schedule import Unit
 
@@ -41,6 +42,7 @@ class Stage:
         order: Sequence[Unit],
         unchecked: bool = False,
         is_whole: bool = False,
+        shares_random: bool = False,
     ) -> None:
         self.module = module
         self.index = index
@@ -54,6 +56,8 @@ class Stage:
         own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
         self.forwards = [key for kind, key in own if kind == "F"]
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
+        self.recomputed = {key for kind, key in own if kind == "R"}
+        self.shares_random = shares_random  # other ranks are threads that draw from the same generators
         # After it all gradients of weights are there: B, or W.
         self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
         self.is_whole = is_whole  # units are whole micro-batches, as outside a step
@@ -144,6 +148,8 @@ class StageStep:
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
+        trained = (p.requires_grad for module in stage.modules for p in module.parameters())
+        self._trains = bool(stage.recomputed) and (not isinstance(stage.module, nn.Module) or any(trained))
         if stage.head_parallel is not None and arguments.shares is not None:
             counted = [share != 0.0 for row in arguments.shares for share in row]
             self._last_head = next((key for key in reversed(stage.forwards) if counted[key]), -1)
@@ -153,7 +159,8 @@ class StageStep:
     @property
     def passes(self) -> tuple[Callable[[int, int, Received], tuple[Any, ...] | None], ...]:
         """A method for each pass; position = the pass's number in C (``csrc/core/unit.h``)."""
-        return (self.forward, self.backward, self.backward, self.weight)
+        passes = (self.forward, self.backward, self.backward, self.weight, self.recompute)
+        return tuple(map(one_at_a_time, passes)) if self.stage.shares_random else passes
 
     @property
     def losses(self) -> dict[int, Tensor]:
@@ -190,7 +197,12 @@ class StageStep:
         self.units[key] = unit
         enter(unit)
         run = self._measured if self._measures else self._compute
-        result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
+        if self.training and key in self.stage.recomputed:
+            unit.kept = Kept(inputs, self._kwargs(unit), self.stage.device, self._trains)
+            with unit.kept.first():
+                result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
+        else:
+            result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:
                 unit.previous.forget()
@@ -200,19 +212,22 @@ class StageStep:
         return result
 
     def _compute(self, key: int, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        given = self.arguments.kwargs
-        kwargs = None if given is None else given[unit.microbatch][unit.segment]
+        kwargs = self._kwargs(unit)
         if self._parallel is None:
             output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:
             with self._parallel.forward():
-                output = self._module(*inputs, **(kwargs or {}))
+                output = self._module(*inputs, **kwargs)
             if self.training and self.stage.last_gradients == ("B", key):
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
         if not self.stage.is_last:
             return self._finish_middle(unit, output)
         self._finish_last(key, unit, output)
         return None
+
+    def _kwargs(self, unit: LiveUnit) -> Mapping[str, Any]:
+        given = self.arguments.kwargs
+        return given[unit.microbatch][unit.segment] if given is not None else _NO_KWARGS
 
     def _watched(
         self, run: Callable[..., tuple[Tensor, ...] | None], key: int, unit: LiveUnit, inputs: tuple[Any, ...]
@@ -229,9 +244,10 @@ class StageStep:
         self._head_bytes = 0
         with SavedBytes(self.stage.modules, inputs) as saved:
             result = self._compute(key, unit, inputs)
-        unit.saved_bytes = saved.bytes
-        self.saved_bytes += saved.bytes
-        self.saved_tokens += self.arguments.sizes[unit.segment]
+        if unit.kept is None:  # else R saves
+            unit.saved_bytes = saved.bytes
+            self.saved_bytes += saved.bytes
+            self.saved_tokens += self.arguments.sizes[unit.segment]
         live = sum(other.saved_bytes + other.kept_bytes for other in self.units.values())
         self.peak_saved_bytes = max(self.peak_saved_bytes, live + self._head_bytes)
         return result
@@ -257,10 +273,14 @@ class StageStep:
         outputs = output if isinstance(output, tuple) else (output,)
         self._check_outputs(outputs, self.arguments.sizes[unit.segment])
         outputs = tuple([o if o.is_contiguous() else o.contiguous() for o in outputs])
-        if self.training:
+        if unit.kept is not None:
+            outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
+        elif self.training:
             # Only the edge is kept, so that the storage goes once the output is sent.
             unit.roots = tuple([get_gradient_edge(o) if o.requires_grad else None for o in outputs])
             unit.seeds = None
+        if unit.is_again:  # F has handed over the same
+            return None
         if self.following is None:
             return outputs
         unit.handed = outputs
@@ -301,7 +321,7 @@ class StageStep:
         self._output_spec[length] = spec
 
     def _finish_last(self, key: int, unit: LiveUnit, output: Any) -> None:
-        if self.arguments.keep_outputs:
+        if self.arguments.keep_outputs and not unit.is_again:
             unit.output = _detached(output)
         if self.arguments.targets is None:
             if self.training:
@@ -311,16 +331,22 @@ class StageStep:
         share = 1.0 if shares is None else shares[m][s]
         if share == 0.0:
             # No counted target: a mean over none is NaN. B still runs, for later segments' dK and dV.
-            if self.training:
+            if self.training and unit.kept is None:
                 unit.roots = tuple([o for o in _tensors(output) if o.requires_grad])
                 unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
             return
         target = self.arguments.targets[m][s]
         if self.stage.loss_is_head and self.training:
-            self._run_head(key, unit, output, target)
+            if not unit.is_again:
+                with torch.enable_grad():
+                    self._run_head(key, unit, output, target)
+            elif unit.seeds:  # the head has run, and left the gradient of its input
+                unit.roots = (get_gradient_edge(output),) if output.requires_grad else ()
+                unit.seeds = unit.seeds if unit.roots else ()
             return
         loss = self._loss(output, target)
-        unit.loss = loss.detach()
+        if not unit.is_again:
+            unit.loss = loss.detach()
         if self.training and loss.requires_grad:
             unit.roots = (loss,)
             unit.seeds = (self._seed(unit, loss),)
@@ -331,6 +357,8 @@ class StageStep:
             raise TypeError(
                 f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
             )
+        if unit.kept is not None:
+            output = unit.kept.with_gradient(output, unit.carried_in)
         hidden = output.detach().requires_grad_(output.requires_grad)
         parallel = self.stage.head_parallel
         head = SavedBytes(self.stage.modules, (hidden,)) if self._measures else nullcontext()
@@ -345,7 +373,7 @@ class StageStep:
         with around, torch.autocast(self.stage.device.type, enabled=False):
             torch.autograd.backward(loss, self._seed(unit, loss))
         if hidden.grad is not None:
-            unit.roots = (get_gradient_edge(output),)
+            unit.roots = () if unit.kept is not None else (get_gradient_edge(output),)
             unit.seeds = (hidden.grad,)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -354,7 +382,8 @@ class StageStep:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
-        if self.training and not loss.requires_grad and any(o.requires_grad for o in _tensors(output)):
+        records = self.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
+        if records and not loss.requires_grad and any(o.requires_grad for o in _tensors(output)):
             raise ValueError("loss_fn returned a loss that does not require grad, its input does")
         return loss
 
@@ -365,6 +394,26 @@ class StageStep:
             self._seeds = [[seed.to(loss.dtype) for seed in row] for row in self._seeds]
             seed = self._seeds[unit.microbatch][unit.segment]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
+
+    def recompute(self, m: int, s: int, received: Received) -> None:
+        """R(m.s): what F would have saved, from what it kept. The loss and the outputs are F's."""
+        key = m * self._num_segments + s
+        unit = self.units[key]
+        kept, unit.kept = unit.kept, None
+        left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
+        unit.auxiliary = None
+        unit.is_again = True
+        enter(unit)
+        run = self._measured if self._measures else self._compute
+        with kept.again():
+            run(key, unit, kept.inputs)
+        unit.is_again = False
+        again: dict[int, Tensor] = unit.carried_out or {}
+        if left.keys() != again.keys():
+            raise RuntimeError(
+                f"stage {self.stage.index} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
+                "a stage that is recomputed must do the same both times"
+            )
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -439,6 +488,9 @@ class StageStep:
             return received[0][0]
         assert self.following is not None
         return self.following.units[key].take_handed()
+
+
+_NO_KWARGS: Mapping[str, Any] = {}
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -157,8 +157,10 @@ class Step:
             )
             self._parts[index] = part
             # Autocast is for forwards: a backward runs in the dtypes of its forward.
-            forward, *others = part.passes
-            self._passes[index] = (forward, *(self._outside_autocast(run) if self._autocast else run for run in others))
+            forward, *backwards, recompute = part.passes
+            if self._autocast:
+                backwards = [self._outside_autocast(run) for run in backwards]
+            self._passes[index] = (forward, *backwards, recompute)
         for index, part in self._parts.items():
             part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
         return self.sizes

@@ -63,6 +63,7 @@ def connect(
             time.sleep(0.3)
         first = arrival.fail(error)
         if group is not None:
+            group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
             group.close()
         if first is not None and isinstance(error, (PipelineError, OSError)):  # which may be what the first one caused
             raise first from error

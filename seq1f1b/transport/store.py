@@ -104,9 +104,9 @@ class StoreRank(ProcessRank):
 
     def _exchange_progress(self) -> None:
         self._publish_progress()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        values = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
-        for rank, value in zip(others, values, strict=True):
+        keys = {rank: self._key(f"progress/{rank}") for rank in range(self.size) if rank != self.rank}
+        keys = {rank: key for rank, key in keys.items() if rank in self._read or self._store.has(key)}
+        for rank, value in zip(keys, self._store.get_all(list(keys.values())), strict=True):
             if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
                 continue
             self._read[rank] = value

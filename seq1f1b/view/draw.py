@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
 _IN_WAITS = ":"  # fills parts of W that ran in waits
-_FILL = {letter: {"F": "-", "B": "=", "I": "~", "W": "+"}.get(letter, "*") for letter in style.PASSES}
+_FILL = {letter: {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}.get(letter, "*") for letter in style.PASSES}
 
 
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:
@@ -133,8 +133,8 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
 def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
     """Draws one or several timelines, one below the other on a common time axis.
 
-    A colour is a micro-batch, pale forward and full backward; where a rank holds several stages all but its first are
-    hatched.
+    A colour is a micro-batch, pale forward, paler recomputation and full backward; where a rank holds several stages
+    all but its first are hatched.
 
     Args:
         path: file to write; its suffix chooses the format.

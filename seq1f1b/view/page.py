@@ -33,6 +33,7 @@ _MEMORY_COLORS = {  # from the bottom: what changes least lies lowest
     "kv": "#3a87ad",
     "kv_gradients": "#7fbcd6",
     "output_gradients": "#8f79b8",
+    "inputs": "#6fb08e",
     "activations": "#a9b4c0",
 }
 _KIND_NAMES = {
@@ -40,6 +41,7 @@ _KIND_NAMES = {
     "kv": "KV cache",
     "kv_gradients": "KV gradients",
     "output_gradients": "output gradients kept for W",
+    "inputs": "inputs kept for R",
     "optimizer": "optimizer state",
 }
 Curve = list[tuple[float, int]]
@@ -120,23 +122,25 @@ class _Lifetimes:
     """What units of an order take at their start and free at their end, as the core says."""
 
     def __init__(self, units: Iterable[Unit], num_segments: int) -> None:
+        units = list(units)
         self._passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+        self._recomputed = {unit[1:] for unit in units if unit.kind == "R"}
         self._num_segments = num_segments
-        self._known: dict[tuple[str, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._known: dict[tuple[str, int, bool], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def of(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        key = unit.kind, unit.segment
+        key = unit.kind, unit.segment, unit[1:] in self._recomputed
         if key not in self._known:
             number = _C.PASSES.index(unit.kind), 0, 0, unit.segment
-            self._known[key] = _C.unit_lifetimes(self._num_segments, self._passes, number)
+            self._known[key] = _C.unit_lifetimes(self._num_segments, self._passes, number, key[2])
         return self._known[key]
 
 
 def live_units(track: Sequence[tuple[Unit, float, float]]) -> Curve:
     """The memory curve of a rank: (time, units live from then on), a step wherever it changes.
 
-    A unit is live from the start of its F to the end of its B, or W where the backward is split; where nothing goes
-    back, while it runs.
+    A unit is live from the start of its F, or R if it is recomputed, to the end of its B, or W where the backward is
+    split; where nothing goes back, while it runs.
     """
     units = [unit for unit, _, _ in track]
     lifetimes = _Lifetimes(units, 1 + max(unit.segment for unit in units))
@@ -167,6 +171,7 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k)),
         "kv": ("kv", [kv[i // k] for i in range(P * k)]),
         "kv_gradients": ("kv_gradients", [kv_gradients[i // k] for i in range(P * k)]),
+        "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k)),
     }
     lifetimes = _Lifetimes((unit for track in run.timeline for unit, _, _ in track), k)
     curves = []

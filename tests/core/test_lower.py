@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from orders import random_order, small_schedule
+from orders import random_order, small_schedule, with_recomputation
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
 from seq1f1b.schedule import unit_of
@@ -57,7 +57,7 @@ class Replay:
         stage = unit.stage - 1 if unit.kind == "F" else unit.stage + 1
         rank_of_stage = self.schedule.rank_of_stage
         if (
-            unit.kind == "W"
+            unit.kind in "WR"
             or not 0 <= stage < self.schedule.num_stages
             or rank_of_stage[stage] == rank_of_stage[unit.stage]
         ):
@@ -116,18 +116,19 @@ class Replay:
         last_segment = self.schedule.num_segments - 1
         self.still_there(unit._replace(kind="F"))
         self.still_there(unit if unit.kind != "W" else unit._replace(kind="I"))
+        saves = "R" if unit._replace(kind="R") in self.schedule.ranks[rank] else "F"
         self.ran[rank].append(unit)
-        if unit.kind == "F":
+        if unit.kind == saves:
             self.live[unit.stage] += 1
             self.live_peak[unit.stage] = max(self.live_peak[unit.stage], self.live[unit.stage])
         if unit.kind == "W":
             assert kv_slot == grad_slot == -1
         else:
-            last = (unit.kind != "F" and unit.segment == 0) or (not self.has_backward and unit.segment == last_segment)
+            last = (unit.kind in "BI" and unit.segment == 0) or (not self.has_backward and unit.segment == last_segment)
             self.hold("kv", unit, kv_slot, unit.kind == "F" and unit.segment == 0, last)
         if unit.kind in "BI":
             self.hold("grad", unit, grad_slot, unit.segment == last_segment, unit.segment == 0)
-        elif unit.kind == "F":
+        else:
             assert grad_slot == -1
 
     def free(self, rank: int, unit: Unit) -> None:
@@ -184,6 +185,12 @@ def test_random_orders_replay_in_any_interleaving() -> None:
         lowered = Lowered(random_order(rng), rng.randint(0, 2))
         for choose in (rng.choice, min, max):
             replay(lowered, choose)
+
+
+def test_recomputed_units_replay_in_any_interleaving() -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        replay(Lowered(with_recomputation(random_order(rng), rng), rng.randint(0, 2)), rng.choice)
 
 
 def test_program_of_two_ranks() -> None:

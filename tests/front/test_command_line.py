@@ -51,6 +51,26 @@ def test_simulate_takes_stages_and_options(capsys):
     assert "needs M >= P: here P = 4 ranks" in capsys.readouterr().err
 
 
+def test_orders_that_recompute_their_units(tmp_path, capsys):
+    """P 4, M 8, F 1, B 2: R of rank 0 runs while its gradient is on its way, and no rank holds more than one unit."""
+    assert main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--recompute", "units"]) == 0
+    name, makespan, _, units, microbatches = capsys.readouterr().out.splitlines()[1].split()
+    assert (name, units, microbatches) == ("1f1b", "1", "1.00")
+    assert 8 * 4 + 3 * 3 <= float(makespan) < 8 * 4 + 3 * 4, "a backward of 3 s would take 8 * 4 + 3 * 4"
+    text = tmp_path / "order.txt"
+    text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
+    assert main(["draw", str(text), "--recompute", "units", "--width", "60"]) == 0
+    assert "recomputation" in capsys.readouterr().out
+    line = ["simulate", "seq1f1b", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384", "--json"]
+    assert main([*line, "--recompute", "units"]) == 0
+    [recomputed] = json.loads(capsys.readouterr().out)
+    assert main(line) == 0
+    [kept] = json.loads(capsys.readouterr().out)
+    assert max(recomputed["peak"]) == 1
+    assert max(recomputed["memory"]["activations"]) < max(kept["memory"]["activations"]) / 4
+    assert recomputed["memory"]["kv"] == kept["memory"]["kv"]
+
+
 def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
     assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from orders import random_order
+from orders import random_order, with_recomputation
 
 from seq1f1b import _C, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
@@ -173,13 +173,13 @@ class Reference:
 
     def target(self, unit: Unit) -> tuple[int, int] | None:
         """The edge on which its message leaves."""
-        step = {"F": 1, "B": -1, "I": -1, "W": 0}[unit.kind]
+        step = {"F": 1, "B": -1, "I": -1, "W": 0, "R": 0}[unit.kind]
         edge = (unit.stage, unit.stage + step)
         return edge if edge in self.edges else None
 
     def source(self, unit: Unit) -> Unit | None:
         """The unit whose message it waits for."""
-        stage = unit.stage + {"F": -1, "B": 1, "I": 1, "W": 0}[unit.kind]
+        stage = unit.stage + {"F": -1, "B": 1, "I": 1, "W": 0, "R": 0}[unit.kind]
         if (stage, unit.stage) not in self.edges:
             return None
         kinds = ["F"] if unit.kind == "F" else ["B", "I"]
@@ -305,8 +305,8 @@ class Reference:
 class RandomCase:
     """A random order with random costs: the arguments of ``simulate`` and what the reference makes of them."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.schedule = random_order(rng)
+    def __init__(self, rng: random.Random, *, recomputes: bool = False) -> None:
+        self.schedule = with_recomputation(random_order(rng), rng) if recomputes else random_order(rng)
         S, k = self.schedule.num_stages, self.schedule.num_segments
 
         def costs(scale: float) -> list[list[float]]:
@@ -338,6 +338,9 @@ class RandomCase:
             table = {"F": forward, "B": backward, "W": weight}
             table["I"] = [[b - w for b, w in zip(*rows, strict=True)] for rows in zip(backward, weight, strict=True)]
             self.arguments |= {"forward": forward, "backward": backward, "weight": weight}
+            table["R"] = forward
+            if recomputes and rng.random() < 0.5:
+                table["R"] = self.arguments["recompute"] = costs(1.0)
             self.seconds = [[table[u.kind][u.stage][u.segment] for u in order] for order in self.schedule.ranks]
         self.reference = Reference(self.schedule, prefetch)
 
@@ -348,8 +351,8 @@ def close(value: object) -> object:
 
 def test_random_orders_and_costs() -> None:
     rng = random.Random(4)
-    for _ in range(250):
-        case = RandomCase(rng)
+    for number in range(350):
+        case = RandomCase(rng, recomputes=number >= 250)
         simulation = case.schedule.simulate(**case.arguments)
         (times,), waits = case.reference.simulate([case.seconds], *case.transfers)
         for track, expected in zip(simulation.timeline, times, strict=True):
@@ -489,14 +492,19 @@ def test_critical_path_of_1f1b() -> None:
 def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: int) -> list[int]:
     """Bytes of each kind while a rank runs unit number ``now``: what began by then and has not ended before."""
     number = {unit: i for i, unit in enumerate(order)}
+    inputs = given.inputs
     split, goes_back = any(u.kind == "I" for u in order), any(u.kind != "F" for u in order)
     back = "I" if split else "B" if goes_back else "F"
-    total = [0, 0, 0, 0]
+    total = [0, 0, 0, 0, 0]
     for forward in (unit for unit in order if unit.kind == "F"):
         stage, s = forward.stage, forward.segment
         begin, middle = number[forward], number[forward._replace(kind=back)]
         end = number[forward._replace(kind="W")] if split else middle
         activation, kept = given.activations[stage][s], given.kept_activations[stage][s]
+        again = number.get(forward._replace(kind="R"))
+        if again is not None:  # until then the input alone
+            total[4] += inputs[stage][s] * (begin <= now <= middle)
+            begin = again
         if begin <= now <= end:
             total[0] += activation if now <= middle else kept
         if split and middle <= now <= end:
@@ -504,15 +512,17 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
         if s == 0:  # of the whole micro-batch
             last = number[forward._replace(kind=back, segment=k - 1)]
             freed = middle if goes_back else last
-            total[2] += given.kv[stage] * (begin <= now <= freed)
+            total[2] += given.kv[stage] * (number[forward] <= now <= freed)
             total[3] += given.kv_gradients[stage] * (goes_back and last <= now <= freed)
     return [*total, place]
 
 
 def test_peaks_of_every_kind_of_memory() -> None:
     rng = random.Random(8)
-    for _ in range(200):
+    for number in range(300):
         schedule = random_order(rng)
+        if number >= 200:
+            schedule = with_recomputation(schedule, rng)
         S, k = schedule.num_stages, schedule.num_segments
         activations = [[rng.randint(0, 99) for _ in range(k)] for _ in range(S)]
         weights, optimizer, kv, kv_gradients = ([rng.randint(0, 99) for _ in range(S)] for _ in range(4))
@@ -521,6 +531,7 @@ def test_peaks_of_every_kind_of_memory() -> None:
             kept_activations=[[rng.randint(0, most) for most in row] for row in activations],
             output_gradients=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
             kv=kv, kv_gradients=kv_gradients, weights=weights, optimizer=optimizer, logits=rng.randint(0, 99),
+            inputs=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
         )  # fmt: skip
         sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
         peak = schedule.simulate(memory=given, message_bytes=sizes, prefetch=prefetch).memory
@@ -529,8 +540,8 @@ def test_peaks_of_every_kind_of_memory() -> None:
             mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
             receive = sum(n for (_, b), n in places.items() if b in mine) * max(sizes)
             curve = [held(order, now, given, k, receive) for now in range(len(order))]
-            assert [peak.activations[rank], peak.output_gradients[rank], peak.kv[rank], peak.kv_gradients[rank],
-                    peak.receive[rank]] == [max(kind) for kind in zip(*curve, strict=True)]  # fmt: skip
+            kinds = (peak.activations, peak.output_gradients, peak.kv, peak.kv_gradients, peak.inputs, peak.receive)
+            assert [kind[rank] for kind in kinds] == [max(held_now) for held_now in zip(*curve, strict=True)]
             constant = [sum(of[s] for s in mine) for of in (weights, optimizer)] + [given.logits * (S - 1 in mine)]
             assert [peak.weights[rank], peak.optimizer[rank], peak.logits[rank]] == constant
             assert peak.total[rank] == max(map(sum, curve)) + sum(constant)
@@ -547,8 +558,32 @@ def test_memory_by_hand() -> None:
     assert peak == PeakMemory(
         activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(4, 4),
         weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
-        total=(4000 + 4 + 300 + 17 + 8, 5050 + 4 + 300 + 17 + 8),
+        total=(4000 + 4 + 300 + 17 + 8, 5050 + 4 + 300 + 17 + 8), inputs=(0, 0),
     )  # fmt: skip
+
+
+def test_recomputation_by_hand() -> None:
+    """Rank 0 recomputes while rank 1 is at its own backward: R costs rank 1 a second, and rank 0 none.
+
+    A rank holds the 10 bytes of one unit at a time in place of two, and the inputs of both.
+    """
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2, recompute="all")
+    assert order.to_text() == "F0.0 F0.1 R0.1 B0.1 R0.0 B0.0\nF0.0 F0.1 R0.1 B0.1 R0.0 B0.0\n"
+    run = order.simulate(memory=StepMemory(activations=10, inputs=3))
+    assert list(run.start[0]) == [0, 1, 2, 6, 8, 9] and list(run.end[1]) == [2, 3, 4, 6, 7, 9]
+    assert run.makespan == 11 and run.peak == (1, 1)
+    assert run.memory.activations == (10, 10) and run.memory.inputs == (6, 6) and run.memory.total == (16, 16)
+    whole = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2).simulate(
+        1.0, 3.0, memory=StepMemory(activations=10, inputs=3)
+    )
+    assert whole.makespan == 12, "a backward that computes its forward again"
+    assert whole.memory.activations == (20, 20) and whole.memory.inputs == (0, 0)
+    assert order.simulate(recompute=0.0).makespan == 9
+    critical = order.simulate(critical=True)
+    assert [str(unit) for unit in critical.critical_path] == [
+        "F0.0", "F0.0", "F0.1", "R0.1", "B0.1", "B0.1", "R0.0", "B0.0"
+    ]  # fmt: skip
+    assert critical.slack[0][2] == 3.0
 
 
 # -- bad costs ---------------------------------------------------------------------------------------------------------
@@ -604,7 +639,7 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
         (
             {"memory": StepMemory(activations=-1)},
-            "activation bytes of a unit is -1, must be in 0..153722867280912930",
+            "activation bytes of a unit is -1, must be in 0..128102389400760775",
         ),
         (
             {"memory": StepMemory(activations=1, kept_activations=2)},

@@ -75,10 +75,10 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("again", ["none", "checkpoint", "recompute"])
 @pytest.mark.parametrize("kind", [CausalConvolution, LinearAttention, Recurrent])
 @pytest.mark.parametrize("sizes", [[17], [5, 1, 11], [1, 1, 1, 14]])
-def test_state_along_the_sequence(kind, sizes, checkpointed):
+def test_state_along_the_sequence(kind, sizes, again):
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), kind(i)).double() for i in range(2)]
     x, y = torch.randn(6, LENGTH, HIDDEN).double(), torch.randn(6, LENGTH, HIDDEN).double()
@@ -89,10 +89,11 @@ def test_state_along_the_sequence(kind, sizes, checkpointed):
     whole.zero_grad()
 
     def run(group):
-        stage = Checkpointed(stages[group.rank]) if checkpointed else stages[group.rank]
+        stage = Checkpointed(stages[group.rank]) if again == "checkpoint" else stages[group.rank]
         engine = PipelineEngine(
-            stage, num_microbatches=3, num_segments=len(sizes), segment_sizes=sizes, loss_fn=squared, group=group
-        )
+            stage, num_microbatches=3, num_segments=len(sizes), segment_sizes=sizes, loss_fn=squared, group=group,
+            recompute="all" if again == "recompute" else "none",
+        )  # fmt: skip
         return engine.step(x, target=y)
 
     found = run_ranks(2, run)[-1]
@@ -126,8 +127,9 @@ def test_reentrant_checkpointing_is_named():
         engine.step(x, target=x)
 
 
+@pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_auxiliary_losses_of_every_stage(reduction):
+def test_auxiliary_losses_of_every_stage(reduction, recompute):
     """A mean over tokens, added per segment, has the gradient of the mean over the micro-batch."""
 
     class Balanced(nn.Linear):
@@ -163,6 +165,7 @@ def test_auxiliary_losses_of_every_stage(reduction):
             segment_sizes=[4, 12, 1],
             loss_fn=loss_fn,
             loss_reduction=reduction,
+            recompute=recompute,
             group=group,
         )
         engine.step(x, target=y)

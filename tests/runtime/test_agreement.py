@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "prefetch": ({}, {"prefetch": 3}, "prefetch differs .*: 1 on rank 0; 3 on rank 1"),
     "loss_reduction": ({"loss_reduction": "sum"}, {}, "loss_reduction differs .*: 'sum' on rank 0; 'mean' on rank 1"),
     "scale_grads": ({"scale_grads": False}, {}, "scale_grads differs .*: False on rank 0; True on rank 1"),
+    "recompute": ({}, {"recompute": "all"}, "recompute differs .*: 'none' on rank 0; 'all' on rank 1"),
     "shard": ({"shard": (0, 2)}, {}, r"shard differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1"),
 }
 

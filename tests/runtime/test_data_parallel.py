@@ -65,7 +65,7 @@ def count_reductions(state, bucket):  # torch refuses annotations that are text
     return allreduce_hook(group, bucket)
 
 
-def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool) -> None:
+def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool, recompute: str = "none") -> None:
     """Two replicas of two stages, under our engine or by ScheduleSeq1F1B in the place of torch's schedule."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     replica, index = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
@@ -90,7 +90,7 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
     else:
         driver = engine = PipelineEngine(
             wrapped, num_microbatches=M, num_segments=K, segment_sizes=[1, 7, 5], loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"),
+            group=mesh.get_group("pipeline"), recompute=recompute,
         )  # fmt: skip
     own = slice(replica * 2 * M, (replica + 1) * 2 * M)
     arguments = (tokens[own],) if index == 0 else ()
@@ -128,6 +128,12 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_replicas_of_two_stages(kind, head_in_loss):
     run_processes(4, replicas, kind, head_in_loss, False)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_replicas_of_stages_that_recompute(kind):
+    """Collectives are as many as without."""
+    run_processes(4, replicas, kind, kind == "ddp", False, "all")
 
 
 def test_ddp_by_the_schedule_in_torchs_place():

@@ -306,7 +306,8 @@ class HeadLoss(nn.Module):
         return cross_entropy(self.head(self.norm(hidden)), target)
 
 
-def test_head_inside_the_loss():
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_head_inside_the_loss(recompute):
     config = Config()
     model = whole_model(config)
     tokens, target = batch(config, 3, LENGTH)
@@ -319,7 +320,9 @@ def test_head_inside_the_loss():
             loss_fn = HeadLoss(config).double()
             loss_fn.norm, loss_fn.head = stage.norm, stage.head
             del stage.norm, stage.head
-        engine = PipelineEngine(stage, num_microbatches=3, num_segments=4, loss_fn=loss_fn, group=group)
+        engine = PipelineEngine(
+            stage, num_microbatches=3, num_segments=4, loss_fn=loss_fn, group=group, recompute=recompute
+        )
         found = engine.step(tokens, target=target)
         norm = engine.clip_grad_norm_(1e9)
         return found, grads(engine), norm, engine.eval(tokens, target=target)
@@ -467,7 +470,8 @@ def test_any_checked_order_with_two_stages_per_rank(text, held):
     assert gradient_error(gradients_of(r[1] for r in results), truth) <= 1e-10
 
 
-def test_frozen_stages_pass_gradients_or_none():
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_frozen_stages_pass_gradients_or_none(recompute):
     config = Config()
     model = whole_model(config)
     tokens, target = batch(config, 2, LENGTH)
@@ -477,7 +481,9 @@ def test_frozen_stages_pass_gradients_or_none():
         stage = stage_of(model, config, group.rank, 4)
         if group.rank in frozen:
             stage.requires_grad_(False)
-        engine = PipelineEngine(stage, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group)
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group, recompute=recompute
+        )
         return engine.step(tokens, target=target), grads(engine)
 
     for frozen in [(0,), (0, 1), (1,), (3,), (0, 1, 2, 3)]:

@@ -74,12 +74,12 @@ def split_heads(rank: int, world: int) -> None:
     torch.stack(losses).mean().backward()
     truth = {name: p.grad for name, p in whole[index].named_parameters()}
 
-    for schedule in ("seq1f1b", "seq-zb-h1"):
+    for schedule, recompute in (("seq1f1b", "none"), ("seq-zb-h1", "none"), ("seq1f1b", "all")):
         stage = make_stages()[index]
         parallelize_module(stage.block, mesh["tensor"], PLAN)
         engine = PipelineEngine(
             stage, schedule=schedule, num_microbatches=M, num_segments=K, segment_sizes=[7, 1, 6],
-            loss_fn=cross_entropy, group=mesh.get_group("pipeline"),
+            loss_fn=cross_entropy, group=mesh.get_group("pipeline"), recompute=recompute,
         )  # fmt: skip
         found_losses = engine.step(tokens if index == 0 else None, target=target if index == 1 else None)
         torch.testing.assert_close(found_losses, [loss.detach() for loss in losses] if index == 1 else [])

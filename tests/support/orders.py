@@ -48,3 +48,14 @@ def random_order(rng: random.Random) -> Schedule:
         unit = rng.choice(ready)
         done.add(unit)
         ranks[placement[unit.stage]].append(unit)
+
+
+def with_recomputation(schedule: Schedule, rng: random.Random, share: float = 0.6) -> Schedule:
+    """The same order with Rs of some of its units, each anywhere between F and the backward of its unit."""
+    ranks = [list(order) for order in schedule.ranks]
+    for order in ranks:
+        for back in [unit for unit in order if unit.kind in "BI"]:
+            if rng.random() < share:
+                places = range(order.index(back._replace(kind="F")) + 1, order.index(back) + 1)
+                order.insert(rng.choice(places), back._replace(kind="R"))
+    return Schedule(ranks)

@@ -31,12 +31,15 @@ def test_memory_curves_have_the_peaks_of_the_lowered_program(name: str) -> None:
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        run = schedule.simulate()
-        curves = [live_units(track) for track in run.timeline]
-        assert tuple(max(live for _, live in curve) for curve in curves) == run.peak
-        for curve, track in zip(curves, run.timeline, strict=True):
-            assert curve[0] == (track[0][1], 1) and curve[-1] == (track[-1][2], 0)
-            assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
+        for recompute in ("none", "all", lambda unit: unit.microbatch % 2 == 0):
+            order = schedule.recompute(recompute)
+            run = order.simulate()
+            curves = [live_units(track) for track in run.timeline]
+            assert tuple(max(live for _, live in curve) for curve in curves) == run.peak
+            for curve, track in zip(curves, run.timeline, strict=True):
+                assert curve[0][1] == 1 and curve[-1] == (track[-1][2], 0)
+                assert recompute != "none" or curve[0][0] == track[0][1]
+                assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
 
 
 def test_a_memory_curve_by_hand() -> None:
@@ -53,12 +56,13 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        timeline = schedule.simulate(0.75, 2.0, 0.5, prefetch=M * k).timeline
-        ends = {unit: end for track in timeline for unit, _, end in track}
-        after = predecessors(timeline)
-        for track in timeline:
-            for unit, start, _ in track:
-                assert start == max((ends[other] for other in after[unit]), default=0.0), (name, unit)
+        for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1)):
+            timeline = order.simulate(0.75, 2.0, 0.5, prefetch=M * k).timeline
+            ends = {unit: end for track in timeline for unit, _, end in track}
+            after = predecessors(timeline)
+            for track in timeline:
+                for unit, start, _ in track:
+                    assert start == max((ends[other] for other in after[unit]), default=0.0), (name, unit)
 
 
 def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> StepMemory:
@@ -78,6 +82,7 @@ def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> Ste
         weights=row(),
         optimizer=row(),
         logits=rng.randrange(1000),
+        inputs=table(200),
     )
 
 
@@ -89,7 +94,7 @@ def test_curves_in_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> N
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        for order in (schedule, schedule.forward_only()):
+        for order in (schedule, schedule.forward_only(), schedule.recompute(lambda unit: unit.microbatch > 0)):
             memory = random_memory(rng, order.num_stages, order.num_segments)
             run = order.simulate(1.0, 2.0, 0.75, message_bytes=7, memory=memory)
             assert run.memory is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from seq1f1b import Schedule, Simulation, Unit, build_schedule
-from seq1f1b.view import draw
+from seq1f1b.view import draw, style
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 
@@ -59,6 +59,26 @@ def test_text_of_a_split_backward() -> None:
         "weight gradient of micro-batch 0; one\n"
         "column is 200 ms\n"
     )
+
+
+def test_recomputation_has_a_fill_a_colour_and_a_name(tmp_path: Path) -> None:
+    run = Schedule.from_text("F0.0 F1.0 R0.0 B0.0 R1.0 B1.0").simulate()
+    assert run.to_text(40) == (
+        "rank 0  0---1---0^^^0=======1^^^1=======\n"
+        "0-- forward, 0== backward, 0^^\n"
+        "recomputation of micro-batch 0; one\n"
+        "column is 250 ms\n"
+    )
+    draw.trace_json(tmp_path / "trace.json", run.timeline)
+    bars = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [(bar["name"], bar["cat"]) for bar in bars if bar["name"][0] == "R"] == [
+        ("R0.0", "recomputation"), ("R1.0", "recomputation")
+    ]  # fmt: skip
+    colors = [style.color_of(Unit(kind, 0, 0, 0)) for kind in "FBIWR"]
+    assert len(set(colors)) == 5
+    pytest.importorskip("matplotlib")
+    draw.timeline_svg(tmp_path / "timeline.svg", run.timeline)
+    assert "R: recomputation" in (tmp_path / "timeline.svg").read_text()
 
 
 def test_a_label_leaves_room_for_the_pass() -> None:

@@ -1,0 +1,457 @@
+"""Do units that run twice and save once give the gradients of the whole model, and hold as little as is planned?"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from order_runs import CONFIG, LENGTH, SIZES, cases, run_order
+from orders import random_order, with_recomputation
+from processes import run_processes
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import seq1f1b
+from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b.testing import run_ranks
+
+GRID = list(dict.fromkeys(cases()))
+# CI: every P, M and k appears; and of each family what lies at the first third of its list.
+BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+SLICE = list(
+    dict.fromkeys([own[len(own) // 3] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 131 == 11])
+)
+
+
+def check(name, P, M, k, v, uneven, weights="planned"):
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v, recompute="all")
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, M)
+    sizes = SIZES[k] if uneven else None
+    losses, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes, weights=weights)
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    assert max(abs(float(a) - float(b)) for a, b in zip(losses, truth[0], strict=True)) <= 1e-12
+    for report in reports:
+        assert report.recomputed_units == M * k * v and 0 < report.recompute_seconds < report.busy
+        for stage in report.stages:
+            if weights == "planned":
+                assert stage.peak_live_units == stage.planned_live_units
+                assert stage.peak_live_tokens == stage.planned_live_tokens
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
+def test_slice_of_grid(name, P, M, k, v, uneven):
+    check(name, P, M, k, v, uneven, ("planned", "fill")[(P + M + k) % 2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["planned", "fill"])
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+def test_whole_grid(name, P, M, k, v, uneven, weights):
+    check(name, P, M, k, v, uneven, weights)
+
+
+def orders_that_recompute_in_part(count):
+    rng = random.Random(3)
+    found = []
+    while len(found) < count:
+        order = with_recomputation(random_order(rng), rng)
+        if any(unit.kind == "R" for rank in order.ranks for unit in rank):
+            found.append(order)
+    return found
+
+
+@pytest.mark.parametrize("order", orders_that_recompute_in_part(12), ids=str)
+def test_r_anywhere(order):
+    tokens, target = batch(CONFIG, order.num_microbatches, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, order.num_microbatches)
+    _, gradients, reports = run_order(model, order, tokens, target, sizes=SIZES[order.num_segments], steps=2)
+    assert gradient_error(gradients, {name: 2 * g for name, g in truth[1].items()}) <= 1e-10
+    for report, units in zip(reports, order.ranks, strict=True):
+        assert tuple(unit for unit, _, _ in report.timeline) == units
+
+
+def test_which_units() -> None:
+    """By a callable; a unit that the schedule recomputes itself is recomputed in any case."""
+    given = Schedule.from_text("F0.0 R0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0")
+    tokens, target = batch(CONFIG, 1, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 1)[1]
+    _, gradients, reports = run_order(
+        model, given, tokens, target, recompute=lambda unit: unit.segment == 1 and unit.stage == 1
+    )
+    assert [[str(unit) for unit, _, _ in r.timeline] for r in reports] == [
+        ["F0.0", "R0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "R0.1", "B0.1", "B0.0"]
+    ]  # fmt: skip
+    assert gradient_error(gradients, truth) <= 1e-10
+    with pytest.raises(ValueError, match="recompute is 'some', must be 'none', 'all' or a callable of a unit"):
+        PipelineEngine(nn.Linear(2, 2), num_microbatches=1, recompute="some")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_measured_bytes_fall_as_planned() -> None:
+    """Of 8 units one is held at a time; keys and values stay. Eight times the tokens fit where one did."""
+    found = {}
+    for recompute in ("none", "all"):
+        schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2, recompute=recompute)
+        tokens, target = batch(CONFIG, 4, 16)
+        _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target)
+        for report in reports:
+            [stage] = report.stages
+            assert stage.activation_bytes == stage.planned_activation_bytes
+            assert stage.peak_live_units == stage.planned_live_units == (8 if recompute == "none" else 1)
+            assert report.recomputed_units == (0 if recompute == "none" else 8)
+        found[recompute] = [(r.stages[0].activation_bytes, r.kv_bytes) for r in reports]
+    for (kept, kv), (recomputed, kv_recomputed) in zip(*found.values(), strict=True):
+        assert kept == 8 * recomputed > 0 and kv == kv_recomputed
+
+
+def test_graphs_that_a_head_and_a_split_backward_leave() -> None:
+    schedule = build_schedule("seq-zb-h1", num_ranks=2, num_microbatches=3, num_segments=2, recompute="all")
+    tokens, target = batch(CONFIG, 3, 16)
+    _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target)
+    for report in reports:
+        [stage] = report.stages
+        assert 0 < stage.activation_bytes <= stage.planned_activation_bytes
+        assert 0 < stage.gradient_bytes <= stage.planned_gradient_bytes
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Notes by unit what it has made each time."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.made = stage, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.dropout(self.stage(x), 0.4, training=self.training)
+        unit = seq1f1b._C.current_unit()
+        self.made.setdefault((unit[2], unit[3]), []).append(y.detach().clone())
+        return y
+
+
+def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    stage = Dropping(stage_of(whole_model(CONFIG), CONFIG, rank, num_stages))
+    engine = PipelineEngine(
+        stage, num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, group=group,
+        recompute=recompute,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
+    after = torch.rand(3)
+    engine.close()
+    return stage, losses, [p.grad for p in stage.parameters()], after
+
+
+def test_dropout_is_bit_equal() -> None:
+    """The same numbers, also those that are drawn afterwards."""
+    _, *kept = with_dropout(LoopbackGroup(1)[0], "none")
+    stage, *recomputed = with_dropout(LoopbackGroup(1)[0], "all")
+    for a, b in zip(itertools.chain(*kept), itertools.chain(*recomputed), strict=True):
+        assert torch.equal(a, b)
+    made = list(stage.made.values())
+    assert all(torch.equal(first, again) for each in made for first, again in (each[:2], each[2:]))
+    assert not torch.equal(made[0][0], made[0][2]), "another step draws other numbers"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
+    """F runs another graph than R, and both draw the same."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.5))
+    inner.compile(backend=backend)
+    stage = Dropping(inner)
+    engine = PipelineEngine(
+        stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(), recompute="all"
+    )
+    engine.step(torch.randn(4, 12, 16), target=torch.zeros(4, 12, 16))
+    assert all(torch.equal(first, again) for first, again in stage.made.values())
+
+
+def test_dropout_of_ranks_that_are_threads() -> None:
+    """They share a generator, so nobody may draw while another is in its forward."""
+
+    def run(group):
+        return with_dropout(group, "all", group.rank, 3)[0].made
+
+    for made in run_ranks(3, run):
+        assert all(torch.equal(first, again) for each in made.values() for first, again in (each[:2], each[2:]))
+
+
+def two_processes(rank: int, world: int) -> None:
+    found = [with_dropout(None, recompute, rank, world)[1:] for recompute in ("none", "all")]
+    for kept, recomputed in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
+    model = whole_model(CONFIG)
+    for name, weights in (("seq1f1b", "planned"), ("seq-zb-h1", "planned"), ("seq1f1b", "fill")):
+        tokens, target = batch(CONFIG, 3, LENGTH)
+        _, truth = run_whole(model, tokens, target, 3)
+        engine = PipelineEngine(
+            stage_of(model, CONFIG, rank, world), schedule=name, num_microbatches=3, num_segments=3,
+            segment_sizes=[1, 7, 5], loss_fn=cross_entropy, transport="shm", weights=weights, recompute="all",
+        )  # fmt: skip
+        for step in (1, 2):
+            engine.step(tokens, target=target)
+            own = {n: p.grad for n, p in engine.named_parameters()}
+            assert gradient_error(own, {n: step * truth[n] for n in own}) <= 1e-10
+        engine.close()
+
+
+def test_two_processes_over_shared_memory() -> None:
+    run_processes(2, two_processes)
+
+
+# -- with other things -------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_verification_and_checkpointing_are_as_before() -> None:
+    config = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=2, checkpoint=True)
+    model = whole_model(config)
+    tokens, target = batch(config, 2, LENGTH)
+    losses, truth = run_whole(model, tokens, target, 2)
+    stage = copy.deepcopy(model)
+    engine = PipelineEngine(
+        stage, num_microbatches=2, num_segments=3, segment_sizes=SIZES[3], loss_fn=cross_entropy, recompute="all"
+    )
+    stage.zero_grad()
+    engine.step(tokens, target=target)
+    assert gradient_error({n: p.grad for n, p in engine.named_parameters()}, truth) <= 1e-10
+    torch.testing.assert_close(engine.eval(tokens, target=target), losses, rtol=1e-12, atol=0)
+    assert engine.report().recomputed_units == 0
+    assert engine.verify(tokens, target=target, show=False).ok
+
+
+def test_gradients_of_inputs_and_keyword_arguments() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x).sin() * scale
+
+    x, scale = torch.randn(4, 6, 5).double(), torch.randn(5).double()
+    for frozen in (False, True):
+        stage = Scaled(5, 5).double().requires_grad_(not frozen)
+        found = []
+        for recompute in ("none", "all"):
+            inputs, factor = x.clone().requires_grad_(), scale.clone().requires_grad_()
+            stage.zero_grad()
+            engine = PipelineEngine(
+                stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(),
+                arg_rules={"scale": "replicate"}, recompute=recompute,
+            )  # fmt: skip
+            engine.step(inputs, target=torch.zeros(4, 6, 5).double(), kwargs={"scale": factor})
+            found.append([inputs.grad, factor.grad, *(p.grad for p in stage.parameters() if not frozen)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Pair(nn.Module):
+    """Hands on a constant and an integer beside its hidden state."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.linear, self.is_last = nn.Linear(4, 4), index == num_stages - 1
+        self.register_buffer("constant", torch.ones(1, 1, 4))
+
+    def forward(self, x: Tensor, constant: Tensor | None = None, count: Tensor | None = None):
+        x = self.linear(x).tanh()
+        if constant is not None:
+            x = x * constant * (count.sum() + 1)
+        if self.is_last:
+            return x
+        return x, self.constant.expand(x.shape[0], x.shape[1], 4), torch.ones(x.shape[0], x.shape[1], dtype=torch.long)
+
+
+def test_outputs_without_a_gradient_beside_one_with() -> None:
+    found = []
+    torch.manual_seed(0)
+    stages = [Pair(index, 3).double() for index in range(3)]
+    for recompute in ("none", "all"):
+
+        def run(group, recompute=recompute):
+            stage = copy.deepcopy(stages[group.rank])
+            engine = PipelineEngine(
+                stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(), group=group,
+                recompute=recompute,
+            )  # fmt: skip
+            engine.step(torch.linspace(0, 1, 64).double().view(4, 4, 4), target=torch.zeros(4, 4, 4).double())
+            assert not stage.constant.requires_grad
+            return [p.grad for p in stage.parameters()]
+
+        found.append([g for own in run_ranks(3, run) for g in own])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Of a weight that autocast casts in F, where nothing records, R makes the gradient (pytorch#158232)."""
+    model = whole_model(CONFIG, torch.float32)
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    found = []
+    for recompute in ("none", "all"):
+        stage = copy.deepcopy(model)
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: cross_entropy(o.float(), t),
+            recompute=recompute,
+        )  # fmt: skip
+        with torch.autocast("cpu", dtype=dtype):
+            losses = engine.step(tokens, target=target)
+        found.append([*losses, *(p.grad for p in stage.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None:
+    """At most 2 per code and grad mode, over uneven segments: F has gradients off, R has them on."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, 23)
+    _, truth = run_whole(model, tokens, target, 2)
+    stage = stage_of(model, CONFIG, 0, 1)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in stage.blocks.values():
+        block.compile(fullgraph=True, backend=counter)
+    engine = PipelineEngine(
+        stage, num_microbatches=2, num_segments=4, segment_sizes=[9, 2, 5, 7], loss_fn=cross_entropy, recompute="all"
+    )
+    counts = []
+    for step in (1, 2):
+        engine.step(tokens, target=target)
+        found = {name: p.grad for name, p in stage.named_parameters()}
+        assert gradient_error(found, {name: step * g for name, g in truth.items()}) <= 1e-10
+        counts.append(counter.frame_count)
+    assert counts[0] <= 4 and counts[1] == counts[0]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Raises where gradients are on, in one unit; so in its R."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.at = stage, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = seq1f1b._C.current_unit()
+        if torch.is_grad_enabled() and self.at == (unit[2], unit[3]):
+            raise ValueError("no such token")
+        return self.stage(x)
+
+
+def test_an_r_that_fails_is_named_and_the_next_step_works() -> None:
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    _, truth = run_whole(model, tokens, target, 2)
+
+    def run(group):
+        stage = Failing(stage_of(model, CONFIG, group.rank, 2))
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group, recompute="all"
+        )
+        engine.step(tokens, target=target)
+        stage.at = (1, 0) if group.rank == 1 else None
+        error = ValueError if group.rank == 1 else PipelineError
+        with pytest.raises(error, match=r"\[1\]R1.0: (ValueError: )?no such token"):
+            engine.step(tokens, target=target)
+        stage.at = None
+        stage.zero_grad()
+        engine.step(tokens, target=target)
+        return {name.removeprefix("stage."): p.grad for name, p in engine.named_parameters()}
+
+    found = {name: g for own in run_ranks(2, run) for name, g in own.items()}
+    assert gradient_error(found, truth) <= 1e-10
+
+
+def test_a_stage_that_changes_its_input_is_told_so() -> None:
+    class Adding(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1.0))
+
+    engine = PipelineEngine(Adding(3, 3), num_microbatches=1, loss_fn=lambda o, t: o.mean(), recompute="all")
+    with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the stage has changed its input, or"):
+        engine.step(torch.randn(2, 4, 3), target=torch.zeros(2, 4))
+
+
+class Counting(nn.Linear):
+    """Counts in what it carried in; adds a loss that has a graph also where gradients are off."""
+
+    in_place = leaves_once = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = seq1f1b.carry_in(0, torch.zeros(1))
+        if self.in_place:
+            count += x.shape[1]
+        with torch.enable_grad():
+            y = super().forward(x)
+            seq1f1b.add_loss(y.square().mean())
+        if not (self.leaves_once and y.requires_grad and torch.is_grad_enabled()):
+            seq1f1b.carry_out(0, count.detach() + x.shape[1])
+        return y
+
+
+def step_of_counting(recompute: str, **flags: bool) -> Tensor:
+    torch.manual_seed(0)
+    stage = Counting(3, 3)
+    stage.__dict__.update(flags)
+    engine = PipelineEngine(
+        stage, num_microbatches=1, num_segments=3, loss_fn=lambda o, t: o.sin().mean(), recompute=recompute
+    )
+    engine.step(torch.linspace(-1, 1, 36).view(2, 6, 3), target=torch.zeros(2, 6))
+    return stage.weight.grad
+
+
+def test_auxiliary_losses_with_a_graph_of_their_own_count_once() -> None:
+    assert torch.equal(step_of_counting("none"), step_of_counting("all"))
+
+
+def test_a_carried_state_that_is_changed_or_left_out_is_told() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"\[0\]F0.1: the stage has changed its input, or a state that it carried in"
+    ):
+        step_of_counting("all", in_place=True)
+    with pytest.raises(RuntimeError, match=r"\[0\]R0.2: stage 0 has carried out states \[\] in R, and \[0\] in F"):
+        step_of_counting("all", leaves_once=True)
+
+
+# -- what is seen of it ------------------------------------------------------------------------------------------------
+
+
+def test_reports_and_traces_show_r(tmp_path: Path) -> None:
+    from seq1f1b.view.draw import timeline_text, trace_json
+
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    engine = PipelineEngine(
+        stage_of(whole_model(CONFIG), CONFIG, 0, 1), num_microbatches=2, num_segments=2, loss_fn=cross_entropy,
+        recompute="all", group=LoopbackGroup(1)[0],
+    )  # fmt: skip
+    engine.step(tokens, target=target)
+    report = engine.report(gather=True)
+    assert report.ranks[0].recomputed_units == 4
+    assert report.ranks[0].recompute_seconds == sum(
+        b - a for unit, a, b in report.ranks[0].timeline if unit.kind == "R"
+    )
+    trace_json(tmp_path / "trace.json", report.timeline)
+    assert (
+        '"R1.0"' in (tmp_path / "trace.json").read_text() and "recomputation" in (tmp_path / "trace.json").read_text()
+    )
+    assert "recomputation" in timeline_text(report.timeline)
+    report.save(tmp_path / "report")
+    assert type(report).load(tmp_path / "report").ranks[0].recomputed_units == 4

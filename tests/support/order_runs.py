@@ -1,0 +1,52 @@
+"""Runs any order in an engine over ranks that are threads, and lists what the families allow of small counts."""
+
+from __future__ import annotations
+
+import itertools
+
+from tiny_model import Config, cross_entropy, stage_of
+
+from seq1f1b import PipelineEngine
+from seq1f1b.schedule import families
+from seq1f1b.testing import run_ranks
+
+LENGTH = 13
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=8)
+SIZES = {1: [13], 2: [12, 1], 3: [1, 7, 5], 4: [6, 1, 2, 4]}
+
+
+def run_order(model, schedule, tokens, target, *, sizes=None, steps=1, **options):
+    """Losses of the last stage, and gradients of all stages by name, after ``steps`` equal steps."""
+
+    def run(group):
+        own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        stages = [stage_of(model, CONFIG, s, schedule.num_stages) for s in own]
+        engine = PipelineEngine(
+            stages,
+            schedule=schedule,
+            num_microbatches=schedule.num_microbatches,
+            num_segments=schedule.num_segments,
+            segment_sizes=sizes,
+            loss_fn=cross_entropy,
+            group=group,
+            **options,
+        )
+        for _ in range(steps):
+            losses = engine.step(tokens, target=target if engine.has_last else None)
+        gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+        assert not any("forward" in part.__dict__ for stage in stages for part in stage.modules())
+        return losses, gradients, engine.report()
+
+    results = run_ranks(schedule.num_ranks, run)
+    gradients = {name: g for _, found, _ in results for name, g in found.items()}
+    return next(losses for losses, _, _ in results if losses), gradients, [report for _, _, report in results]
+
+
+def cases():
+    """(family, P, M, k, uneven): all that a family allows of P 1-4, M up to 2P and k up to 4."""
+    for family in families():
+        for P, k, v in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (family.stages_per_rank, 2)):
+            for M in range(1, 2 * P + 1):
+                counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+                if v >= family.stages_per_rank and family.broken_rule(**counts) is None:
+                    yield from ((family.name, P, M, k, v, uneven) for uneven in ((False, True) if k > 1 else (False,)))
