@@ -88,7 +88,7 @@ def __getattr__(name: str) -> object:
     try:
         value = getattr(import_module(_NEEDS_TORCH[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name is None or error.name.partition(".")[0] != "torch":
             raise
         raise ImportError(f"seq1f1b.{name} needs torch, which is not installed; {_torch_remedy()}") from error
     globals()[name] = value
