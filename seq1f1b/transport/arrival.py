@@ -64,6 +64,9 @@ class Arrival:
                 raise self._name_the_missing(limit_s)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        if self._round > 0:  # who has come to this round has read the one before
+            read = self._key(self.rank, self._round - 1)
+            self._ask(lambda store: store.delete(read))
         self._round += 1
         return [unpack(each) for each in found]
 
@@ -86,8 +89,8 @@ class Arrival:
     def close(self) -> None:
         self.link.close()
 
-    def _key(self, rank: int) -> str:
-        return f"{self.attempt}/{self._round}/{rank}"
+    def _key(self, rank: int, turn: int | None = None) -> str:
+        return f"{self.attempt}/{self._round if turn is None else turn}/{rank}"
 
     def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
         try:

@@ -117,7 +117,7 @@ def own_connection(store: Any, timeout_s: float) -> Any:
         return store
     socket.socket().close()  # torch tries again and again where no descriptor is left
     before = store.timeout
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    store.set_timeout(datetime.timedelta(seconds=timeout_s / 2))  # for the connection, and once more for an answer
     try:
         return store.clone()
     finally:

@@ -212,8 +212,7 @@ class StoreRank(ProcessRank):
     # -- collectives and edges
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
-        store, turn = self._store, self._key(f"gather/{self._epoch}")
-        keys = [f"{turn}/{self._round}/{rank}" for rank in range(self.size)]
+        store, keys = self._store, self._gather_keys(self._round)
 
         def look() -> tuple[list[bytes] | None, int]:
             if recovering and self._lost is None and store.has(self._key("lost")):
@@ -237,10 +236,19 @@ class StoreRank(ProcessRank):
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         if self._round >= 2:  # all have read it: they were all at the round before this one
-            read = f"{turn}/{self._round - 2}/{self.rank}"
+            read = self._gather_keys(self._round - 2)[self.rank]
             self._ask(lambda: store.delete(read), recovering=recovering)
         self._round += 1
         return values
+
+    def _gather_keys(self, turn: int) -> list[str]:
+        return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
+
+    def _delete_gathers(self) -> None:
+        """Those of the last two rounds, which nobody could delete before."""
+        for turn in range(max(0, self._round - 2), self._round):
+            for key in self._gather_keys(turn):
+                self._store.delete(key)
 
     def _check_time(self, keys: list[str], waited: float) -> None:
         if waited <= self.timeout_s:
@@ -295,6 +303,9 @@ class StoreRank(ProcessRank):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
+            else:
+                if self.rank == 0:  # all have closed
+                    self._ask(self._delete_gathers, limit_s, recovering=True)
         if failed and self._connections:  # who waits at one would take its end for this rank's death
             time.sleep(4 * _WATCH_PERIOD)
         self._closing = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import resource
@@ -353,6 +354,27 @@ def test_an_interrupt_in_the_set_up_leaves_nothing(tmp_path: Path, kind: str) ->
     assert results[1][2].count("KeyboardInterrupt") >= 6, results[1][2]
     for before, after, ended in results:
         assert after == [before] * len(after), (before, after, ended)
+
+
+def count_keys(rank: int, pipe: Connection, kind: str) -> list[int]:
+    """Keys in the launcher's store after one engine after another."""
+    store, counts = dist.group.WORLD.get_group_store(), []
+    for _ in range(4):
+        made = engine(transport=kind)
+        assert step(made)[0] == ""
+        made.close()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize(("kind", "most"), [("shm", 1), ("c10d", 3)])
+def test_an_engine_leaves_next_to_nothing_in_the_store(tmp_path: Path, kind: str, most: int) -> None:
+    """Of each rank one value of set-up; over c10d also its progress, and that it has closed."""
+    with running(2, tmp_path, count_keys, kind) as ranks:
+        counts, _ = [ranks.result(rank) for rank in range(2)]
+    assert [later - earlier for earlier, later in itertools.pairwise(counts)] == [2 * most] * 3, counts
 
 
 # -- who writes to the store -------------------------------------------------------------------------------------------
