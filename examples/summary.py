@@ -57,6 +57,8 @@ def print_step(step: int, report: PipelineReport, predicted: Simulation | None) 
         line(f"keys and values, rank {rank.rank}", mebibytes(rank.planned_kv_bytes), mebibytes(rank.kv_bytes))
         line(f"their gradients, rank {rank.rank}", mebibytes(rank.planned_grad_bytes), mebibytes(rank.grad_bytes))
         line(f"process, rank {rank.rank}", "", mebibytes(rank.process_peak_bytes))
+    print()
+    print(report.advice)
 
 
 def draw_step(folder: Path, step: int, report: PipelineReport) -> None:

@@ -71,6 +71,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pipeline.add_argument("--segments", type=int, default=4, help="k, per sequence (%(default)s)")
     pipeline.add_argument("--even", action="store_true", help="segments of equal length, not of equal cost")
     pipeline.add_argument(
+        "--recompute", action="store_true", help="run forwards again before backwards, and save only their input"
+    )
+    pipeline.add_argument(
         "--data-parallel", type=int, default=1, help="replicas of the pipeline, each over its share of the processes"
     )
     training = parser.add_argument_group("training")
@@ -238,6 +241,7 @@ def train(args: argparse.Namespace) -> bool:
         num_segments=args.segments,
         segment_sizes=None if args.even else "balanced",
         model_shape=config.shape,
+        recompute="all" if args.recompute else "none",
         loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
         group=place.group,
     )
