@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -197,11 +197,11 @@ class StageStep:
         self.units[key] = unit
         enter(unit)
         run = self._measured if self._measures else self._compute
+        around: AbstractContextManager[Any] = nullcontext()
         if self.training and key in self.stage.recomputed:
             unit.kept = Kept(inputs, self._kwargs(unit), self.stage.device, self._trains)
-            with unit.kept.first():
-                result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
-        else:
+            around = unit.kept.first()
+        with around:
             result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:

@@ -158,7 +158,9 @@ def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
         recompute=recompute,
     )  # fmt: skip
     torch.manual_seed(7)
+    engine.all_gather_object(None)  # ranks that are threads have one generator: nobody draws before all have seeded it
     losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
+    engine.all_gather_object(None)
     after = torch.rand(3)
     engine.close()
     return stage, losses, [p.grad for p in stage.parameters()], after
