@@ -437,11 +437,10 @@ def timed(arm: Arm) -> float:
 
 
 def idle_shares(arm: Arm) -> tuple[float, float]:
-    """Of the last step: the bubble, and the least bubble that any order of these units could have.
+    """The bubble of the last step, and the least bubble that any order of these units could have. Collective.
 
-    The bubble: the share of the ranks' time, from the first unit's start to the last one's end, in no unit. The least
-    one: no step is shorter than the units of its busiest rank, so that the others are idle for the difference.
-    Collective.
+    The bubble is the share of the ranks' time, from the first unit's start to the last one's end, in which they run no
+    unit. No order has less than the second one, because no step is shorter than the units of its busiest rank.
     """
     spans = arm.spans()
     own = (min(a for a, _ in spans), max(b for _, b in spans), sum(b - a for a, b in spans))

@@ -25,9 +25,9 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
     """Writes one checkpoint of transformers that ``from_pretrained`` loads. All ranks of the pipeline call it.
 
     Every rank writes its own stages' weights (safetensors) to the folder, which all ranks must see. Rank 0 adds index,
-    config and generation config. Of a model with adapters of peft only these are written, as peft does: rank 0 joins
-    them in one file by peft's own names, which ``peft.PeftModel.from_pretrained`` loads. The folder's old contents stay
-    until all new files are written.
+    config and generation config. If the model has adapters of peft, only the adapters are written, as peft does: rank 0
+    joins them in one file by peft's own names, which ``peft.PeftModel.from_pretrained`` loads. What the folder held
+    stays until all new files are written.
 
     Raises:
         TypeError: a stage was not made by :func:`pipeline_stage`.

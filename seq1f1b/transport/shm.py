@@ -96,8 +96,12 @@ def connect_shm(
     block_bytes = _C.group_block_bytes(size)
     if rank == 0:
         fd = memory_fd(block_bytes)
-        for connection in connections.values():
-            socket.send_fds(connection, [b"b"], [fd])
+        try:
+            for connection in connections.values():
+                socket.send_fds(connection, [b"b"], [fd])
+        except BaseException:
+            os.close(fd)
+            raise
     else:
         try:
             _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
