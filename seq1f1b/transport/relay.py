@@ -99,8 +99,6 @@ class C10dRelay:
         self._group, self._process_group, self._tag = group, process_group, tag
         self.peer, self._broken = peer, broken
         self._is_receiver, self._text = is_receiver, text
-        self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
-        self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         self._beginner = beginner
         self._waiter = Worker(f"seq1f1b {text}", self._lose)
         self._lock = threading.Lock()  # between the two threads, which alone touch what follows
@@ -115,6 +113,13 @@ class C10dRelay:
         self._before = [0] * self.TAGS
         self._of_last_step = [0] * self.TAGS
         self._draining = False
+        try:
+            self._mapping = map_fd(memory_fd(group.arena_bytes), group.arena_bytes)
+            # Last: the end holds this relay, and the relay the end, until close().
+            self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
+        except BaseException:
+            self._waiter.close()
+            raise
 
     # called by the arena
 
