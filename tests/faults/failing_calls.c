@@ -110,7 +110,7 @@ int open64(const char *path, int flags, ...)
     return fails(CALL_OPEN, CALLER) ? -1 : REAL(open64)(path, flags, mode);
 }
 
-/* Of files only: the ranks' pipes to the harness are none. */
+/* Only a write to a file fails: the ranks need their pipes to the harness. */
 ssize_t write(int fd, const void *data, size_t bytes)
 {
     struct stat about;

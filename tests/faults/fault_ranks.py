@@ -38,7 +38,7 @@ CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 LENGTHS = (8, 12, 8)  # of the batches
 TIMEOUT = 1.5
 SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
-# Of tests/faults/failing_calls.c: call, and what it may say.
+# Calls that failing_calls.c can make fail, with their numbers there, and the errors that they may give.
 CALLS = {"mmap": 1, "memfd_create": 2, "socket": 4, "pthread_create": 8, "open": 16, "write": 32}
 ERRORS = {"mmap": "ENOMEM", "memfd_create": "EMFILE", "socket": "EMFILE", "pthread_create": "EAGAIN"}
 CALLS_OF = {
@@ -222,7 +222,7 @@ class Rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100 + fault.choice % 400, hard))
 
     def change_message(self, fault: Fault) -> None:
-        """Of the edge from which the trapped unit has received."""
+        """Changes the next message of the edge from which the trapped unit has received."""
         assert self.stage.received is not None
         payload = self.stage.received.data_ptr()
         place = find_next(payload, TIMEOUT / 3)
@@ -236,7 +236,7 @@ class Rank:
             repeat(place, payload)
 
     def change_relay(self, fault: Fault) -> None:
-        """Of the messages that this rank sends over the process group one is lost or late."""
+        """One of the messages that this rank sends over the process group will be lost or late."""
         assert self.engine is not None
         relays = [relay for relay in self.engine._group._relays.values() if not relay._is_receiver]
         relay = relays[fault.choice % len(relays)]

@@ -304,7 +304,7 @@ def test_outputs_without_a_gradient_beside_one_with() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_autocast(dtype: torch.dtype) -> None:
-    """Of a weight that autocast casts in F, where nothing records, R makes the gradient (pytorch#158232)."""
+    """R makes the gradient of a weight that autocast has cast in F, where nothing records (pytorch#158232)."""
     model = whole_model(CONFIG, torch.float32)
     tokens, target = batch(CONFIG, 2, LENGTH)
     found = []

@@ -371,7 +371,7 @@ def count_keys(rank: int, pipe: Connection, kind: str) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "most"), [("shm", 1), ("c10d", 3)])
 def test_an_engine_leaves_next_to_nothing_in_the_store(tmp_path: Path, kind: str, most: int) -> None:
-    """Of each rank one value of set-up; over c10d also its progress, and that it has closed."""
+    """Each rank leaves one value of set-up; over c10d also its progress, and that it has closed."""
     with running(2, tmp_path, count_keys, kind) as ranks:
         counts, _ = [ranks.result(rank) for rank in range(2)]
     assert [later - earlier for earlier, later in itertools.pairwise(counts)] == [2 * most] * 3, counts
