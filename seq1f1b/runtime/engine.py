@@ -410,6 +410,8 @@ class PipelineEngine:
         self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
+        if not self._group.is_thread:
+            self._group.begin()
 
     def _make_stages(self, modules: Sequence[Any], *, is_whole: bool = False) -> dict[int, Stage]:
         return {

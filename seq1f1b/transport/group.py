@@ -296,6 +296,10 @@ class RankGroup(ABC):
         self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
     ) -> object: ...
 
+    def begin(self) -> None:
+        """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
+        self.barrier()
+
     def peer_of(self, edge: tuple[int, int]) -> int:
         """The rank at the other end of an edge (source stage, destination stage) of this rank."""
         return self._peers[edge]

@@ -294,28 +294,30 @@ class Lifeline:
     """A message of the process group that a peer sends when it closes, and that fails when it dies.
 
     So whoever waits, for whatever, learns of the peer's death; an edge has a receive posted within a step only.
+    Nothing ends a receive whose sender never was (torch 2.13), so it begins once both ranks have theirs.
     """
 
     def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:
-        self._process_group, self._peer, self._tag, self._broken = process_group, peer, tag, broken
-        self._farewells: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._data = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-        self._thread = threading.Thread(target=self._wait, name=f"seq1f1b lifeline to rank {peer}", daemon=True)
-        self._receive: Any = dist.irecv(self._data[0], group=process_group, group_src=peer, tag=tag)
-        self._thread.start()
+        self._broken = broken
+        to_peer = {"group": process_group, "tag": tag}
+        data = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        self._receive: Callable[[], Any] = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
+        self._say_farewell: Callable[[], Any] = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
+        self._has_begun = False
+        self._worker = Worker(f"seq1f1b lifeline to rank {peer}", lambda error: None)
+
+    def begin(self) -> None:
+        self._has_begun = True
+        self._worker.put(self._wait)
 
     def _wait(self) -> None:
         try:
-            self._receive.wait(FOREVER)
+            self._receive().wait(FOREVER)
         except Exception as error:
             self._broken(first_line(error))
-            return
-        with contextlib.suppress(Exception):
-            self._farewells.get().wait(FOREVER)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the peer, or the process group, may be gone
-            self._farewells.put(
-                dist.isend(self._data[1], group=self._process_group, group_dst=self._peer, tag=self._tag)
-            )
-        self._thread.join(0.2)
+            if self._has_begun:
+                self._worker.put(functools.partial(self._say_farewell().wait, FOREVER))
+        self._worker.close()

@@ -279,6 +279,11 @@ class StoreRank(ProcessRank):
         self._relays[source_stage, destination_stage] = relay
         return relay.end
 
+    def begin(self) -> None:
+        super().begin()
+        for lifeline in self._lifelines.values():
+            lifeline.begin()
+
     def close(self) -> None:
         """Leaves together: rank 0, with whom the store may end, waits a while for the others."""
         if self._closing:
