@@ -32,7 +32,8 @@ class Unit(NamedTuple):
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
     (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
-    stage again for the backward.
+    stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
+    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank.
     """
 
     kind: str
@@ -57,10 +58,11 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
         1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
     )
     passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+    num_shards = 1 + max((unit.stage for unit in units if unit.kind == "S"), default=0)
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number)
+        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number, num_shards)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
 
@@ -87,6 +89,7 @@ class StepMemory:
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
+        shard_logits: of a shard of the vocabulary, a number or one per segment; held from S to the end of T.
     """
 
     activations: int | Sequence[Sequence[int]] = 0
@@ -98,6 +101,7 @@ class StepMemory:
     optimizer: int | Sequence[int] = 0
     logits: int = 0
     inputs: int | Sequence[Sequence[int]] = 0
+    shard_logits: int | Sequence[int] = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class PeakMemory:
     logits: tuple[int, ...]
     total: tuple[int, ...]
     inputs: tuple[int, ...]
+    shard_logits: tuple[int, ...]
 
 
 class Schedule:
@@ -210,6 +215,28 @@ class Schedule:
         chosen = bytes(bool(units(Unit("F", *cell))) for cell in cells)
         return self._from_handle(_C.schedule_recompute(self.handle, chosen))
 
+    def spread_vocabulary(self, ahead: int | None = None, **seconds: Any) -> Schedule:
+        """The same order with the rows of the output layer spread over the ranks: units S and T of every segment.
+
+        The last stage waits for them between its forward and its backward, so forwards go ahead of all else.
+
+        Args:
+            ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever makes
+                the order shortest.
+            seconds: of the passes, ``forward`` to ``loss`` of :meth:`simulate`: S and T stand where each rank can run
+                them first.
+        Raises:
+            ScheduleError: this order breaks a rule, holds S already, or rank r does not hold stage r.
+            ValueError: a number is out of range.
+        Source: vocabulary parallelism, arXiv:2411.05288.
+        """
+        in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
+        orders = [
+            self._from_handle(_C.schedule_spread_vocabulary(self.handle, more, in_order))
+            for more in ((0, 1, 2) if ahead is None else (ahead,))
+        ]
+        return min(orders, key=lambda order: order.simulate(**seconds).makespan)
+
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
 
@@ -289,6 +316,9 @@ class Schedule:
         optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
         progress: Callable[[int], object] | None = None,
+        statistics: Costs = 0.25,
+        loss: Costs = 0.5,
+        statistics_bytes: int | Sequence[int] = 0,
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
 
@@ -321,32 +351,42 @@ class Schedule:
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
             progress: called some times a second with the units that have run; what it raises ends the simulation.
+            statistics, loss: S and T where the vocabulary is spread over the ranks.
+            statistics_bytes: of one message from shard to shard of the vocabulary, a number or one per segment.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
         _check_steps(steps, optimizer_sync, seed)
         tokens = None if segment_sizes is None else self._tokens(segment_sizes)
-        sizes, program = self._message_sizes(message_bytes), self._lower(prefetch)
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        program = self._lower(prefetch)
+        seconds = self._pass_seconds(forward, backward, weight, input, recompute, statistics, loss)
         times = _C.program_simulate(
             program,
-            tuple(map(self._pass_seconds(forward, backward, weight, input, recompute).get, _C.PASSES)),
+            tuple(map(seconds.get, _C.PASSES)),
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
-            sizes,
+            (sizes, statistics_sizes),
             (jitter, transfer_jitter, seed, fill),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
-        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes)
+        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes, statistics_sizes)
         return Simulation(**self._times(times, many_steps=steps > 1), **peaks, schedule=self)
 
     def _peaks(
-        self, program: Any, tokens: list[int] | None, unit_bytes: Any, memory: StepMemory | None, sizes: Sequence[int]
+        self,
+        program: Any,
+        tokens: list[int] | None,
+        unit_bytes: Any,
+        memory: StepMemory | None,
+        sizes: Sequence[int],
+        statistics_sizes: Sequence[int],
     ) -> dict[str, Any]:
         """The fields of a simulation that tell what is held."""
-        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
+        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes, statistics_sizes)
         return {
             "peak": peak,
             "peak_tokens": None if tokens is None else self._peak(program, tokens),
@@ -355,9 +395,8 @@ class Schedule:
             "given": memory,
         }
 
-    def _message_sizes(self, message_bytes: int | Sequence[int]) -> Sequence[int]:
-        """Bytes of a message of each segment."""
-        return message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
+    def _per_segment(self, values: int | Sequence[int]) -> Sequence[int]:
+        return values if isinstance(values, Sequence) else [values] * self.num_segments
 
     def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
         """Tokens of every unit, flat."""
@@ -375,7 +414,14 @@ class Schedule:
             return [1.0 / rate for rate in rates]
 
     def _pass_seconds(
-        self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None, recompute: Costs | None
+        self,
+        forward: Costs = 1.0,
+        backward: Costs = 2.0,
+        weight: Costs | None = None,
+        input: Costs | None = None,
+        recompute: Costs | None = None,
+        statistics: Costs = 0.25,
+        loss: Costs = 0.5,
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
@@ -394,6 +440,8 @@ class Schedule:
             "I": inputs,
             "W": weights,
             "R": self._per_unit(again, "recompute"),
+            "S": self._per_unit(statistics, "statistics"),
+            "T": self._per_unit(loss, "loss"),
         }
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
@@ -413,13 +461,19 @@ class Schedule:
         }
 
     def peak_memory(
-        self, memory: StepMemory, *, message_bytes: int | Sequence[int] = 0, prefetch: int = 1
+        self,
+        memory: StepMemory,
+        *,
+        message_bytes: int | Sequence[int] = 0,
+        statistics_bytes: int | Sequence[int] = 0,
+        prefetch: int = 1,
     ) -> PeakMemory:
         """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
 
         Args and errors are those of :meth:`simulate`.
         """
-        return self._memory(self._lower(prefetch), memory, self._message_sizes(message_bytes))[1]
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        return self._memory(self._lower(prefetch), memory, sizes, statistics_sizes)[1]
 
     def _lower(self, prefetch: int) -> Any:
         program = self._lowered.get(prefetch)
@@ -436,9 +490,12 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None, None))
+        nothing = [None] * 8
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, *nothing))
 
-    def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+    def _memory(
+        self, program: Any, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]
+    ) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
 
         def per_unit(name: str) -> list[int] | None:
@@ -467,15 +524,29 @@ class Schedule:
             per_stage("kv"),
             per_stage("kv_gradients"),
             per_unit("inputs"),
+            self._per_segment(given.shard_logits),
             sizes,
+            statistics_sizes,
         )
-        units, activations, output_gradients, kv, kv_gradients, inputs, receive, together = zip(*live, strict=True)
+        units, activations, output_gradients, kv, kv_gradients, inputs, shard_logits, receive, together = zip(
+            *live, strict=True
+        )
         weights = per_rank("weights", per_stage("weights"))
         optimizer = per_rank("optimizer", per_stage("optimizer"))
         logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
         total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
         return units, PeakMemory(
-            activations, output_gradients, kv, kv_gradients, receive, weights, optimizer, logits, total, inputs
+            activations,
+            output_gradients,
+            kv,
+            kv_gradients,
+            receive,
+            weights,
+            optimizer,
+            logits,
+            total,
+            inputs,
+            shard_logits,
         )
 
 

@@ -10,11 +10,15 @@
 #define I BIT(S1F_PASS_BACKWARD_INPUT)
 #define W BIT(S1F_PASS_BACKWARD_WEIGHT)
 #define R BIT(S1F_PASS_RECOMPUTE)
+#define S BIT(S1F_PASS_STATISTICS)
+#define T BIT(S1F_PASS_LOSS)
 
 #define OUTPUT S1F_PRODUCT_OUTPUT
 #define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
 #define WEIGHT_GRADIENT S1F_PRODUCT_WEIGHT_GRADIENT
 #define RECOMPUTED S1F_PRODUCT_RECOMPUTED
+#define STATISTICS S1F_PRODUCT_STATISTICS
+#define LOSS S1F_PRODUCT_LOSS
 #define GRADIENTS (BIT(INPUT_GRADIENT) | BIT(WEIGHT_GRADIENT))
 
 /* -- passes -------------------------------------------------------------------------------------------------------- */
@@ -29,6 +33,8 @@ static const struct {
     [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT), 1},
     [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT), 1},
     [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
+    [S1F_PASS_STATISTICS] = {'S', BIT(STATISTICS)},
+    [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
 _Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
@@ -70,6 +76,8 @@ uint32_t s1f_products_of_passes(uint32_t those)
     uint32_t products = BIT(OUTPUT); /* nothing goes back without it */
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         products |= those & BIT(pass) ? passes[pass].products : 0;
+    if (products & (BIT(STATISTICS) | BIT(LOSS))) /* neither is without the other */
+        products |= BIT(STATISTICS) | BIT(LOSS);
     return products & (GRADIENTS | BIT(RECOMPUTED)) ? products | GRADIENTS : products; /* R is for a backward */
 }
 
@@ -92,7 +100,10 @@ typedef enum {
     SEGMENT_BEFORE,
     SEGMENT_BEHIND,
     STAGE_BEFORE,
-    STAGE_BEHIND
+    STAGE_BEHIND,
+    LAST_STAGE,                 /* seen from a shard of the vocabulary */
+    EVERY_SHARD,                /* the same */
+    EVERY_SHARD_FROM_LAST_STAGE /* seen from the last stage */
 } place;
 
 static const struct {
@@ -115,13 +126,26 @@ static const struct {
     {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
+    {S, OUTPUT, LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN, LOSS,
+     "a shard of the vocabulary comes after the last stage"},
+    {T, STATISTICS, EVERY_SHARD, S1F_COMES_FROM_STAGE, S1F_CHANNEL_STATISTICS, LOSS,
+     "the loss comes after every shard of the vocabulary"},
+    {B | I, LOSS, EVERY_SHARD_FROM_LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN_GRADIENT, INPUT_GRADIENT,
+     "the last stage goes back after the loss"},
     {W, INPUT_GRADIENT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a weight gradient comes after its input gradient"},
 };
 enum { NUM_RULES = sizeof rules / sizeof *rules };
 
+static int move_to_stage(s1f_unit *unit, int32_t stage)
+{
+    unit->stage = stage;
+    return 1;
+}
+
 /* Moves `unit` to the cell of its i-th maker; 0: there is none. */
 static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *unit)
 {
+    int is_shard = unit->stage < shape->num_ranks;
     int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
@@ -132,12 +156,18 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     case SEGMENT_BEHIND: return i == 0 && ++unit->segment < shape->num_segments;
     case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
+    case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);
+    case EVERY_SHARD: return i < shape->num_ranks && is_shard && move_to_stage(unit, i);
+    case EVERY_SHARD_FROM_LAST_STAGE:
+        return i < shape->num_ranks && unit->stage == shape->num_stages - 1 && move_to_stage(unit, i);
     }
     return 0;
 }
 
 int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 {
+    if (passes[inputs->unit.pass].products & ~inputs->shape->products) /* no unit of such an order */
+        return 0;
     for (; inputs->rule < NUM_RULES; inputs->rule++, inputs->element = 0) {
         int32_t r = inputs->rule;
         s1f_unit maker = inputs->unit;
@@ -182,6 +212,7 @@ static const struct {
                                ALWAYS},
     [S1F_HOLDS_INPUT] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
                          IF_RECOMPUTED},
+    [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
 };
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int is_recomputed, int32_t pass, int is_first, int is_last)

@@ -18,6 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
+from seq1f1b.runtime.vocabulary import VocabularyParallelHead, head_of
 from seq1f1b.schedule import Schedule, Unit, check_recompute
 
 __all__: list[str] = []
@@ -75,6 +76,19 @@ class Options:
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
+
+    @property
+    def head(self) -> VocabularyParallelHead | None:
+        """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
+        return head_of(self.loss_fn)
+
+    def check_head(self, rank: int, num_ranks: int) -> None:
+        """Raises unless the shard is that of this rank of the pipeline."""
+        if self.head is not None and (self.head.rank, self.head.num_ranks) != (rank, num_ranks):
+            raise ValueError(
+                f"the VocabularyParallelHead holds shard {self.head.rank} of {self.head.num_ranks}, on rank {rank} of "
+                f"{num_ranks} of the pipeline: make it with rank={rank}, num_ranks={num_ranks}"
+            )
 
     @property
     def device_transport(self) -> str | None:
@@ -213,6 +227,7 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
         found[name] = (repr(getattr(options, name)),) * 2
     asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
     found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
+    found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):

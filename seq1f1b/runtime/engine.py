@@ -33,12 +33,21 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
+from seq1f1b.runtime.vocabulary import ShardStep
 from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport.group import Edge
 
 __all__ = ["PipelineEngine"]
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_CHANNELS = (
+    "activations",
+    "gradients",
+    "the hidden state",
+    "statistics",
+    "gradients of the hidden state",
+)  # of an edge
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -287,13 +296,13 @@ class PipelineEngine:
                     yield name, parameter
 
     def modules(self) -> list[nn.Module]:
-        """This rank's stages in ascending order, and on the last stage's rank a loss that holds parameters."""
+        """This rank's stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
         return [without_wrapper(module) for module in self._wrapped_modules()]
 
     def _wrapped_modules(self) -> list[nn.Module]:
         """The same modules as they were given: under DDP or not."""
         modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
-        if self.has_last and isinstance(self._options.loss_fn, nn.Module):
+        if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
             modules.append(self._options.loss_fn)
         return modules
 
@@ -325,8 +334,10 @@ class PipelineEngine:
     def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
         """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
         parts: list[tuple[int, Any]] = [(index, stage.module) for index, stage in self._stages.items()]
-        if self.has_last:
-            parts.append((self.num_stages, self._options.loss_fn))
+        if self.has_last or self._options.head is not None:
+            parts.append(
+                (self.num_stages + (self.rank if self._options.head is not None else 0), self._options.loss_fn)
+            )
         seen, found = set(excluded), []
         for index, part in parts:
             parameters = part.parameters() if isinstance(part, nn.Module) else ()
@@ -401,12 +412,13 @@ class PipelineEngine:
             raise ValueError(
                 f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
             )
+        self._options.check_head(self.rank, self.num_ranks)
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
         self._stages = self._make_stages(modules)
         self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _C.kv_cache_create()
-        self._ends: dict[tuple[int, int], Any] = {}
+        self._ends: dict[Edge, Any] = {}
         self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
@@ -426,6 +438,7 @@ class PipelineEngine:
                 unchecked=self._options.unchecked,
                 is_whole=is_whole,
                 shares_random=self._group.is_thread and self._recomputes(),
+                spreads_vocabulary=self._options.head is not None,
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
@@ -457,20 +470,30 @@ class PipelineEngine:
             )
         schedule.check()
         schedule = schedule.recompute(self._options.recompute)
-        has_weights = any(unit.kind == "W" for order in schedule.ranks for unit in order)
-        return schedule if has_weights or self._options.weights == "planned" else schedule.defer_weights()
+        kinds = {unit.kind for order in schedule.ranks for unit in order}
+        if "W" not in kinds and self._options.weights == "fill":
+            schedule = schedule.defer_weights()
+        if self._options.head is not None and "S" not in kinds:
+            return schedule.spread_vocabulary()
+        if self._options.head is None and "S" in kinds:
+            raise ValueError(
+                "the order spreads the vocabulary over the ranks: give loss_fn=VocabularyParallelHead(...)"
+            )
+        return schedule
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
         edges, is_receiver = [], {}
-        for source, destination, source_rank, destination_rank, *_ in _C.program_edges(self._program):
-            kind = "gradients" if destination < source else "activations"
-            text = f"{kind} of stage {source} to stage {destination}"
+        for source, destination, source_rank, destination_rank, channel, *_ in _C.program_edges(self._program):
+            edge, text = (
+                Edge(source, destination, channel),
+                f"{_CHANNELS[channel]} of stage {source} to stage {destination}",
+            )
             if self.rank in (source_rank, destination_rank):
                 receiver = self.rank == destination_rank
                 peer = source_rank if receiver else destination_rank
-                is_receiver[source, destination] = receiver
-                self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
+                is_receiver[edge] = receiver
+                self._ends[edge] = self._group.edge_end(edge, peer, receiver, text)
                 transport = self._options.device_transport or self._group.transport_to(peer)
                 edges.append(EdgeReport(source, destination, peer, transport))
         self.edges = tuple(edges)
@@ -482,7 +505,7 @@ class PipelineEngine:
         return _C.program_lower(schedule, self._options.prefetch, self._options.device_transport is not None)
 
     def _make_executor(self, program: Any) -> Any:
-        ends = [self._ends.get((edge[0], edge[1])) for edge in _C.program_edges(program)]
+        ends = [self._ends.get(Edge(edge[0], edge[1], edge[4])) for edge in _C.program_edges(program)]
         executor = _C.executor_create(
             program,
             self.rank,
@@ -515,7 +538,15 @@ class PipelineEngine:
         self._running = True
         entered = None  # the executor, once the step has begun
         try:
-            step = Step(arguments, self._options, self._stages, self.num_stages, self.device, self._enter_shape)
+            step = Step(
+                arguments,
+                self._options,
+                self._stages,
+                self.num_stages,
+                self.device,
+                self._enter_shape,
+                self._shard_step(arguments.training),
+            )
             program, executor = (self._program, self._executor) if step.training else self._eval_parts()
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()
@@ -575,6 +606,19 @@ class PipelineEngine:
             step.deferred_weights(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _shard_step(self, training: bool) -> ShardStep | None:
+        if self._options.head is None:
+            return None
+        assert isinstance(self._options.loss_fn, nn.Module)
+        return ShardStep(
+            self._options.loss_fn,
+            self.schedule.rank_of_stage[-1],
+            num_segments=self.num_segments,
+            training=training,
+            is_mean=self._options.loss_reduction == "mean",
+            order=self.schedule.ranks[self.rank],
+        )
 
     def _check_idle(self) -> None:
         if self._closed:

@@ -18,6 +18,7 @@ from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
 from seq1f1b.runtime.recompute import Kept, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
+from seq1f1b.runtime.vocabulary import ShardStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -43,6 +44,7 @@ class Stage:
         unchecked: bool = False,
         is_whole: bool = False,
         shares_random: bool = False,
+        spreads_vocabulary: bool = False,
     ) -> None:
         self.module = module
         self.index = index
@@ -50,9 +52,10 @@ class Stage:
         self.device = device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.loss_fn = loss_fn if self.is_last else None
+        self.spreads_vocabulary = spreads_vocabulary and self.is_last  # its output goes to the shards of all ranks
+        self.loss_fn = loss_fn if self.is_last and not spreads_vocabulary else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
-        self.loss_is_head = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
+        self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
         self.forwards = [key for kind, key in own if kind == "F"]
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
@@ -137,6 +140,7 @@ class StageStep:
         self.training = arguments.training
         self.previous: StageStep | None = None  # neighbours on the same rank: handed over without a transfer
         self.following: StageStep | None = None
+        self.shards: ShardStep | None = None  # of the last stage, where the vocabulary is spread
         self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
@@ -165,6 +169,8 @@ class StageStep:
     @property
     def losses(self) -> dict[int, Tensor]:
         """Losses of the units that have one, by m k + s."""
+        if self.shards is not None:
+            return self.shards.losses
         return {key: unit.loss for key, unit in self.units.items() if unit.loss is not None}
 
     def activations(self) -> Activations:
@@ -220,6 +226,8 @@ class StageStep:
                 output = self._module(*inputs, **kwargs)
             if self.training and self.stage.last_gradients == ("B", key):
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
+        if self.shards is not None:
+            return self._finish_hidden(unit, output)
         if not self.stage.is_last:
             return self._finish_middle(unit, output)
         self._finish_last(key, unit, output)
@@ -319,6 +327,20 @@ class StageStep:
                 f"{_spec_text(known)} for another of the same length in this step"
             )
         self._output_spec[length] = spec
+
+    def _finish_hidden(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """The output of the last stage goes to every shard of the vocabulary, with what these need beside it."""
+        assert self.shards is not None
+        if self.arguments.keep_outputs and not unit.is_again:
+            unit.output = _detached(output)
+        outputs = self._finish_middle(unit, output)
+        if outputs is None:
+            return None
+        m, s, targets = unit.microbatch, unit.segment, self.arguments.targets
+        if targets is None and self.training:
+            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
+        seed = self._seeds[m][s] if self._seeds is not None else None
+        return self.shards.message(m, s, outputs, None if targets is None else targets[m][s], seed)
 
     def _finish_last(self, key: int, unit: LiveUnit, output: Any) -> None:
         if self.arguments.keep_outputs and not unit.is_again:
@@ -484,6 +506,8 @@ class StageStep:
         """Gradients of the unit's outputs, from the next stage; none where the unit has seeds of its own."""
         if unit.seeds is not None:
             return ()
+        if self.shards is not None:
+            return self.shards.hidden_gradient(unit.microbatch, unit.segment, received)
         if received is not None:
             return received[0][0]
         assert self.following is not None

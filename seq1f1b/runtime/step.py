@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b import _C
 from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
@@ -27,9 +28,12 @@ from seq1f1b.runtime.splitting import (
     split_sequence,
 )
 from seq1f1b.runtime.stage import Received, Stage, StageArguments, StageStep
+from seq1f1b.runtime.vocabulary import ShardStep
 from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
 
 __all__: list[str] = []
+
+_IN_AUTOCAST = ("F", "R", "S")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Step:
     Args:
         options, stages, num_stages, device: the engine's own.
         enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
+        shards: this rank's part of the output layer, where the vocabulary is spread.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Step:
         num_stages: int,
         device: torch.device,
         enter_shape: Callable[[tuple[bool, int]], bool],
+        shards: ShardStep | None = None,
     ) -> None:
         self.training = arguments.training
         self._arguments, self._options, self._stages = arguments, options, stages
@@ -73,6 +79,7 @@ class Step:
             self._inputs, self._target, self._kwargs = (
                 move(value, device) for value in (self._inputs, self._target, self._kwargs)
             )
+        self._shards = shards
         self._leaves = Leaves()
         self.length, self.sizes = 0, [0] * options.num_segments
         self._weights: list[list[float]] = []
@@ -156,11 +163,14 @@ class Step:
                 ),
             )
             self._parts[index] = part
+            if stage.spreads_vocabulary:
+                part.shards = self._shards
+            shard_passes = () if self._shards is None else (self._shards.statistics, self._shards.loss)
             # Autocast is for forwards: a backward runs in the dtypes of its forward.
-            forward, *backwards, recompute = part.passes
-            if self._autocast:
-                backwards = [self._outside_autocast(run) for run in backwards]
-            self._passes[index] = (forward, *backwards, recompute)
+            self._passes[index] = tuple(
+                run if not self._autocast or kind in _IN_AUTOCAST else self._outside_autocast(run)
+                for kind, run in zip(_C.PASSES, (*part.passes, *shard_passes), strict=False)
+            )
         for index, part in self._parts.items():
             part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
         return self.sizes
@@ -238,6 +248,8 @@ class Step:
         """After the last unit, or an error."""
         for part in self._parts.values():
             part.end()
+        if self._shards is not None:
+            self._shards.end()
 
     def losses(self) -> list[Tensor]:
         part = self._last_part()

@@ -8,13 +8,13 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.values import pack, unpack
+from seq1f1b.transport.values import pack, sendable, unpack
 
 ARENA_BYTES = _C.ARENA_BYTES
 """Address space of one edge; memory appears as it is touched."""
@@ -61,6 +61,15 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
 
 
+@sendable
+class Edge(NamedTuple):
+    """A directed edge between two stages; there may be one of each channel (``csrc/core/unit.h``)."""
+
+    source: int
+    destination: int
+    channel: int = 0
+
+
 class Superseded(Exception):
     """Another rank tries to meet in a later epoch: it has left this one."""
 
@@ -85,9 +94,9 @@ class RankGroup(ABC):
         self._local_size = local_size
         self._epoch = self._round = 0
         self._acknowledged = False  # this rank's user has seen the standing failure
-        self._ends: dict[tuple[int, int], object] = {}
+        self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
-        self._peers: dict[tuple[int, int], int] = {}
+        self._peers: dict[Edge, int] = {}
         self.set_limits(300.0)
 
     # -- limits, progress, failure
@@ -276,32 +285,29 @@ class RankGroup(ABC):
 
     # -- edges
 
-    def edge_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object:
+    def edge_end(self, edge: tuple[int, ...], peer_rank: int, is_receiver: bool, text: str) -> object:
         """This rank's end of a directed edge. All ranks open their edges in one order that they agree on.
 
         Args:
+            edge: its source stage and destination stage, and its channel if that is not 0.
             text: names the edge in errors: "activations of stage 0 to 1".
         """
-        key = source_stage, destination_stage
+        key = Edge(*edge)
         self._peers[key] = peer_rank
         self._edge_texts.setdefault(peer_rank, text)
         if key not in self._ends:
-            self._ends[key] = self._open_end(source_stage, destination_stage, peer_rank, is_receiver, text)
+            self._ends[key] = self._open_end(key, peer_rank, is_receiver, text)
         return self._ends[key]
 
     @abstractmethod
-    def _open_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object: ...
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object: ...
 
     def begin(self) -> None:
         """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
         self.barrier()
 
-    def peer_of(self, edge: tuple[int, int]) -> int:
-        """The rank at the other end of an edge (source stage, destination stage) of this rank."""
+    def peer_of(self, edge: Edge) -> int:
+        """The rank at the other end of an edge of this rank."""
         return self._peers[edge]
 
     @abstractmethod
