@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
@@ -33,6 +32,7 @@ class VocabularyParallelHead(nn.Module):
             ones a row more where the number of ranks does not divide it.
         rank, num_ranks: this shard and how many there are; default: those of the default process group, or 0 of 1.
         bias: whether the layer has one.
+        name: of the layer in the unsplit model, for checkpoints: its parameters are ``head.weight`` and ``head.bias``.
         label_smoothing: as of ``cross_entropy``.
         z_loss: weight of the mean of squares of the logarithm of the softmax's denominator, added to the loss.
         ignore_index: targets that do not count. Another one than -100 needs the engine's ``loss_weight``, too.
@@ -50,6 +50,7 @@ class VocabularyParallelHead(nn.Module):
         rank: int | None = None,
         num_ranks: int | None = None,
         bias: bool = False,
+        name: str = "head",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         ignore_index: int = -100,
@@ -73,24 +74,29 @@ class VocabularyParallelHead(nn.Module):
         base, more = divmod(vocab, self.num_ranks)
         self.first_row = self.rank * base + min(self.rank, more)
         rows = base + (self.rank < more)
-        self.weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
-        for parameter in self.parameters():  # as nn.Linear of the whole vocabulary does
-            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
+        self.name = name
+        self.add_module(name, nn.Linear(hidden, rows, bias=bias, dtype=dtype, device=device))
+
+    @property
+    def linear(self) -> nn.Linear:
+        """The rows of this shard."""
+        linear = self.get_submodule(self.name)
+        assert isinstance(linear, nn.Linear)
+        return linear
 
     @property
     def rows(self) -> slice:
         """The rows of the whole weight that this shard holds."""
-        return slice(self.first_row, self.first_row + self.weight.shape[0])
+        return slice(self.first_row, self.first_row + self.linear.out_features)
 
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copies this shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
         if weight.shape != (self.vocab, self.hidden):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
-        self.weight.copy_(weight[self.rows])
-        if bias is not None and self.bias is not None:
-            self.bias.copy_(bias[self.rows])
+        self.linear.weight.copy_(weight[self.rows])
+        if bias is not None:
+            self.linear.bias.copy_(bias[self.rows])
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden}, vocab={self.vocab}, rank={self.rank} of {self.num_ranks}"
@@ -109,7 +115,7 @@ class VocabularyParallelHead(nn.Module):
         Args:
             hidden: (..., hidden). target: (...), row numbers of the whole vocabulary, or ``ignore_index``.
         """
-        logits = F.linear(hidden, self.weight, self.bias)
+        logits: Tensor = self.linear(hidden)
         if target is None:
             return logits
         if self.num_ranks > 1:
@@ -165,7 +171,7 @@ class VocabularyParallelHead(nn.Module):
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this shard, and which targets are among them."""
         index = target.reshape(-1) - self.first_row
-        return index, (index >= 0) & (index < self.weight.shape[0]) & (target.reshape(-1) != self.ignore_index)
+        return index, (index >= 0) & (index < self.linear.out_features) & (target.reshape(-1) != self.ignore_index)
 
     def _of_target(self, flat: Tensor, target: Tensor) -> Tensor:
         index, is_here = self._row_of(target)

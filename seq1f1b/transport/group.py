@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -24,32 +22,6 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 
 
 _ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
-
-
-def memory_fd(size: int) -> int:
-    """Descriptor of anonymous shared memory: no name in the file system, and gone with its last user.
-
-    Sealed against shrinking, which would turn a peer's read into SIGBUS.
-    """
-    fd = os.memfd_create("seq1f1b", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def map_fd(fd: int, size: int) -> object:
-    """Maps a descriptor and closes it; the mapping stays until its last user is gone."""
-    try:
-        return _C.mapping_create(fd, size)
-    except MemoryError:  # address space: engines that are garbage may still hold some
-        gc.collect()
-        return _C.mapping_create(fd, size)
-    finally:
-        os.close(fd)
 
 
 def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.group import ARENA_BYTES, Edge, RankGroup, map_fd, memory_fd
+from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.group import ARENA_BYTES, Edge, RankGroup
 
 
 class LoopbackGroup:
@@ -41,13 +42,13 @@ class _LoopbackMemory:
         self._arenas: dict[Edge, object] = {}
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
         block_bytes = _C.group_block_bytes(size)
-        self.block = map_fd(memory_fd(block_bytes), block_bytes)
+        self.block = private_mapping(block_bytes)
 
     def arena(self, edge: Edge) -> object:
         """The memory of an edge: whichever end comes first makes it."""
         with self._lock:
             if edge not in self._arenas:
-                self._arenas[edge] = map_fd(memory_fd(self._arena_bytes), self._arena_bytes)
+                self._arenas[edge] = private_mapping(self._arena_bytes)
             return self._arenas[edge]
 
     def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:

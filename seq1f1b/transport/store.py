@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from seq1f1b import _C
-from seq1f1b.transport.group import Edge, Superseded, map_fd, memory_fd
+from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.group import Edge, Superseded
 from seq1f1b.transport.link import StoreLink
 from seq1f1b.transport.processes import ProcessRank, first_line
 from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
@@ -57,7 +58,7 @@ class StoreRank(ProcessRank):
     ) -> None:
         self._generation = generation
         block_bytes = _C.group_block_bytes(size)
-        group = _C.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
+        group = _C.group_create(private_mapping(block_bytes), size, rank)
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
         self._link, self._store = link, link.store
