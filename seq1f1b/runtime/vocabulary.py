@@ -89,6 +89,11 @@ class VocabularyParallelHead(nn.Module):
         """The rows of the whole weight that this shard holds."""
         return slice(self.first_row, self.first_row + self.linear.out_features)
 
+    @property
+    def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Of each parameter the first row and the rows of the whole, for checkpoints."""
+        return dict.fromkeys(self.linear.parameters(), (self.first_row, self.vocab))
+
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copies this shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
