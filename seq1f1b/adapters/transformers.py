@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.runtime.vocabulary import VocabularyParallelHead
 
 __all__ = ["CausalLMStage", "attention", "pipeline_stage"]
 
@@ -129,7 +130,12 @@ AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def pipeline_stage(
-    model: nn.Module, rank: int, num_ranks: int, *, balance: Sequence[int] | None = None
+    model: nn.Module,
+    rank: int,
+    num_ranks: int,
+    *,
+    balance: Sequence[int] | None = None,
+    vocabulary: str = "whole",
 ) -> CausalLMStage:
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
@@ -143,6 +149,9 @@ def pipeline_stage(
             layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
         balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
+        vocabulary: ``"whole"``: the last stage holds the head. ``"parallel"``: every rank holds rows of it, as the
+            stage's ``head``, which the engine takes as ``loss_fn``; a rank then holds one stage. The loss is the cross
+            entropy of :class:`seq1f1b.VocabularyParallelHead`.
     Raises:
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
             the message names it.
@@ -153,6 +162,8 @@ def pipeline_stage(
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
+    if vocabulary not in ("whole", "parallel"):
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     _check_config(model)
@@ -166,6 +177,7 @@ def pipeline_stage(
     for stage in range(num_ranks):
         stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
     tied = _tied(model, stage_of)
+    head = _shard_of_head(model, rank, num_ranks) if vocabulary == "parallel" else None
 
     start, stop = cuts[rank], cuts[rank + 1]
     entry = _Entry() if rank > 0 else None
@@ -177,6 +189,8 @@ def pipeline_stage(
         module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
             module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
+        if head is not None and name == head.name:
+            module = _Hidden()
         _set(skeleton, name, module)
     for name in kept:
         _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
@@ -192,7 +206,7 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0, head)
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
     return made
@@ -202,18 +216,22 @@ class CausalLMStage(nn.Module):
     """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
 
     The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
-    returns logits (batch, tokens, vocabulary), the others return hidden states. Positions count along the sequence, or
-    within packed documents if every stage is given ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`.
+    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
+    Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
+    of :func:`seq1f1b.document_starts`.
 
     Attributes:
         causal_lm: this stage's part of the transformers model.
         peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
             without adapters. It is no way to run the stage.
+        head: with ``vocabulary="parallel"`` this rank's shard of the head, a :class:`seq1f1b.VocabularyParallelHead`,
+            which is no part of the stage: give it to the engine as ``loss_fn``; else None.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     causal_lm: Any
     peft_model: Any
+    head: VocabularyParallelHead | None
 
     def __init__(
         self,
@@ -223,10 +241,11 @@ class CausalLMStage(nn.Module):
         exit: _Exit | None,
         tied: dict[str, nn.Parameter],
         is_first: bool,
+        head: VocabularyParallelHead | None = None,
     ) -> None:
         super().__init__()
         # The same children, under the same names, as the model's, which is itself not a child.
-        self.__dict__["causal_lm"], self.__dict__["peft_model"] = causal_lm, None
+        self.__dict__.update(causal_lm=causal_lm, peft_model=None, head=head)
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
@@ -266,6 +285,21 @@ class CausalLMStage(nn.Module):
         for thing in (*self.modules(), *self.parameters(), *self.buffers()):
             thing.__dict__.pop("_is_hf_initialized", None)
         self.causal_lm.initialize_weights()
+        if self.head is not None:
+            self.head.to_empty(device=device)
+            self.causal_lm._init_weights(self.head.linear)
+
+    def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
+        assert self.head is not None
+        stand_in: Any = self.get_submodule(self.head.name)
+        hidden: Tensor = stand_in.hidden
+        stand_in.hidden = None
+        if logits is not hidden:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
+                'shard of the vocabulary does not: use vocabulary="whole"'
+            )
+        return hidden
 
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         arguments: dict[str, Any] = {
@@ -280,7 +314,7 @@ class CausalLMStage(nn.Module):
             entry.hidden = x
         if exit is None:
             logits: Tensor = self.causal_lm(**arguments).logits
-            out = logits
+            out = logits if self.head is None else self._hidden_in_place_of(logits)
         else:
             self.get_submodule(self._decoder)(**arguments)
             out = exit.hidden
@@ -288,6 +322,16 @@ class CausalLMStage(nn.Module):
         if entry is not None:
             entry.hidden = None
         return out
+
+
+class _Hidden(nn.Module):
+    """In the place of a head whose rows lie on all ranks."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden
 
 
 class _Elsewhere(nn.Module):
@@ -344,6 +388,38 @@ class _Probe(nn.Module):
                 )
         self.calls.append((self.index, hidden_states.clone()))
         return self.calls[-1][1]  # type: ignore[no-any-return]
+
+
+def _shard_of_head(model: transformers.PreTrainedModel, rank: int, num_ranks: int) -> VocabularyParallelHead:
+    """Rows of the model's head. Raises ValueError where it cannot be spread over ranks."""
+    layer: Any = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is layer)
+
+    def refuse(what: str) -> None:
+        raise ValueError(
+            f'the head of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="whole"'
+        )
+
+    if type(layer) is not nn.Linear or "." in name:
+        refuse(f"it is {name!r}, a {type(layer).__name__}, not a plain linear layer of the model")
+    if layer.weight is model.get_input_embeddings().weight:
+        refuse("its weight is the embedding's, too")
+    if not layer.weight.requires_grad:
+        refuse("its weight is frozen")
+    vocab, hidden = layer.weight.shape
+    head = VocabularyParallelHead(
+        hidden,
+        vocab,
+        rank=rank,
+        num_ranks=num_ranks,
+        bias=layer.bias is not None,
+        name=name,
+        dtype=layer.weight.dtype,
+        device=layer.weight.device,
+    )
+    if not layer.weight.is_meta:
+        head.load_whole(layer.weight, layer.bias)
+    return head
 
 
 def _is_peft_model(model: Any) -> bool:

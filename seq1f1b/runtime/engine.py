@@ -33,7 +33,7 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
-from seq1f1b.runtime.vocabulary import ShardStep
+from seq1f1b.runtime.vocabulary import ShardStep, join_shards
 from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
 from seq1f1b.transport.group import Edge
@@ -363,6 +363,14 @@ class PipelineEngine:
             TypeError: the value is something else.
         """
         return self._group.all_gather_object(value)
+
+    def whole_head(self) -> dict[str, Tensor]:
+        """The parameters of a :class:`seq1f1b.VocabularyParallelHead`, whole, on the last stage's rank. Collective.
+
+        Empty on other ranks, and with another loss.
+        """
+        head = self._options.head
+        return {} if head is None else join_shards(head, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
         """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.schedule import Unit
+from seq1f1b.transport import RankGroup
 
 __all__ = ["VocabularyParallelHead"]
 
@@ -71,11 +72,15 @@ class VocabularyParallelHead(nn.Module):
             raise ValueError(f"z_loss is {z_loss}, must be at least 0")
         self.hidden, self.vocab = hidden, vocab
         self.label_smoothing, self.z_loss, self.ignore_index = label_smoothing, z_loss, ignore_index
-        base, more = divmod(vocab, self.num_ranks)
-        self.first_row = self.rank * base + min(self.rank, more)
-        rows = base + (self.rank < more)
+        self.first_row = sum(self.shard_sizes[: self.rank])
         self.name = name
-        self.add_module(name, nn.Linear(hidden, rows, bias=bias, dtype=dtype, device=device))
+        self.add_module(name, nn.Linear(hidden, self.shard_sizes[self.rank], bias=bias, dtype=dtype, device=device))
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Rows of each rank."""
+        base, more = divmod(self.vocab, self.num_ranks)
+        return [base + (rank < more) for rank in range(self.num_ranks)]
 
     @property
     def linear(self) -> nn.Linear:
@@ -200,6 +205,23 @@ def head_of(loss_fn: Any) -> VocabularyParallelHead | None:
     """The shard that an engine's ``loss_fn`` holds, under DDP or not; None for another loss."""
     inner = without_wrapper(loss_fn) if isinstance(loss_fn, nn.Module) else None
     return inner if isinstance(inner, VocabularyParallelHead) else None
+
+
+@torch.no_grad()
+def join_shards(head: VocabularyParallelHead, group: RankGroup, last_rank: int) -> dict[str, Tensor]:
+    """The parameters of the whole layer on one rank; empty on the others. Collective."""
+    rows = -(-head.vocab // head.num_ranks)  # of the largest shard
+    others = [rank for rank in range(head.num_ranks) if rank != last_rank]
+    found = {}
+    for name, parameter in head.named_parameters():
+        padded = parameter.new_zeros(rows, *parameter.shape[1:])
+        padded[: len(parameter)] = parameter
+        if head.rank != last_rank:
+            group.exchange(padded, [last_rank], [], padded)
+            continue
+        shards = group.exchange(padded, [], others, padded)
+        found[name] = torch.cat([shards[rank][:count] for rank, count in enumerate(head.shard_sizes)])
+    return found
 
 
 @dataclass
