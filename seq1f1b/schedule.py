@@ -33,7 +33,8 @@ class Unit(NamedTuple):
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
     (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
     stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
-    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank.
+    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
+    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients).
     """
 
     kind: str
@@ -58,7 +59,7 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
         1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
     )
     passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
-    num_shards = 1 + max((unit.stage for unit in units if unit.kind == "S"), default=0)
+    num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
@@ -215,25 +216,29 @@ class Schedule:
         chosen = bytes(bool(units(Unit("F", *cell))) for cell in cells)
         return self._from_handle(_C.schedule_recompute(self.handle, chosen))
 
-    def spread_vocabulary(self, ahead: int | None = None, **seconds: Any) -> Schedule:
-        """The same order with the rows of the output layer spread over the ranks: units S and T of every segment.
+    def spread_vocabulary(
+        self, ahead: int | None = None, *, head: bool = True, embedding: bool = False, **seconds: Any
+    ) -> Schedule:
+        """The same order with the rows of the vocabulary spread over the ranks.
 
-        The last stage waits for them between its forward and its backward, so forwards go ahead of all else.
+        With S and T of every segment, the last stage waits for them between its forward and its backward, so forwards
+        go ahead of all else. With E and G, the first stage waits for E.
 
         Args:
             ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever makes
-                the order shortest.
-            seconds: of the passes, ``forward`` to ``loss`` of :meth:`simulate`: S and T stand where each rank can run
-                them first.
+                the order shortest; 0 without ``head``.
+            head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
+            seconds: of the passes, ``forward`` to ``embed_gradient`` of :meth:`simulate`: the new units stand where
+                each rank can run them first.
         Raises:
-            ScheduleError: this order breaks a rule, holds S already, or rank r does not hold stage r.
+            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
         in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
         orders = [
-            self._from_handle(_C.schedule_spread_vocabulary(self.handle, more, in_order))
-            for more in ((0, 1, 2) if ahead is None else (ahead,))
+            self._from_handle(_C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order))
+            for more in ((ahead,) if ahead is not None else (0, 1, 2) if head else (0,))
         ]
         return min(orders, key=lambda order: order.simulate(**seconds).makespan)
 
@@ -318,6 +323,8 @@ class Schedule:
         progress: Callable[[int], object] | None = None,
         statistics: Costs = 0.25,
         loss: Costs = 0.5,
+        embed: Costs = 0.0,
+        embed_gradient: Costs = 0.0,
         statistics_bytes: int | Sequence[int] = 0,
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
@@ -351,7 +358,7 @@ class Schedule:
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
             progress: called some times a second with the units that have run; what it raises ends the simulation.
-            statistics, loss: S and T where the vocabulary is spread over the ranks.
+            statistics, loss, embed, embed_gradient: S, T, E and G where the vocabulary is spread over the ranks.
             statistics_bytes: of one message from shard to shard of the vocabulary, a number or one per segment.
         Raises:
             ScheduleError: the order breaks a rule.
@@ -361,7 +368,9 @@ class Schedule:
         tokens = None if segment_sizes is None else self._tokens(segment_sizes)
         sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
         program = self._lower(prefetch)
-        seconds = self._pass_seconds(forward, backward, weight, input, recompute, statistics, loss)
+        seconds = self._pass_seconds(
+            forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient
+        )
         times = _C.program_simulate(
             program,
             tuple(map(seconds.get, _C.PASSES)),
@@ -422,6 +431,8 @@ class Schedule:
         recompute: Costs | None = None,
         statistics: Costs = 0.25,
         loss: Costs = 0.5,
+        embed: Costs = 0.0,
+        embed_gradient: Costs = 0.0,
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
@@ -442,6 +453,8 @@ class Schedule:
             "R": self._per_unit(again, "recompute"),
             "S": self._per_unit(statistics, "statistics"),
             "T": self._per_unit(loss, "loss"),
+            "E": self._per_unit(embed, "embed"),
+            "G": self._per_unit(embed_gradient, "embed_gradient"),
         }
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:

@@ -316,8 +316,9 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
 {
     const s1f_schedule *schedule;
     int64_t ahead;
+    int what;
     PyObject *passes;
-    if (!PyArg_ParseTuple(arguments, "O&O&O", s1f_to_schedule, &schedule, s1f_to_int64, &ahead, &passes))
+    if (!PyArg_ParseTuple(arguments, "O&iO&O", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, &passes))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     s1f_doubles seconds[S1F_MAX_PASSES] = {0};
@@ -331,7 +332,7 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     PyObject *result = NULL;
     if (is_read) {
         s1f_schedule *spread = NULL;
-        s1f_status status = s1f_schedule_spread_vocabulary(schedule, ahead, values, &spread);
+        s1f_status status = s1f_schedule_spread_vocabulary(schedule, what, ahead, values, &spread);
         result = s1f_new_schedule(status, spread, NULL);
     }
     for (int pass = 0; pass < s1f_num_passes; pass++)
@@ -510,8 +511,8 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
      "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order holds."},
     {"schedule_spread_vocabulary", schedule_spread_vocabulary, METH_VARARGS,
-     "schedule_spread_vocabulary(schedule, ahead, pass_seconds): the same order with S and T of every cell, placed by the "
-     "seconds of each pass, and with Fs so many places ahead of all else."},
+     "schedule_spread_vocabulary(schedule, what, ahead, pass_seconds): the same order with S and T (what & 1), E and G "
+     "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
     {"schedule_recompute", schedule_recompute, METH_VARARGS,
      "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
      "[(stage * num_microbatches + microbatch) * num_segments + segment] is not 0; None: of all."},

@@ -142,7 +142,7 @@ static s1f_status check_complete(const table *t)
 
 static s1f_status check_shards(const table *t)
 {
-    if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS))
+    if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
         return S1F_OK;
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
         if (t->shape.rank_of_stage[rank] != rank)
@@ -155,9 +155,7 @@ static s1f_status check_shards(const table *t)
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++)
-            if ((s1f_pass_makes(units[i].pass, S1F_PRODUCT_STATISTICS) ||
-                 s1f_pass_makes(units[i].pass, S1F_PRODUCT_LOSS)) &&
-                units[i].stage >= t->shape.num_ranks) {
+            if (s1f_pass_is_of_shard(units[i].pass) && units[i].stage >= t->shape.num_ranks) {
                 char text[UNIT_TEXT_BYTES];
                 describe(t, units[i], text);
                 return s1f_fail(

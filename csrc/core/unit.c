@@ -12,6 +12,8 @@
 #define R BIT(S1F_PASS_RECOMPUTE)
 #define S BIT(S1F_PASS_STATISTICS)
 #define T BIT(S1F_PASS_LOSS)
+#define E BIT(S1F_PASS_EMBED)
+#define G BIT(S1F_PASS_EMBED_GRADIENT)
 
 #define OUTPUT S1F_PRODUCT_OUTPUT
 #define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
@@ -19,6 +21,8 @@
 #define RECOMPUTED S1F_PRODUCT_RECOMPUTED
 #define STATISTICS S1F_PRODUCT_STATISTICS
 #define LOSS S1F_PRODUCT_LOSS
+#define EMBEDDED S1F_PRODUCT_EMBEDDED
+#define EMBED_GRADIENT S1F_PRODUCT_EMBED_GRADIENT
 #define GRADIENTS (BIT(INPUT_GRADIENT) | BIT(WEIGHT_GRADIENT))
 
 /* -- passes -------------------------------------------------------------------------------------------------------- */
@@ -35,6 +39,8 @@ static const struct {
     [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
     [S1F_PASS_STATISTICS] = {'S', BIT(STATISTICS)},
     [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
+    [S1F_PASS_EMBED] = {'E', BIT(EMBEDDED)},
+    [S1F_PASS_EMBED_GRADIENT] = {'G', BIT(EMBED_GRADIENT)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
 _Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
@@ -78,7 +84,16 @@ uint32_t s1f_products_of_passes(uint32_t those)
         products |= those & BIT(pass) ? passes[pass].products : 0;
     if (products & (BIT(STATISTICS) | BIT(LOSS))) /* neither is without the other */
         products |= BIT(STATISTICS) | BIT(LOSS);
-    return products & (GRADIENTS | BIT(RECOMPUTED)) ? products | GRADIENTS : products; /* R is for a backward */
+    if (products & BIT(EMBED_GRADIENT))
+        products |= BIT(EMBEDDED);
+    if (products & (GRADIENTS | BIT(RECOMPUTED) | BIT(EMBED_GRADIENT))) /* R and G are for a backward */
+        products |= GRADIENTS | (products & BIT(EMBEDDED) ? BIT(EMBED_GRADIENT) : 0);
+    return products;
+}
+
+int s1f_pass_is_forward(int32_t pass)
+{
+    return (s1f_pass_products(pass) & (GRADIENTS | BIT(RECOMPUTED) | BIT(EMBED_GRADIENT))) == 0;
 }
 
 static int32_t first_maker(s1f_product product)
@@ -101,9 +116,11 @@ typedef enum {
     SEGMENT_BEHIND,
     STAGE_BEFORE,
     STAGE_BEHIND,
-    LAST_STAGE,                 /* seen from a shard of the vocabulary */
-    EVERY_SHARD,                /* the same */
-    EVERY_SHARD_FROM_LAST_STAGE /* seen from the last stage */
+    LAST_STAGE,                  /* seen from a shard of the vocabulary */
+    EVERY_SHARD,                 /* the same */
+    EVERY_SHARD_FROM_LAST_STAGE, /* seen from the last stage */
+    FIRST_STAGE,                 /* seen from a shard */
+    EVERY_SHARD_FROM_FIRST_STAGE /* seen from the first stage */
 } place;
 
 static const struct {
@@ -132,6 +149,10 @@ static const struct {
      "the loss comes after every shard of the vocabulary"},
     {B | I, LOSS, EVERY_SHARD_FROM_LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN_GRADIENT, INPUT_GRADIENT,
      "the last stage goes back after the loss"},
+    {F, EMBEDDED, EVERY_SHARD_FROM_FIRST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_EMBEDDED, OUTPUT,
+     "the first stage goes forward after every shard of the embedding"},
+    {G, INPUT_GRADIENT, FIRST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_EMBED_GRADIENT, EMBED_GRADIENT,
+     "gradients of the embedding come after the first stage has gone back"},
     {W, INPUT_GRADIENT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a weight gradient comes after its input gradient"},
 };
 enum { NUM_RULES = sizeof rules / sizeof *rules };
@@ -158,6 +179,8 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
     case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);
     case EVERY_SHARD: return i < shape->num_ranks && is_shard && move_to_stage(unit, i);
+    case FIRST_STAGE: return i == 0 && is_shard && move_to_stage(unit, 0);
+    case EVERY_SHARD_FROM_FIRST_STAGE: return i < shape->num_ranks && unit->stage == 0 && move_to_stage(unit, i);
     case EVERY_SHARD_FROM_LAST_STAGE:
         return i < shape->num_ranks && unit->stage == shape->num_stages - 1 && move_to_stage(unit, i);
     }

@@ -5,7 +5,7 @@
  * lower, simulate, memory, the searches, the drawings) asks here, so a new pass is an edit of the tables in unit.c.
  *
  * Where an order spreads the vocabulary over the ranks, rank r holds shard r of the output layer's rows, and the cells of
- * stage r, which must lie there, have the passes S and T of that shard.
+ * stage r, which must lie there, have the passes S and T of that shard; where it spreads the input embedding, E and G.
  * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
 #ifndef S1F_UNIT_H
 #define S1F_UNIT_H
@@ -20,9 +20,11 @@ typedef enum {
     S1F_PASS_BACKWARD_WEIGHT = 3, /* W: gradients of the weights */
     S1F_PASS_RECOMPUTE = 4,       /* R: F once more, for what B or I reads of it */
     S1F_PASS_STATISTICS = 5,      /* S: logits of a shard of the vocabulary, and what the others need to know of them */
-    S1F_PASS_LOSS = 6             /* T: from everyone's statistics the loss, and the shard's gradients */
+    S1F_PASS_LOSS = 6,            /* T: from everyone's statistics the loss, and the shard's gradients */
+    S1F_PASS_EMBED = 7,           /* E: a shard's rows of the input embedding, for the first stage */
+    S1F_PASS_EMBED_GRADIENT = 8   /* G: their gradients */
 } s1f_pass;
-enum { S1F_MAX_PASSES = 8 };         /* room in tables that have a row per pass */
+enum { S1F_MAX_PASSES = 16 };        /* room in tables that have a row per pass */
 extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
 
 typedef struct {
@@ -30,7 +32,7 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
-/* The letter of a pass: F, B, I, W, R, S or T; and back, -1 for another letter. */
+/* The letter of a pass: F, B, I, W, R, S, T, E or G; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
 /* Whether torch's pipelining has the pass, too, under the same letter. */
@@ -47,6 +49,8 @@ typedef enum {
     S1F_PRODUCT_RECOMPUTED = 3,      /* what F has saved in other cells: R */
     S1F_PRODUCT_STATISTICS = 4,      /* of a shard's logits: S */
     S1F_PRODUCT_LOSS = 5,            /* and a shard's part of the gradient of the last stage's output: T */
+    S1F_PRODUCT_EMBEDDED = 6,        /* rows of the embedding: E */
+    S1F_PRODUCT_EMBED_GRADIENT = 7,  /* of them: G */
     S1F_MAX_PRODUCTS = 8
 } s1f_product;
 
@@ -56,12 +60,13 @@ static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
     return s1f_pass_products(pass) >> product & 1;
 }
-/* Whether an order that does not go back has the pass, too. */
-static inline int s1f_pass_is_forward(int32_t pass)
+/* Whether a pass is one of a shard of the vocabulary: S, T, E or G. */
+static inline int s1f_pass_is_of_shard(int32_t pass)
 {
-    return (s1f_pass_products(pass) &
-            ~(1u << S1F_PRODUCT_OUTPUT | 1u << S1F_PRODUCT_STATISTICS | 1u << S1F_PRODUCT_LOSS)) == 0;
+    return pass >= S1F_PASS_STATISTICS && pass <= S1F_PASS_EMBED_GRADIENT;
 }
+/* Whether an order that does not go back has the pass, too. */
+int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
  * everywhere. */
 uint32_t s1f_products_of_passes(uint32_t passes);
@@ -82,7 +87,8 @@ static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
 /* Whether a product is one of a shard of the vocabulary: cells of the first num_ranks stages alone have it. */
 static inline int s1f_product_is_of_shard(s1f_product product)
 {
-    return product == S1F_PRODUCT_STATISTICS || product == S1F_PRODUCT_LOSS;
+    return product == S1F_PRODUCT_STATISTICS || product == S1F_PRODUCT_LOSS || product == S1F_PRODUCT_EMBEDDED ||
+           product == S1F_PRODUCT_EMBED_GRADIENT;
 }
 static inline int s1f_shape_has_backward(const s1f_shape *shape)
 {
@@ -130,7 +136,8 @@ typedef enum {
     S1F_CHANNEL_HIDDEN = 2,          /* the last stage's output, to every shard of the vocabulary */
     S1F_CHANNEL_STATISTICS = 3,      /* from shard to shard */
     S1F_CHANNEL_HIDDEN_GRADIENT = 4, /* from every shard to the last stage */
-    S1F_NUM_CHANNELS = 5,
+    S1F_CHANNEL_EMBEDDED = 5,        /* from every shard to the first stage */
+    S1F_CHANNEL_EMBED_GRADIENT = 6,  /* from the first stage to every shard */
     S1F_MAX_CHANNELS = 8
 } s1f_channel;
 

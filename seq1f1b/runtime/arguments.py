@@ -18,7 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
-from seq1f1b.runtime.vocabulary import VocabularyParallelHead, head_of
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, check_recompute
 
 __all__: list[str] = []
@@ -50,6 +50,7 @@ class Options:
     shard: Shard
     recompute: str | Callable[[Unit], bool] = "none"
     unchecked: bool = False
+    embedding: nn.Module | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("prefetch", 0), ("seq_dim", 1)):
@@ -62,6 +63,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+        if self.embedding is not None and self.embedding_shard is None:
+            raise TypeError(f"embedding must be a VocabularyParallelEmbedding, got {type(self.embedding).__name__}")
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
@@ -82,13 +85,10 @@ class Options:
         """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
         return head_of(self.loss_fn)
 
-    def check_head(self, rank: int, num_ranks: int) -> None:
-        """Raises unless the shard is that of this rank of the pipeline."""
-        if self.head is not None and (self.head.rank, self.head.num_ranks) != (rank, num_ranks):
-            raise ValueError(
-                f"the VocabularyParallelHead holds shard {self.head.rank} of {self.head.num_ranks}, on rank {rank} of "
-                f"{num_ranks} of the pipeline: make it with rank={rank}, num_ranks={num_ranks}"
-            )
+    @property
+    def embedding_shard(self) -> VocabularyParallelEmbedding | None:
+        """The same of the input embedding."""
+        return embedding_of(self.embedding)
 
     @property
     def device_transport(self) -> str | None:
@@ -228,6 +228,8 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
     asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
     found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
     found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
+    spread = options.embedding_shard
+    found["embedding"] = ("no VocabularyParallelEmbedding" if spread is None else spread.settings,) * 2
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):

@@ -28,12 +28,13 @@ from seq1f1b.runtime.arguments import (
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
 from seq1f1b.runtime.saved_bytes import Activations
+from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
-from seq1f1b.runtime.vocabulary import ShardStep, join_shards
+from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
 from seq1f1b.transport.group import Edge
@@ -41,13 +42,15 @@ from seq1f1b.transport.group import Edge
 __all__ = ["PipelineEngine"]
 
 _REDUCED = (torch.bfloat16, torch.float16)
-_CHANNELS = (
+_CHANNELS = (  # what edges carry
     "activations",
     "gradients",
     "the hidden state",
     "statistics",
     "gradients of the hidden state",
-)  # of an edge
+    "embedded tokens",
+    "gradients of embedded tokens",
+)
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -141,6 +144,7 @@ class PipelineEngine:
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
         unchecked: bool = False,
+        embedding: nn.Module | None = None,
     ) -> None:
         joined: RankGroup | None = None
         attempt = last_attempt()
@@ -170,6 +174,7 @@ class PipelineEngine:
                 recompute=recompute,
                 shard=shard,
                 unchecked=unchecked,
+                embedding=embedding,
             )
             self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
             self.shard = shard
@@ -302,6 +307,8 @@ class PipelineEngine:
     def _wrapped_modules(self) -> list[nn.Module]:
         """The same modules as they were given: under DDP or not."""
         modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
+        if self._options.embedding is not None:
+            modules.insert(0, self._options.embedding)
         if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
             modules.append(self._options.loss_fn)
         return modules
@@ -333,7 +340,8 @@ class PipelineEngine:
 
     def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
         """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
-        parts: list[tuple[int, Any]] = [(index, stage.module) for index, stage in self._stages.items()]
+        parts: list[tuple[int, Any]] = [(self.rank - self.num_ranks, self._options.embedding)]
+        parts += [(index, stage.module) for index, stage in self._stages.items()]
         if self.has_last or self._options.head is not None:
             parts.append(
                 (self.num_stages + (self.rank if self._options.head is not None else 0), self._options.loss_fn)
@@ -364,13 +372,13 @@ class PipelineEngine:
         """
         return self._group.all_gather_object(value)
 
-    def whole_head(self) -> dict[str, Tensor]:
-        """The parameters of a :class:`seq1f1b.VocabularyParallelHead`, whole, on the last stage's rank. Collective.
+    def whole_vocabulary(self) -> dict[str, Tensor]:
+        """The parameters of layers whose vocabulary is spread, whole, by name, on the last stage's rank. Collective.
 
-        Empty on other ranks, and with another loss.
+        Each once; empty on other ranks.
         """
-        head = self._options.head
-        return {} if head is None else join_shards(head, self._group, self.schedule.rank_of_stage[-1])
+        shards = [shard for shard in (self._options.embedding_shard, self._options.head) if shard is not None]
+        return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
         """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""
@@ -420,7 +428,9 @@ class PipelineEngine:
             raise ValueError(
                 f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
             )
-        self._options.check_head(self.rank, self.num_ranks)
+        for shard in (self._options.head, self._options.embedding_shard):
+            if shard is not None:
+                shard.check_place(self.rank, self.num_ranks)
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
         self._stages = self._make_stages(modules)
@@ -481,12 +491,13 @@ class PipelineEngine:
         kinds = {unit.kind for order in schedule.ranks for unit in order}
         if "W" not in kinds and self._options.weights == "fill":
             schedule = schedule.defer_weights()
-        if self._options.head is not None and "S" not in kinds:
-            return schedule.spread_vocabulary()
-        if self._options.head is None and "S" in kinds:
-            raise ValueError(
-                "the order spreads the vocabulary over the ranks: give loss_fn=VocabularyParallelHead(...)"
-            )
+        spreads = {"S": self._options.head is not None, "E": self._options.embedding is not None}
+        for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
+            if kind in kinds and not spreads[kind]:
+                raise ValueError(f"the order spreads the vocabulary over the ranks: give {name}(...)")
+        missing = {kind: spreads[kind] and kind not in kinds for kind in spreads}
+        if any(missing.values()):
+            schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
         return schedule
 
     def _connect(self) -> None:
@@ -553,7 +564,7 @@ class PipelineEngine:
                 self.num_stages,
                 self.device,
                 self._enter_shape,
-                self._shard_step(arguments.training),
+                *self._shard_steps(arguments.training),
             )
             program, executor = (self._program, self._executor) if step.training else self._eval_parts()
             self._set_limits(shape_known=False)  # until the length is learnt
@@ -615,18 +626,23 @@ class PipelineEngine:
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
 
-    def _shard_step(self, training: bool) -> ShardStep | None:
-        if self._options.head is None:
-            return None
-        assert isinstance(self._options.loss_fn, nn.Module)
-        return ShardStep(
-            self._options.loss_fn,
-            self.schedule.rank_of_stage[-1],
-            num_segments=self.num_segments,
-            training=training,
-            is_mean=self._options.loss_reduction == "mean",
-            order=self.schedule.ranks[self.rank],
-        )
+    def _shard_steps(self, training: bool) -> tuple[HeadStep | None, EmbeddingStep | None]:
+        """Of the output layer and of the input embedding, where the vocabulary is spread."""
+        options, order = self._options, self.schedule.ranks[self.rank]
+        head = embedding = None
+        if options.head is not None:
+            assert isinstance(options.loss_fn, nn.Module)
+            head = HeadStep(
+                options.loss_fn,
+                self.schedule.rank_of_stage[-1],
+                num_segments=self.num_segments,
+                training=training,
+                is_mean=options.loss_reduction == "mean",
+                order=order,
+            )
+        if options.embedding is not None:
+            embedding = EmbeddingStep(options.embedding, num_segments=self.num_segments, training=training, order=order)
+        return head, embedding
 
     def _check_idle(self) -> None:
         if self._closed:

@@ -18,7 +18,7 @@ from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
 from seq1f1b.runtime.recompute import Kept, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
-from seq1f1b.runtime.vocabulary import ShardStep
+from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -140,7 +140,8 @@ class StageStep:
         self.training = arguments.training
         self.previous: StageStep | None = None  # neighbours on the same rank: handed over without a transfer
         self.following: StageStep | None = None
-        self.shards: ShardStep | None = None  # of the last stage, where the vocabulary is spread
+        self.shards: HeadStep | None = None  # of the last stage, where the output layer is spread
+        self.embedding: EmbeddingStep | None = None  # of the first stage, where the embedding is
         self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
@@ -261,6 +262,9 @@ class StageStep:
         return result
 
     def _inputs(self, key: int, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        if self.embedding is not None:
+            unit.leaves = (self.embedding.embedded(unit.microbatch, unit.segment, received),)
+            return unit.leaves
         if received is not None:
             tensors, requires_grad = received[0]
         elif self.previous is not None:
@@ -458,10 +462,12 @@ class StageStep:
             with self._parallel.backward(self.stage.last_gradients == ("B", key), unit.outputs):
                 torch.autograd.backward(roots, seeds)
         carry_back(unit)
-        gradients = None if self.stage.is_first else input_gradients(unit)
+        gradients = None if self.stage.is_first and self.embedding is None else input_gradients(unit)
         if unit.tape is not None and self._measures:
             self._measure_tape(unit, received)
         unit.forget()
+        if self.embedding is not None and gradients is not None:
+            self.embedding.hand(m, s, gradients[0])
         if self.previous is None:
             return gradients
         unit.handed = gradients

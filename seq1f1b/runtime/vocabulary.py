@@ -1,26 +1,84 @@
-"""The output layer spread over the ranks: a loss that holds a shard of its rows, and the passes S and T of a step."""
+"""A vocabulary spread over the ranks: the output layer with its loss, and the input embedding, a shard on each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
-from seq1f1b.schedule import Unit
+from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.transport import RankGroup
 
-__all__ = ["VocabularyParallelHead"]
-
-Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"  # as in stage.py
+__all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
 
 
-class VocabularyParallelHead(nn.Module):
+class VocabularyShard(nn.Module):
+    """A layer with a row for each word of a vocabulary, of which this rank holds some: base of the two below."""
+
+    def __init__(self, vocab: int, hidden: int, rank: int | None, num_ranks: int | None, name: str) -> None:
+        super().__init__()
+        is_launched = dist.is_available() and dist.is_initialized()
+        self.num_ranks = (dist.get_world_size() if is_launched else 1) if num_ranks is None else num_ranks
+        self.rank = (dist.get_rank() if is_launched else 0) if rank is None else rank
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank is {self.rank}, must be in 0..{self.num_ranks - 1}")
+        if vocab < self.num_ranks or hidden < 1:
+            raise ValueError(f"a vocabulary of {vocab} rows of {hidden} has none for each of {self.num_ranks} ranks")
+        self.hidden, self.vocab, self.name = hidden, vocab, name
+        self.first_row = sum(self.shard_sizes[: self.rank])
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Rows of each rank."""
+        base, more = divmod(self.vocab, self.num_ranks)
+        return [base + (rank < more) for rank in range(self.num_ranks)]
+
+    def _add_layer(self, layer: nn.Module) -> None:
+        """Under its name in the unsplit model, which may be a path."""
+        *path, name = self.name.split(".")
+        parent: nn.Module = self
+        for part in path:
+            parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(name, layer)
+
+    @property
+    def layer(self) -> nn.Module:
+        """The rows of this shard."""
+        return self.get_submodule(self.name)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the whole weight that this shard holds."""
+        return slice(self.first_row, self.first_row + self.shard_sizes[self.rank])
+
+    @property
+    def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Of each parameter the first row and the rows of the whole, for checkpoints."""
+        return dict.fromkeys(self.layer.parameters(), (self.first_row, self.vocab))
+
+    def _load_rows(self, weight: Tensor) -> None:
+        if weight.shape != (self.vocab, self.hidden):
+            raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
+        self.layer.get_parameter("weight").copy_(weight[self.rows])
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, vocab={self.vocab}, rank={self.rank} of {self.num_ranks}"
+
+    def check_place(self, rank: int, num_ranks: int) -> None:
+        """Raises unless the shard is that of this rank of a pipeline."""
+        if (self.rank, self.num_ranks) != (rank, num_ranks):
+            raise ValueError(
+                f"the {type(self).__name__} holds shard {self.rank} of {self.num_ranks}, on rank {rank} of {num_ranks} "
+                f"of the pipeline: make it with rank={rank}, num_ranks={num_ranks}"
+            )
+
+
+class VocabularyParallelHead(VocabularyShard):
     """The output layer of a language model and its cross entropy, with a shard of the vocabulary on each rank.
 
     Every rank of a :class:`seq1f1b.PipelineEngine` gives its own as ``loss_fn``; the last stage returns the hidden
@@ -58,58 +116,28 @@ class VocabularyParallelHead(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        is_launched = dist.is_available() and dist.is_initialized()
-        self.num_ranks = (dist.get_world_size() if is_launched else 1) if num_ranks is None else num_ranks
-        self.rank = (dist.get_rank() if is_launched else 0) if rank is None else rank
-        if not 0 <= self.rank < self.num_ranks:
-            raise ValueError(f"rank is {self.rank}, must be in 0..{self.num_ranks - 1}")
-        if vocab < self.num_ranks or hidden < 1:
-            raise ValueError(f"a vocabulary of {vocab} rows of {hidden} has none for each of {self.num_ranks} ranks")
+        super().__init__(vocab, hidden, rank, num_ranks, name)
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing}, must be in 0..1")
         if not z_loss >= 0.0:
             raise ValueError(f"z_loss is {z_loss}, must be at least 0")
-        self.hidden, self.vocab = hidden, vocab
         self.label_smoothing, self.z_loss, self.ignore_index = label_smoothing, z_loss, ignore_index
-        self.first_row = sum(self.shard_sizes[: self.rank])
-        self.name = name
-        self.add_module(name, nn.Linear(hidden, self.shard_sizes[self.rank], bias=bias, dtype=dtype, device=device))
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Rows of each rank."""
-        base, more = divmod(self.vocab, self.num_ranks)
-        return [base + (rank < more) for rank in range(self.num_ranks)]
+        rows = self.shard_sizes[self.rank]
+        self._add_layer(nn.Linear(hidden, rows, bias=bias, dtype=dtype, device=device))
 
     @property
     def linear(self) -> nn.Linear:
         """The rows of this shard."""
-        linear = self.get_submodule(self.name)
+        linear = self.layer
         assert isinstance(linear, nn.Linear)
         return linear
-
-    @property
-    def rows(self) -> slice:
-        """The rows of the whole weight that this shard holds."""
-        return slice(self.first_row, self.first_row + self.linear.out_features)
-
-    @property
-    def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Of each parameter the first row and the rows of the whole, for checkpoints."""
-        return dict.fromkeys(self.linear.parameters(), (self.first_row, self.vocab))
 
     @torch.no_grad()
     def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copies this shard's rows of the whole weight, (vocab, hidden), and of the bias, (vocab)."""
-        if weight.shape != (self.vocab, self.hidden):
-            raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
-        self.linear.weight.copy_(weight[self.rows])
+        self._load_rows(weight)
         if bias is not None:
             self.linear.bias.copy_(bias[self.rows])
-
-    def extra_repr(self) -> str:
-        return f"hidden={self.hidden}, vocab={self.vocab}, rank={self.rank} of {self.num_ranks}"
 
     @property
     def settings(self) -> str:
@@ -181,11 +209,70 @@ class VocabularyParallelHead(nn.Module):
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this shard, and which targets are among them."""
         index = target.reshape(-1) - self.first_row
-        return index, (index >= 0) & (index < self.linear.out_features) & (target.reshape(-1) != self.ignore_index)
+        return index, (index >= 0) & (index < self.shard_sizes[self.rank]) & (target.reshape(-1) != self.ignore_index)
 
     def _of_target(self, flat: Tensor, target: Tensor) -> Tensor:
         index, is_here = self._row_of(target)
         return flat.gather(1, index.clamp(0, flat.shape[1] - 1)[:, None])[:, 0] * is_here
+
+
+class VocabularyParallelEmbedding(VocabularyShard):
+    """The input embedding of a language model, with a shard of the vocabulary on each rank.
+
+    Every rank of a :class:`seq1f1b.PipelineEngine` gives its own as ``embedding``, and its ``inputs``, the tokens, to
+    each step. Each rank looks up its rows for every segment, and the first stage gets the embedded tokens
+    (batch, tokens, hidden) as its input. So the first rank holds no more weights and optimizer state than the others.
+    An embedding that is also the head is one parameter on each rank: ``head.linear.weight = embedding.layer.weight``.
+
+    Args:
+        vocab, hidden, rank, num_ranks: as of :class:`VocabularyParallelHead`.
+        name: of the layer in the unsplit model, for checkpoints: its parameter is ``embedding.weight``.
+        padding_idx: as of :class:`torch.nn.Embedding`: a row that gets no gradient.
+        dtype, device: of the weight, (rows of the shard, hidden).
+    Raises:
+        ValueError: a number is out of range, or a shard would have no row.
+    Source: vocabulary parallelism, arXiv:2411.05288.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        *,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+        name: str = "embedding",
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(vocab, hidden, rank, num_ranks, name)
+        own_padding = None
+        if padding_idx is not None and self.rows.start <= padding_idx < self.rows.stop:
+            own_padding = padding_idx - self.first_row
+        rows = self.shard_sizes[self.rank]
+        self._add_layer(nn.Embedding(rows, hidden, padding_idx=own_padding, dtype=dtype, device=device))
+
+    @torch.no_grad()
+    def load_whole(self, weight: Tensor) -> None:
+        """Copies this shard's rows of the whole weight, (vocab, hidden)."""
+        self._load_rows(weight)
+
+    @property
+    def settings(self) -> str:
+        """What must be the same on every rank."""
+        return f"VocabularyParallelEmbedding({self.vocab}, {self.hidden})"
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Embeds numbers of this shard's rows: (...) -> (..., hidden)."""
+        embedded: Tensor = self.layer(rows)
+        return embedded
+
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where, of all tokens in a row, those of this shard are, and which of its rows they take."""
+        flat = tokens.reshape(-1)
+        places = ((flat >= self.rows.start) & (flat < self.rows.stop)).nonzero()[:, 0]
+        return places, flat[places] - self.first_row
 
 
 @dataclass(frozen=True)
@@ -207,150 +294,29 @@ def head_of(loss_fn: Any) -> VocabularyParallelHead | None:
     return inner if isinstance(inner, VocabularyParallelHead) else None
 
 
+def embedding_of(module: Any) -> VocabularyParallelEmbedding | None:
+    """The same of an engine's ``embedding``."""
+    inner = without_wrapper(module) if isinstance(module, nn.Module) else None
+    return inner if isinstance(inner, VocabularyParallelEmbedding) else None
+
+
 @torch.no_grad()
-def join_shards(head: VocabularyParallelHead, group: RankGroup, last_rank: int) -> dict[str, Tensor]:
-    """The parameters of the whole layer on one rank; empty on the others. Collective."""
-    rows = -(-head.vocab // head.num_ranks)  # of the largest shard
-    others = [rank for rank in range(head.num_ranks) if rank != last_rank]
-    found = {}
-    for name, parameter in head.named_parameters():
-        padded = parameter.new_zeros(rows, *parameter.shape[1:])
-        padded[: len(parameter)] = parameter
-        if head.rank != last_rank:
-            group.exchange(padded, [last_rank], [], padded)
-            continue
-        shards = group.exchange(padded, [], others, padded)
-        found[name] = torch.cat([shards[rank][:count] for rank, count in enumerate(head.shard_sizes)])
+def join_shards(shards: Sequence[VocabularyShard], group: RankGroup, last_rank: int) -> dict[str, Tensor]:
+    """The parameters of whole layers on one rank, each once; empty on the others. Collective."""
+    found: dict[str, Tensor] = {}
+    seen = set()
+    for shard in shards:
+        rows = max(shard.shard_sizes)
+        others = [rank for rank in range(shard.num_ranks) if rank != last_rank]
+        for name, parameter in shard.named_parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            padded = parameter.new_zeros(rows, *parameter.shape[1:])
+            padded[: len(parameter)] = parameter
+            if shard.rank != last_rank:
+                group.exchange(padded, [last_rank], [], padded)
+                continue
+            everyones = group.exchange(padded, [], others, padded)
+            found[name] = torch.cat([everyones[rank][:count] for rank, count in enumerate(shard.shard_sizes)])
     return found
-
-
-@dataclass
-class _Cell:
-    """What S of a segment leaves to T."""
-
-    hidden: Tensor
-    logits: Tensor
-    target: Tensor
-    scale: Tensor
-    statistics: Tensor
-
-
-class ShardStep:
-    """This rank's part of the output layer in one step: passes S and T.
-
-    Args:
-        loss_fn: the shard, as it was given to the engine.
-        last_rank: the rank of the last stage.
-        is_mean: the loss is a mean over targets, not their sum.
-        order: this rank's units.
-    """
-
-    def __init__(
-        self,
-        loss_fn: nn.Module,
-        last_rank: int,
-        *,
-        num_segments: int,
-        training: bool,
-        is_mean: bool,
-        order: Sequence[Unit],
-    ) -> None:
-        head = head_of(loss_fn)
-        assert head is not None
-        self._module, self._head, self._parallel = loss_fn, head, data_parallel(loss_fn)
-        self._num_segments, self._training, self._is_mean = num_segments, training, is_mean
-        self._is_on_last = head.rank == last_rank
-        self._cells: dict[int, _Cell] = {}
-        self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
-        self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
-        self.losses: dict[int, Tensor] = {}  # by m k + s, on the rank of the last stage
-        self._last = next((self._key(u.microbatch, u.segment) for u in reversed(order) if u.kind == "T"), -1)
-        if self._parallel is not None:
-            self._parallel.begin_step()
-
-    def _key(self, m: int, s: int) -> int:
-        return m * self._num_segments + s
-
-    def message(
-        self, m: int, s: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """What F of the last stage sends to every shard: its output, the targets, the gradient of a token's loss."""
-        hidden = outputs[0]
-        if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
-            raise ValueError(
-                f"the last stage must return the hidden state, (..., {self._head.hidden}), for a vocabulary over the "
-                f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
-            )
-        shape = hidden.shape[:-1]
-        if target is None:
-            target = torch.full(shape, self._head.ignore_index, device=hidden.device)
-        if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
-            what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
-        counted = target != self._head.ignore_index
-        outside = counted & ((target < 0) | (target >= self._head.vocab))
-        if bool(outside.any()):
-            raise ValueError(f"the target holds {int(target[outside][0])}, must be in 0..{self._head.vocab - 1}")
-        scale = torch.zeros(1, dtype=torch.float64, device=hidden.device)
-        if seed is not None:
-            scale = (seed / counted.sum().clamp(min=1) if self._is_mean else seed).reshape(1).double()
-        found = hidden, target.long().contiguous(), scale
-        self._handed[self._key(m, s)] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
-        return found
-
-    def statistics(self, m: int, s: int, received: Received) -> tuple[Tensor, ...]:
-        """S(m.s): the logits of this shard; returns what the others need to know of them."""
-        key = self._key(m, s)
-        if received is not None:
-            (hidden, target, scale), (requires_grad, *_) = received[0]
-            hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
-        else:
-            hidden, target, scale = self._handed.pop(key)
-        with self._parallel.forward() if self._parallel is not None else nullcontext():
-            logits = self._module(hidden)
-        with torch.no_grad():
-            found = self._head.statistics(logits.detach(), target)
-        self._cells[key] = _Cell(hidden, logits, target, scale, found)
-        return (found,)
-
-    def loss(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...]:
-        """T(m.s): the loss, on the rank of the last stage, and the gradients of this shard.
-
-        Returns the shard's part of the hidden state's gradient.
-        """
-        key = self._key(m, s)
-        cell = self._cells.pop(key)
-        everyones = [] if received is None else [tensors[0] for tensors, _ in received]
-        everyones.insert(self._head.rank, cell.statistics)
-        with torch.no_grad():
-            found = self._head.combine(everyones)
-            counted = (cell.target != self._head.ignore_index).reshape(-1)
-            if self._is_on_last and bool(counted.any()):
-                total = (self._head.token_losses(found) * counted).sum()
-                self.losses[key] = total / counted.sum() if self._is_mean else total
-            if not self._training:
-                return (None,)
-            gradient = self._head.logit_gradients(cell.logits, cell.target, found, cell.scale)
-        if cell.logits.requires_grad:
-            parallel, is_last = self._parallel, key == self._last
-            with parallel.backward(is_last, (cell.logits,)) if parallel is not None else nullcontext():
-                torch.autograd.backward(cell.logits, gradient)
-        if self._is_on_last:
-            self._gradients[key] = cell.hidden.grad
-        return (cell.hidden.grad,)
-
-    def hidden_gradient(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...]:
-        """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
-        parts = [] if received is None else [tensors[0] for tensors, _ in received]
-        parts.insert(self._head.rank, self._gradients.pop(self._key(m, s)))
-        present = [part for part in parts if part is not None]
-        if not present:
-            return (None,)
-        total = present[0].to(torch.promote_types(present[0].dtype, torch.float32), copy=True)
-        for part in present[1:]:
-            total += part
-        return (total.to(present[0].dtype),)
-
-    def end(self) -> None:
-        if self._parallel is not None:
-            self._parallel.end_step()

@@ -23,7 +23,7 @@ __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "t
 
 _IN_WAITS = ":"  # fills parts of W that ran in waits
 _FILL = {
-    letter: {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^", "S": ".", "T": "%"}.get(letter, "*")
+    letter: {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^", "S": ".", "T": "%", "E": "'", "G": '"'}.get(letter, "*")
     for letter in style.PASSES
 }
 

@@ -21,6 +21,8 @@ _NAMES = {
     "R": "recomputation",
     "S": "logits of a shard",
     "T": "loss and gradients of a shard",
+    "E": "rows of the embedding",
+    "G": "gradients of the embedding",
 }
 PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
 
@@ -72,7 +74,7 @@ def seconds_text(seconds: float) -> str:
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9}
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
 STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in _C.PASSES}
 
 

@@ -19,8 +19,14 @@ def inputs_of(unit: Unit, shape: Schedule, kinds: set[str]) -> set[Unit]:
     """What a unit waits for, written down once more; where two passes may make it, both."""
     kind, stage, m, s = unit
     last, k, P = shape.num_stages - 1, shape.num_segments, shape.num_ranks
-    if kind == "F":
+    if kind == "E":
+        found = set()
+    elif kind == "G":
+        found = {Unit(back, 0, m, s) for back in "BI"}
+    elif kind == "F":
         found = {Unit("F", stage - 1, m, s), Unit("F", stage, m, s - 1)}
+        if stage == 0:
+            found |= {Unit("E", rank, m, s) for rank in range(P)}
     elif kind == "S":
         found = {Unit("F", last, m, s)}
     elif kind == "T":
@@ -41,7 +47,8 @@ def random_orders(count: int) -> list[Schedule]:
     while len(found) < count:
         order = random_order(rng)
         seconds = {name: rng.choice((0.1, 0.5, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
-        found.append(order.spread_vocabulary(rng.randint(0, 3), **seconds))
+        head, embedding = rng.choice(((True, False), (True, True), (False, True)))
+        found.append(order.spread_vocabulary(rng.randint(0, 3), head=head, embedding=embedding, **seconds))
     return found
 
 
@@ -57,6 +64,10 @@ def random_orders(count: int) -> list[Schedule]:
         (f"{TWO}\nF0.0 S0.0 B0.0", "each unit runs once: T0.0 is missing in the order of rank 1"),
         ("F0.0 B0.0\nF0.0 S0.0 T0.0 B0.0", "each unit runs once: S0.0 is missing in the order of rank 0"),
         (f"F0.0 S0.0 T0.0 S0.0 B0.0\n{TWO}", "each unit runs once: S0.0 stands twice in the order of rank 0"),
+        ("F0.0 E0.0 B0.0 G0.0", "the first stage goes forward after every shard of the embedding: on rank 0 F0.0"),
+        ("E0.0 F0.0 G0.0 B0.0", "gradients of the embedding come after the first stage has gone back: on rank 0 G0.0"),
+        ("E0.0 F0.0 B0.0", "each unit runs once: G0.0 is missing in the order of rank 0"),
+        ("E0.0 F0.0 B0.0 G0.0\nF0.0 B0.0 G0.0", "each unit runs once: E0.0 is missing in the order of rank 1"),
         (f"F0.0 B0.0 S0.0 T0.0\n{TWO}", "rank 0 stands before B0.0 and waits for B0.0 of rank 1; rank 1 stands before"),
         (
             "[1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0\n[0]F0.0 [0]S0.0 [0]T0.0 [0]B0.0",
@@ -78,6 +89,8 @@ def test_what_cannot_be_spread() -> None:
     order = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="the order spreads its vocabulary already: it holds S and T"):
         order.spread_vocabulary().spread_vocabulary()
+    with pytest.raises(ScheduleError, match="the order spreads its embedding already: it holds E and G"):
+        order.spread_vocabulary(embedding=True).spread_vocabulary(head=False, embedding=True)
     with pytest.raises(ScheduleError, match="stage 0 lies on rank 1"):
         Schedule.from_text("[1]F0.0 [1]B0.0\n[0]F0.0 [0]B0.0").spread_vocabulary()
     with pytest.raises(ScheduleError, match=r"B0\.0 is missing"):
@@ -102,8 +115,8 @@ def test_every_family_spreads(name: str) -> None:
         if plain is None:
             continue
         cells = set(itertools.product(range(M), range(k)))
-        for ahead in (0, 1, 3, None):
-            order = plain.spread_vocabulary(ahead)
+        for ahead, kinds in ((0, "ST"), (1, "STEG"), (3, "ST"), (None, "STEG"), (0, "EG")):
+            order = plain.spread_vocabulary(ahead, head="S" in kinds, embedding="E" in kinds)
             order.check()
             order.simulate()
             assert Schedule.from_text(order.to_text()).ranks == order.ranks
@@ -113,16 +126,16 @@ def test_every_family_spreads(name: str) -> None:
             for rank, (before, after, evaluated) in enumerate(
                 zip(plain.ranks, order.ranks, forward.ranks, strict=True)
             ):
-                for kind in "ST":
+                for kind in kinds:
                     found = [u for u in after if u.kind == kind]
                     assert (
                         {u[2:] for u in found} == cells and len(found) == M * k and {u.stage for u in found} == {rank}
                     )
                 assert [u for u in after if u.kind == "F"] == [u for u in before if u.kind == "F"]
-                assert [u for u in after if u.kind not in "FST"] == [u for u in before if u.kind != "F"]
-                assert list(evaluated) == [u for u in after if u.kind in "FST"]
+                assert [u for u in after if u.kind not in "F" + kinds] == [u for u in before if u.kind != "F"]
+                assert list(evaluated) == [u for u in after if u.kind in "FSTE"]
                 if ahead == 0:
-                    assert [u for u in after if u.kind not in "ST"] == list(before)
+                    assert [u for u in after if u.kind not in kinds] == list(before)
 
 
 def test_forwards_go_ahead() -> None:
@@ -144,7 +157,7 @@ def test_times(order: Schedule) -> None:
     """Against times found by going over all units until none can start earlier."""
     transfer, ends = 0.5, {}
     kinds = {unit.kind for units in order.ranks for unit in units}
-    seconds = {"F": 1.0, "S": 0.25, "T": 0.375, "B": 2.0, "I": 1.5, "W": 0.5}
+    seconds = {"F": 1.0, "S": 0.25, "T": 0.375, "B": 2.0, "I": 1.5, "W": 0.5, "E": 0.125, "G": 0.25}
     while len(ends) < sum(map(len, order.ranks)):
         before = len(ends)
         for units in order.ranks:
@@ -169,7 +182,7 @@ def test_times(order: Schedule) -> None:
         for previous, unit in zip((None, *units), units, strict=False):
             known = inputs_of(unit, order, kinds)
             assert set(drawn[unit]) <= known | {previous}, unit
-            assert {i for i in known if {i.kind, unit.kind} & {"S", "T"}} <= set(drawn[unit]), unit
+            assert {i for i in known if {i.kind, unit.kind} & set("STEG")} <= set(drawn[unit]), unit
 
 
 def test_bytes_by_hand() -> None:

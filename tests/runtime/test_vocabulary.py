@@ -15,7 +15,14 @@ from processes import PipedProcesses, join_and_run
 from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
-from seq1f1b import LoopbackGroup, PipelineEngine, Schedule, VocabularyParallelHead, build_schedule
+from seq1f1b import (
+    LoopbackGroup,
+    PipelineEngine,
+    Schedule,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    build_schedule,
+)
 from seq1f1b.testing import run_ranks
 
 GRID = list(dict.fromkeys(cases()))
@@ -40,25 +47,37 @@ def head_of(model, rank, num_ranks, **options):
     return head
 
 
+def embedding_of(model, rank, num_ranks):
+    shard = VocabularyParallelEmbedding(CONFIG.vocab, CONFIG.hidden, rank=rank, num_ranks=num_ranks)
+    shard = shard.to(model.embedding.weight.dtype)
+    shard.load_whole(model.embedding.weight)
+    return shard
+
+
 def join_rows(found):
-    """Gradients by name from those of ranks, rows of the head in order."""
-    gradients = {name: g for own in found for name, g in own.items() if not name.startswith("head.")}
-    return gradients | {name: torch.cat([own[name] for own in found]) for name in ("head.weight", "head.bias")}
+    """Gradients by name from those of ranks, rows of shards in order."""
+    gradients = {name: g for own in found for name, g in own.items()}
+    shared = [name for name in gradients if sum(name in own for own in found) > 1]
+    return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
 
 
-def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, **options):
+def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, embeds=False, **options):
     """Losses of the last stage, evaluated losses, gradients by name, and reports, after ``steps`` equal steps."""
 
     def run_rank(group):
         own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        stages = [last_without_head(model, s, schedule.num_stages) for s in own]
+        if embeds and group.rank == 0:
+            stages[0].embedding = nn.Identity()
         engine = PipelineEngine(
-            [last_without_head(model, s, schedule.num_stages) for s in own],
+            stages,
             schedule=schedule,
             num_microbatches=schedule.num_microbatches,
             num_segments=schedule.num_segments,
             segment_sizes=sizes,
             loss_fn=head_of(model, group.rank, schedule.num_ranks, **(head or {})),
             group=group,
+            embedding=embedding_of(model, group.rank, schedule.num_ranks) if embeds else None,
             **options,
         )
         goal = target if engine.has_last else None
@@ -89,7 +108,8 @@ def check(schedule, uneven, **options):
 @pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
 def test_slice_of_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
-    check(schedule, uneven, weights=("planned", "fill")[(P + M + k) % 2], recompute=("none", "all")[M % 2])
+    weights, recompute = ("planned", "fill")[(P + M + k) % 2], ("none", "all")[M % 2]
+    check(schedule, uneven, weights=weights, recompute=recompute, embeds=bool(k % 2))
 
 
 @pytest.mark.full
@@ -97,14 +117,15 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 def test_whole_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     check(schedule, uneven)
-    check(schedule, uneven, weights="fill", recompute="all")
+    check(schedule, uneven, weights="fill", recompute="all", embeds=True)
 
 
 @pytest.mark.parametrize("k", range(1, 9))
 def test_up_to_eight_segments(k):
     """17 rows on 2, 3 or 4 ranks: none of these divides it."""
     for P in (1, 2, 3, 4):
-        check(build_schedule("seq1f1b", num_ranks=P, num_microbatches=2, num_segments=k), uneven=False)
+        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=2, num_segments=k)
+        check(schedule, uneven=False, embeds=bool((P + k) % 2))
 
 
 def orders_with_both(count):
@@ -114,13 +135,13 @@ def orders_with_both(count):
         order = random_order(rng)
         if any(unit.kind in "BI" for units in order.ranks for unit in units):
             seconds = {name: rng.choice((0.1, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
-            found.append(order.spread_vocabulary(rng.randint(0, 3), **seconds))
+            found.append(order.spread_vocabulary(rng.randint(0, 3), embedding=True, **seconds))
     return found
 
 
 @pytest.mark.parametrize("order", orders_with_both(10), ids=str)
 def test_the_engine_runs_the_order_as_it_is(order):
-    reports = check(order, uneven=True)
+    reports = check(order, uneven=True, embeds=True)
     for report, units in zip(reports, order.ranks, strict=True):
         assert tuple(unit for unit, _, _ in report.timeline) == units
 
@@ -235,7 +256,7 @@ def test_verify(k):
         return engine.verify(tokens, target=target if engine.has_last else None, show=False)
 
     for found in run_ranks(2, run_rank):
-        assert found.ok and {f"loss, shard {rank}: head.weight" for rank in (0, 1)} < found.parameters.keys(), found
+        assert found.ok and {f"shard {rank}: head.weight" for rank in (0, 1)} < found.parameters.keys(), found
 
 
 def test_outputs_are_hidden_states():
@@ -259,6 +280,92 @@ def test_outputs_are_hidden_states():
     assert losses == []
 
 
+# -- the embedding -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_that_is_the_head():
+    """One parameter on each rank: no messages, and the sum of both gradients."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    model.head.weight = model.embedding.weight
+    truth = run_whole(model, tokens, target, 2)
+
+    def run_rank(group):
+        stage, head = last_without_head(model, group.rank, 3), head_of(model, group.rank, 3)
+        embedding = embedding_of(model, group.rank, 3)
+        head.linear.weight = embedding.layer.weight
+        if group.rank == 0:
+            stage.embedding = nn.Identity()
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=3, loss_fn=head, embedding=embedding, group=group
+        )
+        goal = target if engine.has_last else None
+        found = engine.verify(tokens, target=goal, show=False)
+        assert found.ok, found
+        losses = engine.step(tokens, target=goal)
+        norm = engine.clip_grad_norm_(1e9)
+        return losses, {name: p.grad for name, p in engine.named_parameters()}, float(norm), len(engine.edges)
+
+    results = run_ranks(3, run_rank)
+    gradients = join_rows([own for _, own, *_ in results])
+    assert "head.weight" not in gradients
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    norm = float(torch.stack([g.norm() for g in truth[1].values()]).norm())
+    assert all(found == pytest.approx(norm, rel=1e-12) for _, _, found, _ in results)
+
+
+def test_a_frozen_embedding_gets_no_gradient():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)[1]
+
+    def run_rank(group):
+        stage, embedding = last_without_head(model, group.rank, 2), embedding_of(model, group.rank, 2)
+        embedding.requires_grad_(False)
+        if group.rank == 0:
+            stage.embedding = nn.Identity()
+        engine = PipelineEngine(
+            stage,
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=head_of(model, group.rank, 2),
+            embedding=embedding,
+            group=group,
+        )
+        engine.step(tokens, target=target if engine.has_last else None)
+        assert embedding.layer.weight.grad is None
+        return {name: p.grad for name, p in engine.named_parameters() if p.requires_grad}
+
+    gradients = join_rows(run_ranks(2, run_rank))
+    del truth["embedding.weight"]
+    assert gradient_error(gradients, truth) <= 1e-10
+
+
+def test_inputs_that_no_embedding_takes():
+    def engine_of(**options):
+        return PipelineEngine(
+            nn.Linear(4, 4),
+            num_microbatches=1,
+            loss_fn=lambda y, target: y.square().mean(),
+            group=LoopbackGroup(1)[0],
+            embedding=VocabularyParallelEmbedding(9, 4),
+            **options,
+        )
+
+    tokens = torch.tensor([[1, 2, 9]])
+    with pytest.raises(ValueError, match=r"inputs hold 9, must be in 0\.\.8"):
+        engine_of().step(tokens, target=tokens)
+    with pytest.raises(TypeError, match="inputs must be one tensor of token numbers"):
+        engine_of().step(torch.zeros(1, 3), target=tokens)
+    with pytest.raises(ValueError, match="inputs are needed on every rank: the embedding is spread"):
+        engine_of().step(None, target=tokens)
+    with pytest.raises(TypeError, match="embedding must be a VocabularyParallelEmbedding, got Embedding"):
+        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, embedding=nn.Embedding(4, 4), group=LoopbackGroup(1)[0])
+    spread = Schedule.from_text("E0.0 F0.0 B0.0 G0.0")
+    with pytest.raises(ValueError, match="the order spreads the vocabulary over the ranks: give embedding=Vocabulary"):
+        PipelineEngine(nn.Linear(4, 4), schedule=spread, num_microbatches=1, group=LoopbackGroup(1)[0])
+
+
 # -- ranks that are processes ------------------------------------------------------------------------------------------
 
 
@@ -275,11 +382,15 @@ def step_in_process(rank, pipe, transport):
     """Losses and gradients of two steps, the second after one that failed on every rank."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
+    stage = last_without_head(model, rank, 3)
+    if rank == 0:
+        stage.embedding = nn.Identity()
     engine = PipelineEngine(
-        last_without_head(model, rank, 3),
+        stage,
         num_microbatches=2,
         num_segments=3,
         loss_fn=head_of(model, rank, 3),
+        embedding=embedding_of(model, rank, 3),
         transport=transport,
     )
     goal = target if engine.has_last else None
