@@ -623,6 +623,7 @@ class PipelineEngine:
             self.num_stages,
             dict(self._activations),
             step.deferred_weights(),
+            step.logit_bytes(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
 

@@ -38,6 +38,7 @@ class StepRecord:
     num_stages: int
     activations: dict[int, Activations]  # by stage; empty where not measured
     deferred_weights: dict[int, int]  # by stage
+    logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
 
 
 @sendable
@@ -107,6 +108,7 @@ class Report:
         timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
         fills: the same of the parts of W that ran in waits (``weights="fill"``).
         edges: edges from and to this rank.
+        logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
     """
 
     rank: int
@@ -129,6 +131,7 @@ class Report:
     timeline: tuple[tuple[Unit, float, float], ...]
     fills: tuple[tuple[Unit, float, float], ...]
     edges: tuple[EdgeReport, ...]
+    logit_bytes: int = 0
 
     @property
     def recomputed_units(self) -> int:
@@ -356,6 +359,7 @@ def _rank_report(
         timeline=timeline,
         fills=fills,
         edges=edges,
+        logit_bytes=record.logit_bytes,
     )
 
 

@@ -93,6 +93,7 @@ class HeadStep:
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
         self.losses: dict[int, Tensor] = {}  # by m k + s, on the rank of the last stage
+        self.peak_bytes = 0  # of logits between S and T
         self._last = _last_key(order, "T", num_segments)
 
     def _key(self, m: int, s: int) -> int:
@@ -137,6 +138,8 @@ class HeadStep:
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
         self._cells[key] = _Cell(hidden, logits, target, scale, found)
+        held = sum(cell.logits.numel() * cell.logits.element_size() for cell in self._cells.values())
+        self.peak_bytes = max(self.peak_bytes, held)
         return (found,)
 
     def loss(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...]:

@@ -284,6 +284,10 @@ class Step:
         """Elements of the weights whose gradients W made, by stage."""
         return {index: sum(part.deferred_weights.values()) for index, part in self._parts.items()}
 
+    def logit_bytes(self) -> int:
+        """Most bytes of logits that this rank's shard of the vocabulary held at once."""
+        return 0 if self._shards is None else self._shards.peak_bytes
+
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)
 

@@ -142,8 +142,14 @@ def orders_with_both(count):
 @pytest.mark.parametrize("order", orders_with_both(10), ids=str)
 def test_the_engine_runs_the_order_as_it_is(order):
     reports = check(order, uneven=True, embeds=True)
-    for report, units in zip(reports, order.ranks, strict=True):
+    for rank, (report, units) in enumerate(zip(reports, order.ranks, strict=True)):
         assert tuple(unit for unit, _, _ in report.timeline) == units
+        sizes, live, most = SIZES[order.num_segments], 0, 0
+        for unit in units:
+            live += sizes[unit.segment] * {"S": 1, "T": -1}.get(unit.kind, 0)
+            most = max(most, live)
+        rows = len(range(rank, CONFIG.vocab, order.num_ranks))
+        assert report.logit_bytes == 2 * most * rows * 8, "two sequences of float64"
 
 
 # -- targets and losses ------------------------------------------------------------------------------------------------
