@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from kernel_table import Kernel, Operation, kernels_of  # noqa: E402
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
 DTYPES = {torch.bfloat16: 2, torch.float16: 3}  # csrc/core/dtype.h
+# nvcc contracts products and sums to FMAs wherever it can; so does the emulation, on a machine that has them.
+HAS_FMA = platform.machine() != "x86_64" or " fma " in Path("/proc/cpuinfo").read_text()
+CONTRACTION = ["-ffp-contract=fast", *(["-mfma"] if HAS_FMA and platform.machine() == "x86_64" else [])]
 SHARED_99_KB, SHARED_163_KB = 99 * 1024, 163 * 1024
 
 
@@ -166,7 +170,7 @@ def build(
         _insert(mutation, index, tree / "kernels/cuda" / mutation.file)
     objects = []
     command = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *flags]
-    command += ["-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
+    command += [*CONTRACTION, "-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
     if SANITIZED:
         command += ["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]
     command.append("-w" if mutations else "-Werror")
