@@ -375,9 +375,7 @@ MUTATIONS = [
     Mutation(
         "rescaled only where all lanes ask for it", FORWARD, "warp_ballot(changed) != 0", "~warp_ballot(changed) == 0"
     ),
-    Mutation(
-        "the level of a row that sees nothing", FORWARD, "high > -S1F_INFINITY ? high : 0", "high"
-    ),
+    Mutation("the level of a row that sees nothing", FORWARD, "high > -S1F_INFINITY ? high : 0", "high"),
     Mutation("lse to base 2", FORWARD, "lse * LN_2", "lse"),
     # heads and parts
     Mutation(

@@ -184,6 +184,25 @@ def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
     assert (got.docs, got.dout, got.dq, got.dk, got.dv) == (None, None, None, None, None)
 
 
+def test_the_launcher_is_asked_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much scratch memory it needs depends on what the current device can do."""
+    asked: list[bool] = []
+    inside = [False]
+
+    class Guard:
+        def __enter__(self) -> None:
+            inside[0] = True
+
+        def __exit__(self, *_: object) -> None:
+            inside[0] = False
+
+    scratch = _C.cuda_attention_scratch
+    monkeypatch.setattr(kernel_library, "nullcontext", Guard)  # on the CPU, in place of torch.cuda.device
+    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append(inside[0]) or scratch(*a))
+    launch()
+    assert asked == [True] and not inside[0]
+
+
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
         launch(kernel=1)

@@ -114,7 +114,7 @@ def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
     assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype == torch.float32
-    assert all(argument is None for argument in absent)
+    assert all(argument is None for argument in absent) and q.shape[3] % 4 == 0
     _check_rows(q, k, v)
 
 
