@@ -37,7 +37,7 @@ sys.exit(code)
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     import emulated_cuda
 
     folder = Path(sys.argv[1])
