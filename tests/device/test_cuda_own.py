@@ -25,6 +25,7 @@ from seq1f1b.ops.attention import causal_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
 import probes
+import warpgroup_probes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
@@ -100,3 +101,25 @@ def test_what_ours_lack_goes_torchs_way(
 @pytest.mark.parametrize("of", probes.CHECKS, ids=lambda check: check.__name__)
 def test_a_primitive_is_as_the_ptx_isa_says(of: Callable[[probes.Prober], None], library: Path) -> None:
     of(prober(library))
+
+
+@pytest.mark.parametrize("name", warpgroup_probes.PROBES)
+def test_the_check_of_a_warpgroups_products_tells_right_from_wrong(name: str) -> None:
+    """Nothing here knows what the hardware does: only that the check takes a product, and no other order of it."""
+    by_columns, columns = warpgroup_probes.PROBES[name]
+    row, column = warpgroup_probes.places(columns)
+    assert len({*zip(row.expand_as(column).flatten().tolist(), column.flatten().tolist(), strict=True)}) == 64 * columns
+
+    def launch(transposed: bool, swapped: bool) -> warpgroup_probes.Launch:
+        def run(probe: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            product = (a @ (b if by_columns != transposed else b.T)).float()
+            out.copy_(product[row, column ^ 8 if swapped else column])
+
+        return run
+
+    warpgroup_probes.check(name, launch(False, False))
+    with pytest.raises(AssertionError, match=f"{name}: .* wrong with the first factor's columns: thread 0, register 0"):
+        warpgroup_probes.check(name, launch(False, True))
+    if columns == 64:
+        with pytest.raises(AssertionError, match="wrong with the second factor's rows"):
+            warpgroup_probes.check(name, launch(True, False))
