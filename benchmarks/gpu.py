@@ -329,7 +329,8 @@ def flaws_of_rehearsal(records: list[Record], stages: Iterable[str]) -> list[str
 def rehearse(stages: dict[str, float], path: Path, folder: Path) -> int:
     """folder: of gpu_rehearsal.py, with what it has built."""
     command = [sys.executable, "-u", str(HERE / "gpu_stages.py"), "--rehearsal", str(folder)]
-    run_stages(stages, command, path, LIMIT, at_once=2)
+    patient = {name: 3 * seconds for name, seconds in stages.items()}  # others may use this machine too
+    run_stages(patient, command, path, LIMIT, at_once=2)
     records = read(path)
     print(report(records, stages))
     write_records(folder / "verified.json", verified_kernels(records))
