@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -152,6 +153,7 @@ PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and
     "attention_forward": (("FA2 forward", "FA2 varlen forward"), ("cuDNN forward", "FA3 forward"), "own forward"),
     "attention_backward": (("FA2 backward + fp32 add",), ("cuDNN backward", "FA3 backward"), "own backward"),
 }
+MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
 TRANSPORTS = {"shm": "messages over host memory", "copy": 'transport="copy"', "nccl": 'transport="nccl"'}
 
 
@@ -230,46 +232,49 @@ def write_records(path: Path, entries: list[Record]) -> None:
     path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
 
 
+def speed_text(found: Cases, operation: str, head_dim: int) -> str:
+    """Ours beside the faster of torch's flash ops, and TFLOP/s of each that was timed: geometric means over cells."""
+    theirs, others, ours = PEERS[operation]
+    measured = [ratio for ratio in ratios(found, operation, head_dim) if ratio is not None]
+    texts = [f"{geometric_mean(measured):.2f} x torch's flash in {len(measured)} cells"] if measured else []
+    for name in (ours, *theirs, *others):
+        rates = [float(case[name].split()[2]) for case in speed_cells(found, head_dim) if name in case]
+        if rates and all(rates):
+            texts.append(f"{re.split(' (?:for|back)ward', name)[0]} {geometric_mean(rates):.0f}")
+    return ", ".join(texts)
+
+
 def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
     """Part, right, fast, default."""
     found = latest_cases(records)
     defaults = {(entry["operation"], entry["head_dim"]) for entry in verified_kernels(records)}
-    rows = [("attention by torch's ops", state_of(found.get("library", {}).values()), "", "yes")]
-    for operation, (theirs, others, ours) in PEERS.items():
+
+    def right(stage: str, begin: str = "") -> str:
+        return state_of(case for name, case in found.get(stage, {}).items() if name.startswith(begin))
+
+    rows = [("attention by torch's ops", right("library"), "", "yes")]
+    for operation in PEERS:
         for head_dim in (128, 64):
-            cells = list(speed_cells(found, head_dim))
-            measured = [ratio for ratio in ratios(found, operation, head_dim) if ratio is not None]
-            texts = [f"{geometric_mean(measured):.2f} x torch's flash in {len(measured)} cells"] if measured else []
-            for name in (ours, *theirs, *others):
-                rates = [float(case[name].split()[2]) for case in cells if name in case]
-                texts += (
-                    [f"{name.split(' backward')[0].split(' forward')[0]} {geometric_mean(rates):.0f}"]
-                    if all(rates) and rates
-                    else []
-                )
-            is_default = "yes" if (operation, head_dim) in defaults else "no"
-            right = is_right(found, "bfloat16", head_dim)
-            rows.append((f"{operation} bfloat16 d{head_dim}", right, ", ".join(texts), is_default))
+            part, is_default = f"{operation} bfloat16 d{head_dim}", (operation, head_dim) in defaults
+            fast = speed_text(found, operation, head_dim)
+            rows.append((part, is_right(found, "bfloat16", head_dim), fast, "yes" if is_default else "no"))
     for head_dim in (128, 64):
         rows.append((f"own kernels float16 d{head_dim}", is_right(found, "float16", head_dim), "", "no"))
-    ranks = found.get("ranks", {})
+    rows.append(("engine: one rank", right("ranks", "one rank"), "", "yes"))
     for transport, part in TRANSPORTS.items():
-        cases = {name: case for name, case in ranks.items() if name.startswith(f"{transport},")}
-        rates = [
-            f"{case['GB/s of 16 MiB messages']} GB/s" for case in cases.values() if "GB/s of 16 MiB messages" in case
+        figures = [
+            f"{case[MESSAGES]} GB/s"
+            for name, case in found.get("ranks", {}).items()
+            if name.startswith(f"{transport},") and MESSAGES in case
         ]
-        rows.append((part, state_of(cases.values()), ", ".join(rates), "yes" if transport == "shm" else "if asked for"))
-    rows.append(
-        ("engine: one rank", state_of(c for name, c in ranks.items() if name.startswith("one rank")), "", "yes")
-    )
-    rows.append(("engine: ranks as threads", state_of(found.get("threads", {}).values()), "", "if asked for"))
-    training = found.get("training", {})
-    speeds = {name: case["tokens/s"] for name, case in training.items() if "tokens/s" in case}
+        default = "yes" if transport == "shm" else "if asked for"
+        rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
+    rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
+    speeds = {name: case["tokens/s"] for name, case in found.get("training", {}).items() if "tokens/s" in case}
     whole = speeds.pop("torch, whole sequences", 0)
     fastest = max(speeds, key=lambda name: speeds[name], default="")
-    text = f"{speeds[fastest] / whole:.2f} x one process of torch: {fastest}" if fastest and whole else ""
-    rows.append(("training in bfloat16", state_of(training.values()), text, "yes"))
-    return rows
+    fast = f"{speeds[fastest] / whole:.2f} x one process of torch: {fastest}" if fastest and whole else ""
+    return [*rows, ("training in bfloat16", right("training"), fast, "yes")]
 
 
 def report(records: list[Record], stages: Iterable[str]) -> str:
@@ -307,6 +312,16 @@ def missing_files() -> str:
         "    SEQ1F1B_CUDA=1 SEQ1F1B_CUDA_TILES=all python setup.py build_ext --inplace\n"
         "and put the .so files beside the package's sources here: they need glibc 2.34, and neither compiler."
     )
+
+
+def is_of_this_library(path: Path) -> bool:
+    """Whether the results in the file, if there are any, are of the kernels at hand; notes which these are."""
+    libraries = sorted(PACKAGE.glob("*.so"))
+    digest = hashlib.sha256(b"".join(library.read_bytes() for library in libraries)).hexdigest()
+    before = [record["library"] for record in of_stage(path, "start")]
+    if not before:
+        append(path, {"stage": "start", "library": digest})
+    return before in ([], [digest])
 
 
 def flaws_of_rehearsal(records: list[Record], stages: Iterable[str]) -> list[str]:
@@ -359,6 +374,9 @@ def main() -> int:
         return 2
     path = options.out or Path("gpu.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_of_this_library(path):
+        print(f"{path} has results of other .so files than those of {PACKAGE}: name a new --out", file=sys.stderr)
+        return 2
     run_stages(chosen, [sys.executable, "-u", str(HERE / "gpu_stages.py")], path, LIMIT)
     records = read(path)
     print(report(records, chosen))

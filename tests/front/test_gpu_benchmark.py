@@ -121,6 +121,16 @@ def test_missing_libraries_are_named_before_anything_runs(tmp_path: Path) -> Non
     assert not (tmp_path / "gpu.jsonl").exists()
 
 
+def test_results_are_of_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one build has passed says nothing of the next one."""
+    path, library = tmp_path / "results.jsonl", tmp_path / "libseq1f1b_cuda.so"
+    monkeypatch.setattr(gpu, "PACKAGE", tmp_path)
+    library.write_bytes(b"one")
+    assert gpu.is_of_this_library(path) and gpu.is_of_this_library(path)
+    library.write_bytes(b"another")
+    assert not gpu.is_of_this_library(path)
+
+
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
