@@ -76,7 +76,8 @@ class PipelineEngine:
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. A module that holds
-            parameters is run forward and backward at once, so that only one segment's logits are alive.
+            parameters is run forward and backward at once, so that only one segment's logits are alive. A
+            :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
         loss_reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``:
             segments are added.
         loss_weight: counts the targets of a segment; default: elements that are not -100.
@@ -109,6 +110,8 @@ class PipelineEngine:
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
             num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
             does not do is refused by name.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input embedding.
+            Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
         unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
             :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
             step of a length is looked at, see :meth:`verify`.
