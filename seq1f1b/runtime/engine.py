@@ -110,8 +110,8 @@ class PipelineEngine:
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
             num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
             does not do is refused by name.
-        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input embedding.
-            Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
+            embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
         unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
             :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
             step of a length is looked at, see :meth:`verify`.

@@ -140,6 +140,6 @@ def test_units_that_cannot_be_placed() -> None:
     with pytest.raises(ValueError, match="another line holds this stage already"):
         Schedule([[Unit("F", 0, 0, 0)], [Unit("B", 0, 0, 0)]])
     with pytest.raises(ValueError, match="a unit is written"):
-        Schedule([[Unit("G", 0, 0, 0)]])
+        Schedule([[Unit("X", 0, 0, 0)]])
     with pytest.raises(ValueError, match="null character"):
         Schedule.from_text("F0.0\0")
