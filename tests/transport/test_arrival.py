@@ -307,6 +307,7 @@ def test_nothing_is_left_of_an_engine_whose_rank_died(tmp_path: Path) -> None:
 def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 1 gets a Ctrl-C at one line of the transport's set-up after another. Returns what stays of its attempts."""
     folder = str(Path(transport.__file__).parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell does in the background
     left = -1
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
