@@ -162,16 +162,18 @@ class Rank:
         self.batches, self.truth = batches(), truths()
         self.base = stage_of(whole_model(CONFIG), CONFIG, rank, P).state_dict()
         self._interruptible = self._struck = False
+        self._striking: threading.Thread | None = None
         self._changed_relays: list[Any] = []
 
     def interrupt(self, *_: Any) -> None:
         if self._interruptible:  # else the signal has come too late for what it was to interrupt
+            self._struck = True
             raise KeyboardInterrupt
 
     def run(self, command: str, fault: Fault | None, argument: Any) -> Outcome:
         mine = fault if fault is not None and fault.rank == self.rank else None
         result = Outcome(began=time.monotonic())
-        self._struck = False
+        self._struck, self._striking = False, None
         try:
             self._interruptible = True
             try:
@@ -195,7 +197,14 @@ class Rank:
             self._changed_relays.clear()
         if fault.kind == "call fails":
             return not ctypes.CDLL(None).failing_calls_disarm()
-        return not self._struck and fault.kind in ("header corrupted", "message forged", "message repeated")
+        if self._striking is not None and fault.kind == "interrupt":
+            self._striking.join()  # else it would interrupt the next command
+        return not self._struck and fault.kind in (
+            "interrupt",
+            "header corrupted",
+            "message forged",
+            "message repeated",
+        )
 
     # -- faults
 
@@ -273,7 +282,8 @@ class Rank:
             else:
                 self.strike(fault)
 
-        threading.Thread(target=later, daemon=True).start()
+        self._striking = threading.Thread(target=later, daemon=True)
+        self._striking.start()
 
     def arm(self, fault: Fault) -> None:
         """Sets the trap in a unit of the stage or of its loss."""
