@@ -32,7 +32,8 @@ class Unit(NamedTuple):
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
     (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
-    stage again for the backward.
+    stage again for the backward. What F saved may be moved to a tier, a file: it begins to go at ``"O"``, its memory is
+    free from ``"G"`` on, and at ``"L"`` it begins to come back.
     """
 
     kind: str
@@ -78,7 +79,7 @@ class StepMemory:
 
     Attributes:
         activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
-            the unit is recomputed, R saves it.
+            the unit is recomputed, R saves it; if it is moved, it is not held from G to L.
         kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
@@ -203,12 +204,32 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else.
         """
-        check_recompute(units)
+        check_units("recompute", units)
+        return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)))
+
+    def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
+        """The same order, in which what these units save is away, in a tier, while nobody reads it.
+
+        O stands right after F, G one unit later and L one unit before the backward: the rank runs one unit beside the
+        way out, and one beside the way back. A unit stays here if it would not be away while another one runs, or if it
+        is recomputed. From text an order may have them elsewhere: O, G and L in this order between F and the backward,
+        at most one unit of a rank on its way out, and two on their way back.
+
+        Args:
+            units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is moved.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: ``units`` is something else, or this order moves units already.
+        """
+        check_units("offload_units", units)
+        return self if units == "none" else self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)))
+
+    def _chosen(self, units: str | Callable[[Unit], bool]) -> bytes | None:
+        """A byte for each cell of all stages; None: all."""
         if isinstance(units, str):
-            return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, None))
+            return None
         cells = product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
-        chosen = bytes(bool(units(Unit("F", *cell))) for cell in cells)
-        return self._from_handle(_C.schedule_recompute(self.handle, chosen))
+        return bytes(bool(units(Unit("F", *cell))) for cell in cells)
 
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
@@ -247,7 +268,7 @@ class Schedule:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
 
         Raises:
-            ValueError: the order recomputes, which torch has no cell for.
+            ValueError: the order recomputes or moves units, which torch has no cell for.
         """
         return _C.schedule_to_csv(self.handle)
 
@@ -272,6 +293,7 @@ class Schedule:
         *,
         input: Costs | None = None,
         recompute: Costs | None = None,
+        tier: Costs = 0.0,
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
@@ -299,6 +321,8 @@ class Schedule:
             weight: W where the order splits ``backward``; default: half of it.
             input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
             recompute: R where the order recomputes; default: ``forward``.
+            tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time,
+                beside the units. G, and the backward of a unit that was moved, wait for it. Not with ``critical``.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -332,7 +356,7 @@ class Schedule:
             program,
             tuple(map(self._pass_seconds(forward, backward, weight, input, recompute).get, _C.PASSES)),
             durations,
-            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
+            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send, self._tier_seconds(tier)),
             sizes,
             (jitter, transfer_jitter, seed, fill),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
@@ -374,6 +398,11 @@ class Schedule:
         with _naming_overflow("bandwidth"):
             return [1.0 / rate for rate in rates]
 
+    def _tier_seconds(self, tier: Costs) -> list[float] | None:
+        """Of every unit, flat; None where moving takes no time."""
+        seconds = self._per_unit(tier, "tier")
+        return seconds if any(seconds) else None
+
     def _pass_seconds(
         self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None, recompute: Costs | None
     ) -> dict[str, list[Any]]:
@@ -394,6 +423,7 @@ class Schedule:
             "I": inputs,
             "W": weights,
             "R": self._per_unit(again, "recompute"),
+            **dict.fromkeys("OGL", self._per_unit(0.0, "moving")),
         }
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
@@ -505,10 +535,10 @@ def _naming_overflow(name: str) -> Iterator[None]:
         raise ValueError(f"{name} holds a number that is too large: {error}") from None
 
 
-def check_recompute(units: object) -> None:
-    """Raises unless this says which units an order recomputes."""
+def check_units(name: str, units: object) -> None:
+    """Raises unless this says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
-        raise ValueError(f"recompute is {units!r}, must be 'none', 'all' or a callable of a unit")
+        raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
 
 
 def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
@@ -536,9 +566,9 @@ class Simulation:
         makespan: first start to last end over all ranks.
         span: first start to last end of the rank.
         busy: sum of its units.
-        wait: time it waits for messages and for free places of its receivers, between its units and around them.
+        wait: time it waits for messages, for free places of its receivers and for its tier, between and around its units.
         bubble: makespan less busy.
-        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward.
+        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
         memory: peaks of every kind of memory, where these were given.
@@ -671,6 +701,7 @@ def build_schedule(
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
+    offload_units: str | Callable[[Unit], bool] = "none",
 ) -> Schedule:
     """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
 
@@ -696,6 +727,7 @@ def build_schedule(
             whole order from them, and is never worse than a named family within the same cap.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
+        offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
@@ -705,7 +737,8 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
-    return Schedule._from_handle(_C.schedule_build(name, *counts, flat)).recompute(recompute)
+    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, flat))
+    return schedule.recompute(recompute).offload(offload_units)
 
 
 def schedules() -> tuple[str, ...]:

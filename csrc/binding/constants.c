@@ -31,8 +31,8 @@ static PyObject *dtype_name(const void *unused, int64_t dtype)
 }
 
 static const char *const opcodes[] = {
-    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT", [S1F_OP_RUN] = "RUN",
-    [S1F_OP_SEND] = "SEND", [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE",
+    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT",       [S1F_OP_RUN] = "RUN",   [S1F_OP_SEND] = "SEND",
+    [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
 };
 _Static_assert(sizeof opcodes / sizeof opcodes[0] == S1F_NUM_OPS, "every opcode has its name");
 

@@ -60,7 +60,7 @@ static PyObject *simulation_tuple(const s1f_simulation *simulation)
 typedef struct {
     s1f_doubles passes[S1F_MAX_PASSES];
     s1f_doubles *units; /* [rank]; NULL: by pass */
-    s1f_doubles latency, seconds_per_byte, optimizer;
+    s1f_doubles latency, seconds_per_byte, optimizer, tier;
     s1f_int64s message_bytes;
     const double **unit_seconds; /* [rank]: values of `units` */
 } cost_arrays;
@@ -76,6 +76,7 @@ static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
     PyMem_Free(arrays->latency.values);
     PyMem_Free(arrays->seconds_per_byte.values);
     PyMem_Free(arrays->optimizer.values);
+    PyMem_Free(arrays->tier.values);
     PyMem_Free(arrays->message_bytes.values);
 }
 
@@ -138,9 +139,12 @@ static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *
     costs->seconds_per_byte = arrays->seconds_per_byte.values;
     costs->message_bytes = arrays->message_bytes.values;
     costs->optimizer = arrays->optimizer.values;
+    costs->tier_seconds = arrays->tier.values;
     return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
            s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
            s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
+           (arrays->tier.values == NULL ||
+            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * program->shape.num_segments)) &&
            s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
 }
 
@@ -177,15 +181,16 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
     cost_arrays arrays = {.latency.name = "transfer",
                           .seconds_per_byte.name = "bandwidth",
                           .message_bytes.name = "message_bytes",
-                          .optimizer.name = "optimizer"};
+                          .optimizer.name = "optimizer",
+                          .tier.name = "tier"};
     s1f_number send = {.name = "send"}, jitter = {.name = "jitter"}, transfer_jitter = {.name = "transfer_jitter"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&)O&(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&O&)O&(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
                           s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, s1f_to_number,
-                          &send, s1f_to_int64s, &arrays.message_bytes, s1f_to_number, &jitter, s1f_to_number,
-                          &transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
-                          s1f_to_doubles, &arrays.optimizer, &keep, &progress))
+                          &send, s1f_to_doubles, &arrays.tier, s1f_to_int64s, &arrays.message_bytes, s1f_to_number,
+                          &jitter, s1f_to_number, &transfer_jitter, &seed, &costs.fills, &costs.num_steps,
+                          &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer, &keep, &progress))
         return NULL;
     costs.send = send.value;
     costs.jitter = jitter.value;
@@ -246,7 +251,7 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
 
 PyMethodDef s1f_simulate_methods[] = {
     {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send), message_bytes, "
+     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, tier), message_bytes, "
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,

@@ -437,6 +437,7 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_RUN: status = run(executor, i); break;
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
+        case S1F_OP_BACK: break;
         }
         executor->spans[i].end_ns = s1f_now_ns();
         if (status != S1F_OK)

@@ -18,7 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
-from seq1f1b.schedule import Schedule, Unit, check_recompute
+from seq1f1b.schedule import Schedule, Unit, check_units
 
 __all__: list[str] = []
 
@@ -71,7 +71,7 @@ class Options:
             raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
         if self.weights not in ("planned", "fill"):
             raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
-        check_recompute(self.recompute)
+        check_units("recompute", self.recompute)
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)

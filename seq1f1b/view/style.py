@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation",
+          "O": "move out", "G": "wait until out", "L": "load"}  # fmt: skip
 PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
 
 
@@ -64,7 +65,7 @@ def seconds_text(seconds: float) -> str:
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2}
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "O": 0.3, "G": 0.3, "L": 0.3}
 STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in _C.PASSES}
 
 

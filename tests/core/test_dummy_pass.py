@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 # After each of these lines of unit.c, the lines that X needs.
 EDIT = {
     "#define W BIT(S1F_PASS_BACKWARD_WEIGHT)\n": """
-#define X BIT(5)
-#define SHARE 4
+#define X BIT(8)
+#define SHARE 7
 #define CHANNEL_OUTPUT 2
 #define CHANNEL_SHARE 3
 """,
-    "    [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},\n": """
-    [5] = {'X', BIT(SHARE)},
+    "    [S1F_PASS_LOAD] = {'L', BIT(COMING)},\n": """
+    [8] = {'X', BIT(SHARE)},
 """,
     "    STAGE_BEFORE,\n": """
     LAST_STAGE,              /* from another one */

@@ -78,7 +78,7 @@ def test_units_and_schedules_as_values() -> None:
 
 # -- errors say where --------------------------------------------------------------------------------------------------
 
-HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R), micro-batch, segment"
+HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, O, G, L), micro-batch, segment"
 HOW_CSV = "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read"
 
 
@@ -140,6 +140,6 @@ def test_units_that_cannot_be_placed() -> None:
     with pytest.raises(ValueError, match="another line holds this stage already"):
         Schedule([[Unit("F", 0, 0, 0)], [Unit("B", 0, 0, 0)]])
     with pytest.raises(ValueError, match="a unit is written"):
-        Schedule([[Unit("G", 0, 0, 0)]])
+        Schedule([[Unit("X", 0, 0, 0)]])
     with pytest.raises(ValueError, match="null character"):
         Schedule.from_text("F0.0\0")

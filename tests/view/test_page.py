@@ -31,14 +31,14 @@ def test_memory_curves_have_the_peaks_of_the_lowered_program(name: str) -> None:
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        for recompute in ("none", "all", lambda unit: unit.microbatch % 2 == 0):
-            order = schedule.recompute(recompute)
+        for recompute in ("none", "all", lambda unit: unit.microbatch % 2 == 0, "moves"):
+            order = schedule.offload() if recompute == "moves" else schedule.recompute(recompute)
             run = order.simulate()
             curves = [live_units(track) for track in run.timeline]
             assert tuple(max(live for _, live in curve) for curve in curves) == run.peak
             for curve, track in zip(curves, run.timeline, strict=True):
                 assert curve[0][1] == 1 and curve[-1] == (track[-1][2], 0)
-                assert recompute != "none" or curve[0][0] == track[0][1]
+                assert recompute not in ("none", "moves") or curve[0][0] == track[0][1]
                 assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
 
 
