@@ -5,6 +5,7 @@
 #include "../core/program.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
+#include "../run/tier.h"
 
 static const struct {
     const char *name;
@@ -13,7 +14,7 @@ static const struct {
     {"KEEP_TIMELINE", S1F_KEEP_TIMELINE}, {"KEEP_CAUSES", S1F_KEEP_CAUSES},
     {"ARENA_BYTES", S1F_ARENA_BYTES},     {"GATHER_BYTES", S1F_GATHER_BYTES},
     {"HEADER_BYTES", S1F_HEADER_BYTES},   {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
-    {"TENSOR_NONE", S1F_TENSOR_NONE},
+    {"TENSOR_NONE", S1F_TENSOR_NONE},     {"TIER_ALIGNMENT", S1F_TIER_ALIGNMENT},
 };
 
 /* Position = number in C. */

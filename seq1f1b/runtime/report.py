@@ -320,7 +320,7 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
-    start, end, run, wait, send = _C.executor_totals(record.executor, rank)
+    start, end, run, wait, send, _ = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9)
