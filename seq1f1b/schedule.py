@@ -566,7 +566,7 @@ class Simulation:
         makespan: first start to last end over all ranks.
         span: first start to last end of the rank.
         busy: sum of its units.
-        wait: time it waits for messages, for free places of its receivers and for its tier, between and around its units.
+        wait: time it waits for messages, for free places of its receivers and for its tier.
         bubble: makespan less busy.
         peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
         peak_tokens: the same in tokens, where segment sizes were given.

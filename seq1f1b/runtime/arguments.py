@@ -48,6 +48,8 @@ class Options:
     weights: str
     shard: Shard
     recompute: str | Callable[[Unit], bool] = "none"
+    offload: str | os.PathLike[str] | None = None
+    offload_units: str | Callable[[Unit], bool] | None = None
     unchecked: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +74,12 @@ class Options:
         if self.weights not in ("planned", "fill"):
             raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
         check_units("recompute", self.recompute)
+        if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
+            raise TypeError(f"offload must be a directory, got {type(self.offload).__name__}")
+        if self.offload_units is not None:
+            check_units("offload_units", self.offload_units)
+            if self.offload is None:
+                raise ValueError("offload_units says which units move; say where by offload=, a directory")
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
@@ -213,6 +221,9 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
         found[name] = (repr(getattr(options, name)),) * 2
     asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
     found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
+    moved = options.offload_units if not callable(options.offload_units) else "a callable"
+    found["offload_units"] = (repr(moved),) * 2
+    found["offload"] = ("a directory" if options.offload is not None else "None",) * 2  # each rank may have its own
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):

@@ -38,6 +38,7 @@ class StepRecord:
     num_stages: int
     activations: dict[int, Activations]  # by stage; empty where not measured
     deferred_weights: dict[int, int]  # by stage
+    moved_bytes: int
 
 
 @sendable
@@ -99,6 +100,8 @@ class Report:
         busy: in the units, parts of W in waits included.
         wait: for messages, without what filled the waits.
         send: for credits and copies.
+        tier: for what moves to the tier and back, in G and before the backwards that read it.
+        moved_bytes: sent to the tier, and brought back.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
@@ -129,6 +132,19 @@ class Report:
     timeline: tuple[tuple[Unit, float, float], ...]
     fills: tuple[tuple[Unit, float, float], ...]
     edges: tuple[EdgeReport, ...]
+    tier: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def moved_units(self) -> int:
+        """Units whose saved activations were away for a while."""
+        return sum(unit.kind == "O" for unit, _, _ in self.timeline)
+
+    @property
+    def kept_units(self) -> int:
+        """Units that were neither recomputed nor moved."""
+        forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
+        return forwards - self.recomputed_units - self.moved_units
 
     @property
     def recomputed_units(self) -> int:
@@ -201,7 +217,7 @@ class PipelineReport:
         return StepTimes(
             schedule=schedule,
             units=[list(_unit_seconds(r).values()) for r in self.ranks],
-            own=[max(r.seconds - r.busy - r.wait - r.send, 0.0) for r in self.ranks],
+            own=[max(r.seconds - r.busy - r.wait - r.send - r.tier, 0.0) for r in self.ranks],
             late=[max(r.start - first, 0.0) for r in self.ranks],
             makespan=self.makespan,
             fill=any(r.fills for r in self.ranks),
@@ -310,8 +326,8 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
 
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
-    """Seconds of every unit in run order, in and out of waits."""
-    seconds = {unit: end - start for unit, start, end in report.timeline}
+    """Seconds of every unit in run order, in and out of waits. G only waits."""
+    seconds = {unit: (end - start) * (unit.kind != "G") for unit, start, end in report.timeline}
     for unit, start, end in report.fills:
         seconds[unit] += end - start
     return seconds
@@ -320,7 +336,7 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
-    start, end, run, wait, send, _ = _C.executor_totals(record.executor, rank)
+    start, end, run, wait, send, tier = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9)
@@ -356,6 +372,8 @@ def _rank_report(
         timeline=timeline,
         fills=fills,
         edges=edges,
+        tier=tier * 1e-9,
+        moved_bytes=record.moved_bytes,
     )
 
 

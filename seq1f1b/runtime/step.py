@@ -157,10 +157,10 @@ class Step:
             )
             self._parts[index] = part
             # Autocast is for forwards: a backward runs in the dtypes of its forward.
-            forward, *backwards, recompute = part.passes
+            forward, *backwards, recompute, out, gone, load = part.passes
             if self._autocast:
                 backwards = [self._outside_autocast(run) for run in backwards]
-            self._passes[index] = (forward, *backwards, recompute)
+            self._passes[index] = (forward, *backwards, recompute, out, gone, load)
         for index, part in self._parts.items():
             part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
         return self.sizes
@@ -260,6 +260,10 @@ class Step:
     def deferred_weights(self) -> dict[int, int]:
         """Elements of the weights whose gradients W made, by stage."""
         return {index: sum(part.deferred_weights.values()) for index, part in self._parts.items()}
+
+    def moved_bytes(self) -> int:
+        """Bytes that units have sent to the tier."""
+        return sum(part.moved_bytes for part in self._parts.values())
 
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)
