@@ -231,8 +231,14 @@ class PipelineReport:
         for rank, idle in zip(self.ranks, self.idle, strict=True):
             busy = self.makespan - idle.total
             rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        moves = [
+            f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
+            f"({r.moved_bytes / 2**20:.4g} MiB), for which it waited {r.tier:.3g} s\n"
+            for r in self.ranks
+            if r.recomputed_units + r.moved_units
+        ]
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
-        return f"{step}\n{table_text(rows)}{self.advice}"
+        return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.

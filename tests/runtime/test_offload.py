@@ -332,6 +332,8 @@ def test_reports_are_saved_with_what_moved(tmp_path: Path) -> None:
     assert own.moved_units > 0 and own.moved_bytes > 0 and own.tier > 0
     assert own.busy + own.wait + own.send + own.tier <= own.seconds
     assert abs(sum(idle.total for idle in report.idle) - (report.makespan - own.busy)) < 1e-6
+    line = f"rank 0 kept {own.kept_units} units, recomputed 0 and moved {own.moved_units} ("
+    assert line in str(report)
     report.save(tmp_path / "report")
     assert type(report).load(tmp_path / "report").ranks[0].moved_bytes == own.moved_bytes
     trace_json(tmp_path / "trace.json", report.timeline)
