@@ -196,7 +196,8 @@ class Schedule:
         """The same order with an R just before the backward of each of these units.
 
         R needs no message, so it runs while the gradient that the backward waits for is on its way. A unit that has an
-        R keeps it where it is; from text an order may have its Rs anywhere between F and the backward.
+        R keeps it where it is, and one that is moved to a tier stays so; from text an order may have its Rs anywhere
+        between F and the backward.
 
         Args:
             units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is recomputed.

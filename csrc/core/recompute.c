@@ -14,8 +14,9 @@ static s1f_status copy_with(const s1f_schedule *schedule, const s1f_shape *shape
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units && status == S1F_OK; i++) {
             int64_t cell = s1f_cell_of_all(shape, units[i]);
-            int has_one = shape->optional != NULL && shape->optional[cell] >> S1F_PRODUCT_RECOMPUTED & 1;
-            if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && !has_one &&
+            int stays = s1f_cell_has(shape, units[i], S1F_PRODUCT_RECOMPUTED) ||
+                        s1f_cell_has(shape, units[i], S1F_PRODUCT_COMING);
+            if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && !stays &&
                 (chosen == NULL || chosen[cell])) {
                 s1f_unit again = units[i];
                 again.pass = S1F_PASS_RECOMPUTE;

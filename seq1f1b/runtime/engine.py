@@ -392,6 +392,8 @@ class PipelineEngine:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
         self._closed = True
         self._executor = self._eval_executor = None
+        if self._tier is not None:
+            self._tier.close()
         self._ends.clear()
         if self._device_edges is not None:
             self._device_edges.close()

@@ -36,7 +36,7 @@ class Tier:
     """
 
     def __init__(self, directory: str | os.PathLike[str], group: object, num_cells: int) -> None:
-        self.handle = _C.tier_create(os.fspath(directory))
+        self.handle: Any = _C.tier_create(os.fspath(directory))
         self._group, self._num_cells = group, num_cells
         file_system, _, is_memory, *_ = _C.tier_facts(self.handle)
         if is_memory:
@@ -58,6 +58,10 @@ class Tier:
 
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)
+
+    def close(self) -> None:
+        """Gives up the file, once the executors have, too."""
+        self.handle = None
 
     def reset(self) -> None:
         """Ends what is under way. Until then memory that was given to it must stay."""

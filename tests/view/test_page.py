@@ -56,7 +56,7 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1)):
+        for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1), schedule.offload()):
             timeline = order.simulate(0.75, 2.0, 0.5, prefetch=M * k).timeline
             ends = {unit: end for track in timeline for unit, _, end in track}
             after = predecessors(timeline)
