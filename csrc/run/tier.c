@@ -34,6 +34,7 @@ struct s1f_tier {
     s1f_tier_facts facts;
     char *chunk; /* where transfers past the page cache cannot take memory as it is */
     pthread_t thread;
+    pid_t process;    /* whose thread it is: a forked one has none */
     s1f_signal ended; /* ticket of the last transfer that has ended */
     load *loads;      /* the caller's thread alone */
     uint64_t last_ticket;
@@ -218,6 +219,7 @@ static s1f_status open_file(s1f_tier *tier)
 
 static int start_thread(s1f_tier *tier)
 {
+    tier->process = getpid();
     sigset_t all, before;
     sigfillset(&all); /* signals are for the interpreter's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -266,7 +268,7 @@ s1f_status s1f_tier_create(const char *directory, s1f_tier **out)
 
 void s1f_tier_free(s1f_tier *tier)
 {
-    if (tier == NULL)
+    if (tier == NULL || tier->process != getpid())
         return;
     s1f_tier_reset(tier);
     pthread_mutex_lock(&tier->lock);
@@ -348,6 +350,8 @@ s1f_status s1f_tier_in(s1f_tier *tier, int64_t number, const s1f_tier_part *part
     load *known = find(tier, number);
     if (known == NULL || known->comes_in)
         return s1f_fail(S1F_ERR_STATE, "load %lld is not out", (long long)number);
+    if (atomic_load(&tier->ended.position) < known->ticket)
+        return s1f_fail(S1F_ERR_STATE, "load %lld is on its way out: wait for it", (long long)number);
     int is_same = num_parts == known->num_parts;
     for (int32_t i = 0; is_same && i < num_parts; i++)
         is_same = parts[i].bytes == known->parts[i].bytes;

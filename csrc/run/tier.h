@@ -33,11 +33,12 @@ typedef struct {
 /* Makes the file in this directory, tries one block of it, and starts the thread. S1F_ERR_SYSTEM names directory and cause.
  * *out is owned by the caller and untouched on error. */
 s1f_status s1f_tier_create(const char *directory, s1f_tier **out);
-void s1f_tier_free(s1f_tier *tier); /* ends the thread, after the transfer that runs; NULL is fine */
+/* Ends the thread, after the transfer that runs. NULL is fine; a forked process leaves the tier as it is. */
+void s1f_tier_free(s1f_tier *tier);
 void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out);
 
 /* Begins to write the load, or to read it back into parts of the same sizes. S1F_ERR_STATE: the number is out already, or
- * it is not; S1F_ERR_ARG: sizes differ; S1F_ERR_MEMORY. */
+ * it is not, or nobody has waited for it; S1F_ERR_ARG: sizes differ; S1F_ERR_MEMORY. */
 s1f_status s1f_tier_out(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
 s1f_status s1f_tier_in(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
 /* Waits for what was asked last of the load. S1F_ERR_SYSTEM where this or an earlier transfer has failed: what, where, and

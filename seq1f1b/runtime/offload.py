@@ -43,7 +43,7 @@ class Tier:
             warnings.warn(
                 f"offload={os.fspath(directory)!r} lies in memory ({file_system}): what moves there frees none",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=5,  # where the engine is made
             )
 
     def number(self, stage: int, key: int) -> int:
@@ -88,7 +88,7 @@ class Saved:
     def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
         """The tensor lies in this storage now, as it lay in its own, behind so many bytes."""
         itemsize = self._dtype.itemsize
-        tensor = torch.empty(0, dtype=self._dtype)
+        tensor = torch.empty(0, dtype=self._dtype, device="cpu")
         self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
         self._version = self.tensor._version
 
@@ -102,7 +102,7 @@ class Aside(SavedBytes):
     """
 
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
-        super().__init__(modules, excluded)
+        super().__init__(modules, excluded)  # for the count alone
         self._saved: list[weakref.ref[Saved]] = []
         self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
         self.moved_bytes = 0
@@ -158,7 +158,7 @@ class Aside(SavedBytes):
         """L: asks for memory, and begins to read."""
         addresses = []
         for size, own in self._moved:
-            room = torch.empty(size + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8)
+            room = torch.empty(size + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8, device="cpu")
             skipped = -room.data_ptr() % _C.TIER_ALIGNMENT
             addresses.append(room.data_ptr() + skipped)
             for saved in own:

@@ -208,7 +208,7 @@ class StageStep:
             unit.kept = Kept(inputs, self._kwargs(unit), self.stage.device, self._trains)
             around = unit.kept.first()
         if self.training and key in self.stage.moved:
-            unit.aside = Aside(self.stage.modules, inputs)
+            unit.aside = Aside(self.stage.modules if self._measures else (), inputs)
             around = around if self._measures else unit.aside
         with around:
             result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)

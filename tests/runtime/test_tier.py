@@ -90,6 +90,10 @@ def test_misuse_is_told(tmp_path: Path) -> None:
         _C.tier_in(loads.tier, 7, [4096], [4999])
     with pytest.raises(ValueError, match="part 0 of load 7 lies on no multiple of 4096 bytes"):
         _C.tier_in(loads.tier, 7, [4096 + 64], [5000])
+    part = torch.zeros(8 << 20, dtype=torch.uint8)
+    _C.tier_out(loads.tier, 8, [part.data_ptr()] * 8, [len(part)] * 8)
+    with pytest.raises(RuntimeError, match="load 8 is on its way out: wait for it"):
+        _C.tier_in(loads.tier, 8, [0] * 8, [len(part)] * 8)
     _C.tier_reset(loads.tier)
     with pytest.raises(RuntimeError, match="load 7 is not out"):
         _C.tier_wait(loads.tier, loads.group.group, 7)
@@ -267,6 +271,24 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, before)
     loads.out(1, [5000])
     loads.back(1)
+
+
+def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
+    """It has no thread of the tier's that it could wait for."""
+    code = (
+        "import os, sys\n"
+        "from seq1f1b import _C\n"
+        "tier = _C.tier_create(sys.argv[1])\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    del tier\n"
+        "    sys.exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout == "7\n", done.stderr
 
 
 def test_a_file_system_without_files_that_have_no_name(tmp_path: Path) -> None:
