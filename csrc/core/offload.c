@@ -11,8 +11,7 @@ enum { LEAST_DISTANCE = 4 };
 typedef struct {
     const s1f_shape *shape;
     const unsigned char *chosen;
-    int64_t
-        *forward_at; /* [cell of all stages]: number of its F in the order of its rank; negative for one that stays */
+    int64_t *forward_at; /* [cell of all stages]: number of its F on its rank, negative where it stays */
     s1f_schedule *out;
 } copier;
 

@@ -26,10 +26,9 @@ typedef struct {
     int64_t sequence;  /* POST, RECEIVE, WAIT, SEND: number of the message on its edge; -1 otherwise */
 } s1f_instruction;
 
-typedef struct { /* peaks of one stage, in units and slots */
-    int32_t
-        live_units; /* units between F, or R where they are recomputed, and the end of their backward, unless they are away;
-                           in a forward-only program: 1 */
+typedef struct {        /* peaks of one stage, in units and slots */
+    int32_t live_units; /* units between F, or R where they are recomputed, and the end of their backward, but for those
+                       that are away; in a forward-only program: 1 */
     int32_t kv_slots;   /* micro-batches whose KV cache is held */
     int32_t grad_slots; /* micro-batches whose dK/dV are held */
 } s1f_stage_peak;

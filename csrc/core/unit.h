@@ -61,7 +61,8 @@ uint32_t s1f_products_of_passes(uint32_t passes);
 /* Whether an order may make a product for some cells only; all others it makes for every cell. */
 static inline int s1f_product_is_optional(s1f_product product)
 {
-    return product >= S1F_PRODUCT_RECOMPUTED && product <= S1F_PRODUCT_COMING;
+    return product == S1F_PRODUCT_RECOMPUTED || product == S1F_PRODUCT_LEAVING || product == S1F_PRODUCT_AWAY ||
+           product == S1F_PRODUCT_COMING;
 }
 
 /* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last is
@@ -165,10 +166,9 @@ enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
 
 /* What a stage holds from the begin of one unit to the end of another. */
 typedef enum {
-    S1F_HOLDS_SAVED = 0,      /* what F, or R, saved and W does not read: to the end of B or I. Where it is moved: from
-                                      F to the end of G, and from L on */
-    S1F_HOLDS_FOR_WEIGHT = 1, /* what it saved and W reads: to the end of B or W, away alike. The unit is live
-                                      meanwhile */
+    /* Both but while they are away: from the end of G to L. */
+    S1F_HOLDS_SAVED = 0,           /* what F, or R, saved and W does not read: to the end of B or I */
+    S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
     S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
