@@ -102,7 +102,7 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def cuda_sources() -> list[str]:
-    probes = ["tests/cuda/primitive_probes.cu"] if all_cuda_tiles() else []
+    probes = ["tests/cuda/primitive_probes.cu", "tests/cuda/sm90a_warpgroup_probes.cu"] if all_cuda_tiles() else []
     return [*sorted(glob("kernels/cuda/*.cu", root_dir=ROOT)), *probes]
 
 
@@ -123,6 +123,12 @@ def cuda_source_hash(source: str | Path) -> str:
     for path in with_included(source):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def architectures_of(source: str, architectures: list[str]) -> list[str]:
+    """Of one file: instructions that one architecture alone has are in a file named after it, sm90a_..."""
+    only = re.match(r"sm(\d+a)_", Path(source).name)
+    return [f"sm_{only[1]}"] if only else architectures
 
 
 def code_flags(architectures: list[str]) -> list[str]:
@@ -159,7 +165,14 @@ def build_cuda_library(
     objects = {source: work / f"{Path(source).stem}.cu.o" for source in sources}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         commands = [
-            [nvcc, *nvcc_flags(source, version, architectures, werror), "-c", str(ROOT / source), "-o", str(target)]
+            [
+                nvcc,
+                *nvcc_flags(source, version, architectures_of(source, architectures), werror),
+                "-c",
+                str(ROOT / source),
+                "-o",
+                str(target),
+            ]
             for source, target in objects.items()
         ]
         said = list(pool.map(run, commands))

@@ -1,55 +1,67 @@
-"""A first run on a GPU: is everything right there, how fast is it, and what of the machine is unknown?
+"""A first run on a GPU: what is right there, what is fast, and what is to be the default?
 
-    python benchmarks/gpu.py                                     all stages, under 8 minutes
-    python benchmarks/gpu.py --only environment,attention        some of them
-    python benchmarks/gpu.py --out results.jsonl                 again with the same file: only what has not passed
+    python benchmarks/gpu.py                             all stages, ten minutes at most
+    python benchmarks/gpu.py --only doctor,own           some of them
+    python benchmarks/gpu.py --out results.jsonl         again with the same file: only what has not passed
+    python benchmarks/gpu.py --rehearse                  all of it on a machine without a GPU, over stand-ins
 
-After ``pip install -e .``, or from a tree with an in-place build: ``python setup.py build_ext --inplace`` needs a C
-compiler and no torch, and may be done on another machine, for any Python from 3.10 and torch from 2.10. With nvcc and
-``SEQ1F1B_CUDA_TILES=all`` before that command, the package's own CUDA kernels come along in every shape that is to be
-timed, and the probes of their primitives. No network.
+It needs this tree, torch, and two files that are built elsewhere, where there are a C compiler and nvcc:
+``SEQ1F1B_CUDA=1 SEQ1F1B_CUDA_TILES=all python setup.py build_ext --inplace`` puts ``_C.abi3.so`` and
+``libseq1f1b_cuda.so`` into seq1f1b/, for any Python from 3.10, torch from 2.10, and glibc from 2.34. No network.
 
 Stages come in order of value. Each runs in a process of its own with a time limit, so that one that fails, hangs or
 breaks the CUDA context stops no other. Every case is a line of JSON in the results, written through to the disk at
-once. The table at the end counts cases passed, failed and unmeasured.
+once. At the end one table says of each part whether it is right, fast and the default, and the records by which our
+kernels become the default are written to the table of the package. docs/how-to/first-gpu-run.md reads it line by line.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-STAGES = {  # seconds that a stage may take
-    "environment": 40,
-    "primitives": 30,
-    "attention": 100,
-    "own kernels": 100,
-    "sanitizer": 80,
-    "engine": 60,
-    "processes": 60,
-    "ceilings": 20,
-    "speed": 120,
-    "sweep": 60,
-    "ncu": 60,
+PACKAGE = HERE.parent / "seq1f1b"
+RECORDS = PACKAGE / "data" / "kernels" / "verified.json"
+STAGES = {  # seconds that a stage may take; together no more than LIMIT
+    "doctor": 60,  # imports torch and touches CUDA for the first time, so that later stages find both in memory
+    "library": 60,
+    "own": 60,
+    "ranks": 60,
+    "speed": 60,
     "training": 60,
-    "probes": 60,
+    "threads": 40,
+    "primitives": 20,
+    "sweep": 50,
+    "ceilings": 20,
+    "ncu": 45,
+    "sanitizer": 60,
 }
-LIMIT = 450  # seconds of the whole run
+LIMIT = 600  # seconds of the whole run
+NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
+
+Record = dict[str, Any]
+Cases = dict[str, dict[str, Record]]  # by stage and case
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def append(path: Path, record: Record) -> None:
     cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # a process was stopped within a line
     with open(path, "a") as file:
         file.write("\n" * cut_off + json.dumps(record) + "\n")
@@ -57,7 +69,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Record]:
     """The lines that are whole."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -68,12 +80,35 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def latest_cases(records: list[Record]) -> Cases:
+    """The last result of each case by stage; one that was planned and has none is unmeasured."""
+    found: Cases = {}
+    for record in records:
+        cases = found.setdefault(record["stage"], {})
+        for case in record.get("planned", []):
+            cases[case] = {"case": case, "state": "unmeasured", "why": "the stage ended before"}
+        if record.get("case"):
+            cases[record["case"]] = record
+    return found
+
+
+def of_stage(path: Path, name: str) -> list[Record]:
+    return [record for record in read(path) if record["stage"] == name]
+
+
+def stage_ends(records: list[Record]) -> dict[str, Record]:
+    return {r["stage"]: r for r in records if not r.get("case") and "state" in r}
+
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+
 def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> str:
     """Runs the stage and ends all of its processes; returns "passed", "failed" or "timeout"."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    before, start = len(read(path)), time.monotonic()
+    before, start = len(of_stage(path, name)), time.monotonic()
     process = subprocess.Popen(
-        [*command, "--stage", name, "--out", str(path), "--seconds", str(seconds)],
+        [*command, "--stage", name, "--out", str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment,
     )  # fmt: skip
     timed_out = False
@@ -85,7 +120,7 @@ def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> 
         os.killpg(process.pid, signal.SIGKILL)
     if timed_out:
         output, _ = process.communicate()
-    cases = [record for record in read(path)[before:] if record.get("case")]
+    cases = [record for record in of_stage(path, name)[before:] if record.get("case")]
     bad = process.returncode != 0 or any(record["state"] == "failed" for record in cases)
     state = "timeout" if timed_out else "failed" if bad else "passed"
     end = {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
@@ -95,113 +130,261 @@ def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> 
     return state
 
 
-def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, limit: float) -> None:
+def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, limit: float, at_once: int = 1) -> None:
     """Runs stages in order, within the limit, but for those that have passed according to the file."""
-    done = {record["stage"] for record in read(path) if not record.get("case") and record.get("state") == "passed"}
+    done = {name for name, end in stage_ends(read(path)).items() if end["state"] == "passed"}
     deadline = time.monotonic() + limit
-    for name, seconds in stages.items():
+
+    def run(name: str) -> None:
         left = deadline - time.monotonic()
         if name in done or left < 10:
             print(f"{name}: {'passed before' if name in done else 'no time left'}", flush=True)
-            continue
-        state = run_stage(command, name, path, min(seconds, left))
-        print(f"{name}: {state}, {read(path)[-1]['seconds']} s", flush=True)
+            return
+        state = run_stage(command, name, path, min(stages[name], left))
+        print(f"{name}: {state}, {of_stage(path, name)[-1]['seconds']} s", flush=True)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(run, stages))
 
 
-def latest_cases(records: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The last result of each case by stage; one that was planned and has none is unmeasured."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in records:
-        cases = found.setdefault(record["stage"], {})
-        for case in record.get("planned", []):
-            cases[case] = {"case": case, "state": "unmeasured", "why": "the stage ended before"}
-        if record.get("case"):
-            cases[record["case"]] = record
-    return found
+# -- verdicts --------------------------------------------------------------------------------------------------------
 
-
-def summary(records: list[dict[str, Any]], stages: Sequence[str]) -> str:
-    found = latest_cases(records)
-    lines, details = [f"{'stage':14}{'passed':>8}{'failed':>8}{'unmeasured':>12}  state"], []
-    for name in stages:
-        cases = found.get(name, {})
-        counts = [
-            sum(case["state"] == state for case in cases.values()) for state in ("passed", "failed", "unmeasured")
-        ]
-        ends = [r["state"] for r in records if r["stage"] == name and not r.get("case") and "state" in r]
-        lines.append(f"{name:14}{counts[0]:8}{counts[1]:8}{counts[2]:12}  {ends[-1] if ends else 'not run'}")
-        for case in cases.values():
-            values = {k: v for k, v in case.items() if k not in ("stage", "case", "state", "why")}
-            if case["state"] == "failed":
-                details.append(f"FAILED {name}: {case['case']}: {case.get('why', '')[:300]}")
-            elif values and case["state"] == "passed" and name not in ("attention", "own kernels", "engine"):
-                details.append(f"{name}: {case['case']}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
-    return "\n".join([*details, "", *lines])
-
-
-PEERS = {  # of an operation: the case's times of torch's ops, of which the fastest counts, and of ours
-    "attention_forward": (("dense forward", "varlen forward"), "own forward"),
-    "attention_backward": (("dense backward + fp32 add",), "own backward"),
+PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and others that are named beside them
+    "attention_forward": (("FA2 forward", "FA2 varlen forward"), ("cuDNN forward", "FA3 forward"), "own forward"),
+    "attention_backward": (("FA2 backward + fp32 add",), ("cuDNN backward", "FA3 backward"), "own backward"),
 }
+MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
+TRANSPORTS = {"shm": "messages over host memory", "copy": 'transport="copy"', "nccl": 'transport="nccl"'}
 
 
-def verified_kernels(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def milliseconds(case: Record, names: Iterable[str]) -> list[float]:
+    return [float(case[name].split()[0]) for name in names if name in case]
+
+
+def speed_cells(found: Cases, head_dim: int) -> Iterator[Record]:
+    for name, case in found.get("speed", {}).items():
+        if (shape := re.match(r"\d+/\d+ heads of (\d+), ", name)) and int(shape[1]) == head_dim:
+            yield case
+
+
+def of_shape(cases: dict[str, Record], dtype: str, head_dim: int) -> list[Record]:
+    return [case for name, case in cases.items() if name.startswith(f"{dtype} d{head_dim} ")]
+
+
+def state_of(cases: Iterable[Record]) -> str:
+    """ "yes" if all passed, "no" if one failed, or how many were measured."""
+    states = [case["state"] for case in cases]
+    if "failed" in states:
+        return "no"
+    passed = states.count("passed")
+    return "yes" if states and passed == len(states) else f"{passed} of {len(states)} measured" if passed else "?"
+
+
+def is_right(found: Cases, dtype: str, head_dim: int) -> str:
+    """Of our kernels of a shape: all its cases passed, and nothing that looks closer found a flaw."""
+    closer = [case for name, case in found.get("primitives", {}).items() if not name.startswith("warpgroup")]
+    closer += [case for tool, case in found.get("sanitizer", {}).items() if tool != "initcheck"]
+    if any(case["state"] == "failed" for case in closer):
+        return "no"
+    return state_of(of_shape(found.get("own", {}), dtype, head_dim))
+
+
+def ratios(found: Cases, operation: str, head_dim: int) -> list[float | None]:
+    """How many times as fast as torch's flash op ours is, by cell; None where one of them has no time."""
+    theirs, _, ours = PEERS[operation]
+    pairs = [(milliseconds(case, theirs), milliseconds(case, [ours])) for case in speed_cells(found, head_dim)]
+    return [min(t) / o[0] if t and o else None for t, o in pairs]
+
+
+def verified_kernels(records: list[Record]) -> list[Record]:
     """Records for seq1f1b/data/kernels/verified.json, by which a kernel of ours becomes the default.
 
-    Right: all cases of the stages that look at our kernels passed (a tool that is not there is no failure). Faster:
-    over all cells of its dtype and head size, each of which was checked in the same call, by geometric mean, and in
-    none less than 0.85 times as fast.
+    Right: see ``is_right``; what was not measured closer is no flaw. Faster: over all cells of its head size, each of
+    which was checked in the same call, by geometric mean, and in none less than 0.85 times as fast.
     """
     found = latest_cases(records)
-    versions = found.get("environment", {}).get("versions", {})
-    states = {name: {case["state"] for case in found.get(name, {}).values()} for name in ("primitives", "own kernels")}
-    watched = {case["state"] for case in found.get("sanitizer", {}).values()}
-    if any(of_stage != {"passed"} for of_stage in states.values()) or "failed" in watched:
-        return []
+    doctor = found.get("doctor", {})
     entries = []
-    for operation, of_library in versions.get("own CUDA kernels", {}).items():
-        theirs, ours = PEERS[operation]
-        ratios: dict[tuple[str, int], list[float | None]] = {}
-        for name, case in found.get("speed", {}).items():
-            shape = re.match(r"\d+/\d+ heads of (\d+), ", name)
-            if shape:
-                times = [float(case[which].split()[0]) for which in (*theirs, ours) if which in case]
-                complete = case["state"] == "passed" and len(times) == len(theirs) + 1
-                key = (case.get("dtype", "bfloat16"), int(shape[1]))
-                ratios.setdefault(key, []).append(min(times[:-1]) / times[-1] if complete else None)
-        for (dtype, head_dim), of_cells in ratios.items():
+    for operation, of_library in doctor.get("own kernels", {}).items():
+        for head_dim in (64, 128) if operation in PEERS else ():
+            of_cells = ratios(found, operation, head_dim)
             measured = [ratio for ratio in of_cells if ratio is not None]
-            if len(measured) == len(of_cells) and min(measured) >= 0.85 and geometric_mean(measured) > 1:
+            if not measured or len(measured) < len(of_cells) or is_right(found, "bfloat16", head_dim) != "yes":
+                continue
+            if min(measured) >= 0.85 and geometric_mean(measured) > 1:
                 entries.append({
-                    "architecture": f"sm_{versions['sm']}", "operation": operation, "dtype": dtype,
+                    "architecture": doctor["device"]["architecture"], "operation": operation, "dtype": "bfloat16",
                     "head_dim": head_dim, "source": of_library["source"], "compiler": of_library["compiler"],
                     "times as fast as torch": round(geometric_mean(measured), 3), "cells": len(measured),
-                    "device": versions["device"], "torch": versions["torch"],
+                    "device": doctor["device"].get("device", ""), "torch": doctor["versions"]["torch"],
                 })  # fmt: skip
     return entries
 
 
+def write_records(path: Path, entries: list[Record]) -> None:
+    """Adds them to the table, in place of those of the same kernel on the same architecture."""
+
+    def key(record: Record) -> tuple[Any, ...]:
+        return tuple(record[name] for name in ("architecture", "operation", "dtype", "head_dim"))
+
+    before = json.loads(path.read_text()) if path.exists() else []
+    kept = [record for record in before if key(record) not in {key(entry) for entry in entries}]
+    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+
+
+def speed_text(found: Cases, operation: str, head_dim: int) -> str:
+    """Ours beside the faster of torch's flash ops, and TFLOP/s of each that was timed: geometric means over cells."""
+    theirs, others, ours = PEERS[operation]
+    measured = [ratio for ratio in ratios(found, operation, head_dim) if ratio is not None]
+    texts = [f"{geometric_mean(measured):.2f} x torch's flash in {len(measured)} cells"] if measured else []
+    for name in (ours, *theirs, *others):
+        rates = [float(case[name].split()[2]) for case in speed_cells(found, head_dim) if name in case]
+        if rates and all(rates):
+            texts.append(f"{re.split(' (?:for|back)ward', name)[0]} {geometric_mean(rates):.0f}")
+    return ", ".join(texts)
+
+
+def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
+    """Part, right, fast, default."""
+    found = latest_cases(records)
+    defaults = {(entry["operation"], entry["head_dim"]) for entry in verified_kernels(records)}
+
+    def right(stage: str, begin: str = "") -> str:
+        return state_of(case for name, case in found.get(stage, {}).items() if name.startswith(begin))
+
+    rows = [("attention by torch's ops", right("library"), "", "yes")]
+    for operation in PEERS:
+        for head_dim in (128, 64):
+            part, is_default = f"{operation} bfloat16 d{head_dim}", (operation, head_dim) in defaults
+            fast = speed_text(found, operation, head_dim)
+            rows.append((part, is_right(found, "bfloat16", head_dim), fast, "yes" if is_default else "no"))
+    for head_dim in (128, 64):
+        rows.append((f"own kernels float16 d{head_dim}", is_right(found, "float16", head_dim), "", "no"))
+    rows.append(("engine: one rank", right("ranks", "one rank"), "", "yes"))
+    for transport, part in TRANSPORTS.items():
+        figures = [
+            f"{case[MESSAGES]} GB/s"
+            for name, case in found.get("ranks", {}).items()
+            if name.startswith(f"{transport},") and MESSAGES in case
+        ]
+        default = "yes" if transport == "shm" else "if asked for"
+        rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
+    rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
+    speeds = {name: case["tokens/s"] for name, case in found.get("training", {}).items() if "tokens/s" in case}
+    whole = speeds.pop("torch, whole sequences", 0)
+    fastest = max(speeds, key=lambda name: speeds[name], default="")
+    fast = f"{speeds[fastest] / whole:.2f} x one process of torch: {fastest}" if fastest and whole else ""
+    return [*rows, ("training in bfloat16", right("training"), fast, "yes")]
+
+
+def report(records: list[Record], stages: Iterable[str]) -> str:
+    """What failed, the stages, and the table of verdicts."""
+    found, ends = latest_cases(records), stage_ends(records)
+    lines = []
+    for name in stages:
+        for case in found.get(name, {}).values():
+            if case["state"] == "failed":
+                lines.append(f"FAILED {name}: {case['case']}: {case.get('why', '')[:300]}")
+        if ends.get(name, {}).get("state") not in (None, "passed"):
+            lines.append(f"ENDED {name}: {ends[name]['state']}: {ends[name]['output'][-600:]}")
+    lines += ["", f"{'stage':12}{'passed':>8}{'failed':>8}{'unmeasured':>12}{'seconds':>9}  state"]
+    for name in stages:
+        states = [case["state"] for case in found.get(name, {}).values()]
+        counts = [states.count(state) for state in ("passed", "failed", "unmeasured")]
+        end = ends.get(name, {"state": "not run", "seconds": 0})
+        lines.append(f"{name:12}{counts[0]:8}{counts[1]:8}{counts[2]:12}{end['seconds']:9}  {end['state']}")
+    table = [("part", "right", "fast", "default"), *verdicts(records)]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines += ["", *("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in table)]
+    return "\n".join(lines)
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def missing_files() -> str:
+    """What a run on a GPU needs beside the sources and is not there; "" if all is."""
+    missing = [name for name in ("_C*.so", "libseq1f1b_cuda.so") if not list(PACKAGE.glob(name))]
+    if not missing:
+        return ""
+    return (
+        f"{PACKAGE} has no {' and no '.join(missing)}. Where there are a C compiler and nvcc, run\n"
+        "    SEQ1F1B_CUDA=1 SEQ1F1B_CUDA_TILES=all python setup.py build_ext --inplace\n"
+        "and put the .so files beside the package's sources here: they need glibc 2.34, and neither compiler."
+    )
+
+
+def is_of_this_library(path: Path) -> bool:
+    """Whether the results in the file, if there are any, are of the kernels at hand; notes which these are."""
+    libraries = sorted(PACKAGE.glob("*.so"))
+    digest = hashlib.sha256(b"".join(library.read_bytes() for library in libraries)).hexdigest()
+    before = [record["library"] for record in of_stage(path, "start")]
+    if not before:
+        append(path, {"stage": "start", "library": digest})
+    return before in ([], [digest])
+
+
+def flaws_of_rehearsal(records: list[Record], stages: Iterable[str]) -> list[str]:
+    """Without a GPU all that can be done is done, so whatever is missing is a mistake of the stages."""
+    found, ends = latest_cases(records), stage_ends(records)
+    flaws = [f"{name}: {ends.get(name, {}).get('state', 'not run')}" for name in stages]
+    flaws = [flaw for flaw in flaws if not flaw.endswith(": passed")]
+    for name in stages:
+        cases = found.get(name, {}).values()
+        flaws += [
+            f"{name}: {case['case']}: {case['why']}"
+            for case in cases
+            if case["state"] == "unmeasured" and case["why"] != NEEDS_CUDA
+        ]
+        if not any(case["state"] == "passed" for case in cases):
+            flaws.append(f"{name}: no case passed")
+    return flaws
+
+
+def rehearse(stages: dict[str, float], path: Path, folder: Path) -> int:
+    """folder: of gpu_rehearsal.py, with what it has built."""
+    command = [sys.executable, "-u", str(HERE / "gpu_stages.py"), "--rehearsal", str(folder)]
+    patient = {name: 3 * seconds for name, seconds in stages.items()}  # others may use this machine too
+    run_stages(patient, command, path, LIMIT, at_once=2)
+    records = read(path)
+    print(report(records, stages))
+    write_records(folder / "verified.json", verified_kernels(records))
+    flaws = flaws_of_rehearsal(records, stages)
+    print(*flaws, sep="\n")
+    return int(bool(flaws))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: small sizes, for the script itself"
-    )
-    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="results, added to")
+    parser.add_argument("--out", type=Path, help="results, added to (default: gpu.jsonl; a rehearsal keeps none)")
     parser.add_argument("--only", default=",".join(STAGES), help="stages, comma-separated")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the whole run")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="table of verified kernels (%(default)s)")
+    parser.add_argument("--rehearse", action="store_true", help="over stand-ins, without a GPU")
     options = parser.parse_args()
     unknown = set(options.only.split(",")) - STAGES.keys()
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
     chosen = {name: float(seconds) for name, seconds in STAGES.items() if name in options.only.split(",")}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-u", str(HERE / "gpu_stages.py"), "--device", options.device]
-    run_stages(chosen, command, options.out, options.limit)
-    print(summary(read(options.out), list(chosen)))
-    for entry in verified_kernels(read(options.out)):
-        print("for seq1f1b/data/kernels/verified.json:", json.dumps(entry))
-    cases = [case for stage in latest_cases(read(options.out)).values() for case in stage.values()]
-    return int(any(case["state"] == "failed" for case in cases))
+    if options.rehearse:
+        with tempfile.TemporaryDirectory(prefix="seq1f1b-rehearsal-") as folder:
+            subprocess.run([sys.executable, str(HERE / "gpu_rehearsal.py"), folder], check=True)
+            return rehearse(chosen, options.out or Path(folder) / "gpu.jsonl", Path(folder))
+    if missing := missing_files():
+        print(missing, file=sys.stderr)
+        return 2
+    path = options.out or Path("gpu.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not is_of_this_library(path):
+        print(f"{path} has results of other .so files than those of {PACKAGE}: name a new --out", file=sys.stderr)
+        return 2
+    run_stages(chosen, [sys.executable, "-u", str(HERE / "gpu_stages.py")], path, LIMIT)
+    records = read(path)
+    print(report(records, chosen))
+    entries = verified_kernels(records)
+    if entries:
+        write_records(options.records, entries)
+        print(f"{len(entries)} records written to {options.records}")
+    return int(any(case["state"] == "failed" for stage in latest_cases(records).values() for case in stage.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stages of gpu.py that tell whether attention is right: torch's ops, our kernels, and these under CUDA's tools."""
+"""The stages of gpu.py that tell whether attention is right: by torch's ops, by our kernels, and under CUDA's tools."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import attention_runs
 import kernel_table
-import probes as probes_of_primitives
+import probes
 import torch
-from gpu_cases import Case, Machine, Unmeasured, own_operations, watched
+import warpgroup_probes
+from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operations, watched
 from torch import Tensor
 
 import seq1f1b
@@ -71,8 +72,8 @@ def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
     return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
 
 
-def attention(machine: Machine) -> Iterator[Case]:
-    """Attention by torch's ops."""
+def library(machine: Machine) -> Iterator[Case]:
+    """Attention by torch's ops over the cache."""
     bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
     tokens = 512 if machine.is_cuda else 24
     odd = [113, 7, 1, 391] if machine.is_cuda else [9, 3, 1, 11]
@@ -84,7 +85,7 @@ def attention(machine: Machine) -> Iterator[Case]:
     shapes += [(bf16, 128, kv_heads, sizes, "") for kv_heads in (8, 2, 1) for sizes in (halves, odd, many)]
     shapes += [(dtype, 64, 2, odd, name) for name in every for dtype in (bf16, fp32)]
     shapes += [(bf16, head_dim, 2, odd, "") for head_dim in (32, 40, 80, 96, 192, 256, 36)]
-    shapes += [(fp32, head_dim, kv_heads, odd, "") for head_dim in (128, 36) for kv_heads in (8, 1)]
+    shapes += [(fp32, head_dim, kv_heads, odd, "") for head_dim in (128, 36, 30) for kv_heads in (8, 1)]
     shapes += [(fp16, 128, 2, [tokens - 1, 1], ""), (bf16, 64, 2, [1, tokens - 1], "window")]
     for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else shapes[::5]:
         text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
@@ -97,23 +98,7 @@ def attention(machine: Machine) -> Iterator[Case]:
 # -- the package's own kernels ---------------------------------------------------------------------------------------
 
 
-def primitives(machine: Machine) -> Iterator[Case]:
-    """Each primitive of the kernels alone, on numbers that tell which came where."""
-
-    def one(check: Callable[[probes_of_primitives.Prober], None]) -> dict[str, Any]:
-        own_operations(machine)
-        try:
-            operation = kernel_table.find_operation(kernel_library.LIBRARY, "primitive_probes")
-        except ValueError:
-            raise Unmeasured("the library has no probes: build it with SEQ1F1B_CUDA_TILES=all") from None
-        check(probes_of_primitives.on_the_gpu(operation))
-        return {}
-
-    for check in probes_of_primitives.CHECKS:
-        yield check.__name__, functools.partial(one, check)
-
-
-def own_kernels(machine: Machine) -> Iterator[Case]:
+def own(machine: Machine) -> Iterator[Case]:
     """Against fp64, with NaN in all that they are given to write; out, dk and dv have the same bits again."""
 
     def one(*arguments: Any) -> dict[str, Any]:
@@ -122,42 +107,90 @@ def own_kernels(machine: Machine) -> Iterator[Case]:
         assert all(found["reruns equal"][name] for name in ("out", "dk", "dv")), found
         return found
 
-    tokens = 1024 if machine.is_cuda else 150
-    odd, many = [113, 7, 1, tokens - 121], [tokens // 4] * 3 + [tokens - tokens // 4 * 3]
+    tokens = 1024 if machine.is_cuda else 130
+    odd = [113, 7, 1, tokens - 121] if machine.is_cuda else [70, 1, 59]
+    many = [tokens // 4] * 3 + [tokens - tokens // 4 * 3]
     every = attention_options(tokens)
     del every["alibi"], every["all"]["alibi_slopes"]
     shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
-    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
+    for head_dim, dtype in itertools.product((128, 64), (torch.bfloat16, torch.float16)):
         shapes += [(dtype, head_dim, kv_heads, odd, "") for kv_heads in (8, 2, 1)]
         shapes += [(dtype, head_dim, 2, odd, name) for name in every]
         shapes += [(dtype, head_dim, 2, sizes, "") for sizes in ([tokens], many, [tokens - 1, 1], [1, tokens - 1])]
-    for dtype, head_dim, kv_heads, sizes, name in shapes:
+    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else [shapes[31]]:
         text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
         yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
 
 
-def tiny(machine: Machine) -> Iterator[Case]:
-    """Each kind of launch once on few tokens: for the tools that watch every access."""
+def primitives(machine: Machine) -> Iterator[Case]:
+    """Each primitive of the kernels alone, on numbers that tell which came where."""
 
-    def one(head_dim: int, kv_heads: int, options: dict[str, Any]) -> dict[str, Any]:
+    def found_probes(name: str) -> kernel_table.Operation:
+        try:
+            return kernel_table.find_operation(kernel_library.LIBRARY, name)
+        except ValueError:
+            raise Unmeasured("the library has no probes: build it with SEQ1F1B_CUDA_TILES=all") from None
+
+    def prober() -> probes.Prober:
         own_operations(machine)
-        return attention_errors(machine, torch.bfloat16, head_dim, kv_heads, [150, 1, 49], options, "own")
+        if machine.rehearsal is not None:
+            import emulated_cuda
 
-    docs = attention_options(200)["documents"]
-    for head_dim, kv_heads, options in (
-        (64, 2, {}),
-        (128, 8, {"window": 70}),
-        (128, 1, {"softcap": 20.0}),
-        (64, 2, docs),
-    ):
-        yield f"d{head_dim} kv{kv_heads} {' '.join(options)}", functools.partial(one, head_dim, kv_heads, options)
+            return emulated_cuda.prober(kernel_library.LIBRARY)
+        return probes.on_the_gpu(found_probes("primitive_probes"))
+
+    def one(check: Callable[[probes.Prober], None]) -> dict[str, Any]:
+        check(prober())
+        return {}
+
+    for check in probes.CHECKS:
+        yield check.__name__, functools.partial(one, check)
+
+    def of_warpgroup(name: str) -> dict[str, Any]:
+        """What a kernel for sm_90 would rest on (docs/ideas/cuda.md); ours use none of it."""
+        machine.need_cuda()
+        if kernel_library.architecture(machine.device) != "sm_90":
+            raise Unmeasured("is of sm_90 alone")
+        operation = found_probes("warpgroup_probes")
+        warpgroup_probes.check(name, warpgroup_probes.on_the_gpu(operation))
+        return {}
+
+    for name in warpgroup_probes.PROBES:
+        yield f"warpgroup {name}", functools.partial(of_warpgroup, name)
+
+
+def tiny(machine: Machine) -> Iterator[Case]:
+    """Each of our kernels once, on few tokens: for the tools that watch every access."""
+
+    def one() -> dict[str, Any]:
+        os.environ["SEQ1F1B_CUDA_KERNELS"] = "own"
+        tokens = 200 if machine.is_cuda else 80
+        options = {"window": 70, "softcap": 20.0, "doc_ids": attention_options(tokens)["documents"]["doc_ids"]}
+        options["doc_ids"] = options["doc_ids"].to(machine.device)
+        qkv, (dout, *_) = (
+            [
+                t.to(machine.device)
+                for t in attention_runs.random_qkv(8, 2, tokens=tokens, head_dim=64, seed=seed, dtype=torch.bfloat16)
+            ]
+            for seed in (0, 1)
+        )
+        with step_on(machine.device):
+            attention_runs.segmented([tokens - 50, 1, 49], options, [qkv], [dout])
+        machine.sync()
+        return {}
+
+    yield "window, soft cap and documents", one
 
 
 def sanitizer(machine: Machine) -> Iterator[Case]:
+    """initcheck watches all kernels, torch's too: of those that it does not watch it sees no write."""
+    ours = ["--kernel-name", "kns=s1f_"]
+    options = {"memcheck": [*ours, "--report-api-errors", "no"], "racecheck": ours, "synccheck": ours, "initcheck": []}
+
     def one(tool: str) -> dict[str, Any]:
-        options = ["--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=s1f_"]
-        said = watched(machine, "compute-sanitizer", options, "tiny", 40)
+        arguments = ["--tool", tool, "--error-exitcode", str(TOOL_FOUND_ERRORS), *options[tool]]
+        said = watched(machine, "compute-sanitizer", arguments, "tiny", 25, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         return {"said": said.strip().splitlines()[-1]}
 
-    for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+    for tool in options if machine.is_cuda else ["memcheck"]:
         yield tool, functools.partial(one, tool)

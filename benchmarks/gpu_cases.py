@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ from seq1f1b.device import kernel_library
 
 STAGES_SCRIPT = str(Path(__file__).resolve().parent / "gpu_stages.py")
 Case = tuple[str, Callable[[], dict[str, Any]]]
+TOOL_FOUND_ERRORS = 9  # exit code that compute-sanitizer is asked for
 
 
 class Unmeasured(Exception):
@@ -28,14 +30,16 @@ class Unmeasured(Exception):
 
 
 class Machine:
-    def __init__(self, device: str) -> None:
-        self.is_cuda = device == "cuda"
-        self.emulated = False  # a test runs our CUDA kernels on the CPU
+    """rehearsal: the folder of gpu_rehearsal.py, in whose place there are stand-ins and CPU tensors; None: a GPU."""
+
+    def __init__(self, out: Path, rehearsal: Path | None = None) -> None:
+        self.out, self.rehearsal = out, rehearsal
+        self.is_cuda = rehearsal is None
         self.device = torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
 
     def need_cuda(self) -> None:
         if not self.is_cuda:
-            raise Unmeasured("needs a CUDA device")
+            raise Unmeasured(gpu.NEEDS_CUDA)
 
     def sync(self) -> None:
         if self.is_cuda:
@@ -43,19 +47,16 @@ class Machine:
 
     def seconds(self, run: Callable[[], Any], repeats: int = 15, budget: float = 0.4) -> float:
         """Median of a call, warm; by events of the device. Fewer repeats where they would take more than the budget."""
+        if not self.is_cuda:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
         run()
         self.sync()
         start = time.perf_counter()
         run()
         self.sync()
         repeats = max(3, min(repeats, int(budget / max(time.perf_counter() - start, 1e-6))))
-        if not self.is_cuda:
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - start)
-            return statistics.median(times)
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
         for begin, end in events:
             begin.record()
@@ -89,30 +90,38 @@ def random(machine: Machine, *sizes: int, dtype: torch.dtype = torch.bfloat16) -
 
 
 def own_operations(machine: Machine) -> dict[str, kernel_library.Operation]:
-    if not machine.emulated:
-        machine.need_cuda()
     found = kernel_library.operations()
     if not found:
         raise Unmeasured(f"there is no {kernel_library.LIBRARY.name}: it was not built")
     return found
 
 
-def watched(machine: Machine, tool: str, options: list[str], stage: str, seconds: float) -> str:
-    """A stage of gpu_stages.py under a tool of the CUDA toolkit; its output."""
+def stage_command(machine: Machine, stage: str, out: Path) -> list[str]:
+    rehearsal = [] if machine.rehearsal is None else ["--rehearsal", str(machine.rehearsal)]
+    return [sys.executable, STAGES_SCRIPT, "--stage", stage, "--out", str(out), *rehearsal]
+
+
+def watched(machine: Machine, tool: str, options: list[str], stage: str, seconds: float, **environment: str) -> str:
+    """A stage of gpu_stages.py under a tool of the CUDA toolkit; its output. An error that the tool found is raised; a
+    tool that is not there, cannot look, or takes too long has measured nothing."""
     own_operations(machine)
-    if shutil.which(tool) is None:
+    path = shutil.which(tool)
+    if path is None:
         raise Unmeasured(f"there is no {tool}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "watched.jsonl"
-        command = [tool, *options, sys.executable, STAGES_SCRIPT, "--device", "cuda", "--stage", stage]
-        command += ["--out", str(out), "--seconds", str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        states = [record["state"] for record in gpu.read(out) if record.get("case")]
-    assert done.returncode == 0 and states and set(states) == {"passed"}, (
-        states,
-        done.stdout[-1200:],
-        done.stderr[-200:],
-    )
+        command = [path, *options, *stage_command(machine, stage, out)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, env=os.environ | environment
+            )
+        except subprocess.TimeoutExpired:
+            raise Unmeasured(f"not done in {seconds:.0f} s") from None
+        states = {record["state"] for record in gpu.read(out) if record.get("case")}
+    said = f"{states}, exit code {done.returncode}: {done.stdout[-1200:]}{done.stderr[-600:]}"
+    assert done.returncode != TOOL_FOUND_ERRORS and "failed" not in states, said
+    if done.returncode != 0 or states != {"passed"}:
+        raise Unmeasured(said)
     return done.stdout
 
 
@@ -124,7 +133,7 @@ def run_cases(name: str, cases: list[Case], path: Path, machine: Machine) -> Non
         try:
             record |= run()
         except Unmeasured as reason:
-            record |= {"state": "unmeasured", "why": str(reason)}
+            record |= {"state": "unmeasured", "why": str(reason)[-1500:]}
         except Exception as error:
             record |= {"state": "failed", "why": f"{type(error).__name__}: {error}"[:1500]}
         record["seconds"] = round(time.monotonic() - start, 2)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import statistics
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import gpu
 import model as benchmark_model
-import processes as local_processes
+import processes
 import tiny_model
 import torch
-from gpu_cases import Case, Machine
-from torch import Tensor
+from gpu_cases import Case, Machine, Unmeasured
+from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
@@ -43,45 +48,168 @@ def compare_with_whole(machine: Machine, dtype: torch.dtype, run: Step) -> dict[
     return {"error": f"{ours:.1e}", "whole": f"{theirs:.1e}"}
 
 
+def engine_of(transport: str, rehearsed: bool, *arguments: Any, **options: Any) -> seq1f1b.PipelineEngine:
+    made: type[seq1f1b.PipelineEngine] = seq1f1b.PipelineEngine
+    if rehearsed and transport in ("copy", "nccl"):
+        from stand_in_engine import StandInEngine
+
+        made = StandInEngine
+    return made(*arguments, transport=transport, timeout=20.0, first_step_timeout=30.0, **options)
+
+
 def step_of_rank(
-    group: Any,
-    num_ranks: int,
-    transport: str,
-    config: tiny_model.Config,
-    model: tiny_model.Stage,
-    tokens: Tensor,
-    target: Tensor,
-) -> dict[str, Tensor]:
-    device = next(model.parameters()).device
-    stage = tiny_model.stage_of(model, config, group.rank, num_ranks).to(device)
-    engine = seq1f1b.PipelineEngine(
-        stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7], loss_fn=tiny_model.cross_entropy,
-        group=group, transport=transport, timeout=30.0, first_step_timeout=50.0,
+    machine: Machine, group: Any, rank: int, world: int, transport: str, config: tiny_model.Config,
+    model: tiny_model.Stage, tokens: Tensor, target: Tensor,
+) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+    """Gradients of the rank's stage after some steps, and the last step's seconds."""
+    stage = tiny_model.stage_of(model, config, rank, world).to(machine.device)
+    engine = engine_of(
+        transport, not machine.is_cuda, stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7],
+        loss_fn=tiny_model.cross_entropy, group=group,
     )  # fmt: skip
-    for _ in range(3):  # copies go through host memory in the first step of a shape
+    for _ in range(4 if machine.is_cuda else 3):  # copies go through host memory in the first step of a shape
         stage.zero_grad()
+        start = time.perf_counter()
         engine.step(tokens, target=target)
+        machine.sync()
+        seconds = time.perf_counter() - start
+    grads = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+    if group is None:
+        for theirs in engine.all_gather_object({name: g.float().tolist() for name, g in grads.items()}):
+            grads |= {name: torch.tensor(g, device=machine.device) for name, g in theirs.items()}
     engine.close()
-    return {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+    return grads, seconds
 
 
-def engine(machine: Machine) -> Iterator[Case]:
-    def ranks(num_ranks: int, dtype: torch.dtype, transport: str) -> dict[str, Any]:
-        if transport != "auto":
-            machine.need_cuda()
+def of_threads(machine: Machine, num_ranks: int, dtype: torch.dtype, transport: str = "auto") -> dict[str, Any]:
+    """Ranks as threads against the whole model."""
+    seconds = 0.0
 
-        def run(*arguments: Any) -> dict[str, Tensor]:
-            found = run_ranks(num_ranks, lambda group: step_of_rank(group, num_ranks, transport, *arguments))
-            return {name: g for grads in found for name, g in grads.items()}
+    def run(*arguments: Any) -> dict[str, Tensor]:
+        nonlocal seconds
+        found = run_ranks(num_ranks, lambda g: step_of_rank(machine, g, g.rank, num_ranks, transport, *arguments))
+        seconds = found[0][1]
+        return {name: g for grads, _ in found for name, g in grads.items()}
 
-        return compare_with_whole(machine, dtype, run)
+    if not machine.is_cuda and transport in ("copy", "nccl"):
+        prepare_stand_ins(1)
+    return compare_with_whole(machine, dtype, run) | {"ms a step": round(seconds * 1e3, 2)}
 
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for num_ranks in (1, 2, 4):
-            yield f"{num_ranks} ranks as threads, {dtype}", functools.partial(ranks, num_ranks, dtype, "auto")
+
+def prepare_stand_ins(seed: int, **options: int) -> None:
+    """Of the driver and of NCCL, in this process."""
+    from stand_in_library import stand_in
+
+    os.environ["SEQ1F1B_NCCL"] = stand_in().path
+    stand_in().reset(seed, foreign_memory=1, **options)
+
+
+# -- ranks: one, and two as processes of one device ------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A stage with next to nothing to compute and a large result."""
+
+    def __init__(self, hidden: int, is_first: bool) -> None:
+        super().__init__()
+        self.weight, self.is_first = nn.Parameter(torch.ones(hidden)), is_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[..., None] if self.is_first else x) * self.weight
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.float().mean() + 0 * target.sum()
+
+
+def messages(machine: Machine, rank: int, world: int, transport: str) -> float:
+    """GB/s of 8 messages there and 8 back, the two ranks' few products included."""
+    tokens, hidden = (2048, 4096) if machine.is_cuda else (8, 16)
+    stage = Wide(hidden, rank == 0).to(machine.device, torch.bfloat16)
+    engine = engine_of(transport, not machine.is_cuda, stage, num_microbatches=8, num_segments=1, loss_fn=mean)
+    x = torch.ones(8, tokens, dtype=torch.bfloat16, device=machine.device)
+    target, times = torch.zeros(8, tokens, device=machine.device), []
+    for _ in range(6):
+        start = time.perf_counter()
+        engine.step(x, target=target)
+        machine.sync()
+        times.append(time.perf_counter() - start)
+    engine.close()
+    return 16 * tokens * hidden * 2 / min(times) / 1e9
+
+
+def process_rank(rank: int, world: int, rehearsal: str | None, transport: str, dtype: torch.dtype, path: str) -> None:
+    """Every rank has the whole model, so it checks the gradients of all; the first one's figures go to the file."""
+    machine = Machine(Path(path), None if rehearsal is None else Path(rehearsal))
+    rehearsed = nullcontext()
+    if machine.rehearsal is not None:
+        import gpu_rehearsal
+
+        rehearsed = gpu_rehearsal.rehearsing(machine.rehearsal)
+        if transport == "copy":
+            prepare_stand_ins(rank, shared_memory=1)
+    elif transport == "nccl":
+        if torch.cuda.device_count() > 1:
+            machine.device = torch.device("cuda", rank)
+            torch.cuda.set_device(rank)
+        else:  # NCCL takes them for two hosts
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+    def run(*arguments: Any) -> dict[str, Tensor]:
+        nonlocal seconds
+        grads, seconds = step_of_rank(machine, None, rank, world, transport, *arguments)
+        return grads
+
+    seconds = 0.0
+    with rehearsed:
+        found = compare_with_whole(machine, dtype, run)
+        rate = messages(machine, rank, world, transport)
+    if rank == 0:
+        found |= {"ms a step": round(seconds * 1e3, 2), gpu.MESSAGES: round(rate, 2)}
+        Path(path).write_text(json.dumps(found))
+
+
+def ranks(machine: Machine) -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        yield f"one rank, {dtype}", functools.partial(of_threads, machine, 1, dtype)
+
+    def pair(transport: str, dtype: torch.dtype, most_ctas: int = 0) -> dict[str, Any]:
+        one_gpu = machine.is_cuda and torch.cuda.device_count() < 2
+        if most_ctas and (one_gpu or not machine.is_cuda):
+            raise Unmeasured("needs two GPUs" if one_gpu else gpu.NEEDS_CUDA)
+        if transport == "nccl" and not machine.is_cuda:
+            return of_threads(machine, 2, dtype, transport)  # the stand-in of NCCL is of one process
+        if most_ctas:
+            os.environ["NCCL_MAX_CTAS"] = str(most_ctas)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "found.json"
+                rehearsal = None if machine.rehearsal is None else str(machine.rehearsal)
+                processes.run_processes(2, process_rank, rehearsal, transport, dtype, str(path))
+                return dict(json.loads(path.read_text()))
+        except Exception as error:
+            if transport == "nccl" and one_gpu:
+                raise Unmeasured(f"needs two GPUs; as two hosts on one: {error}") from None
+            raise
+        finally:
+            os.environ.pop("NCCL_MAX_CTAS", None)
+
+    for dtype in (torch.bfloat16, torch.float32) if machine.is_cuda else (torch.float32,):
+        for transport in ("shm", "copy", "nccl", "c10d") if machine.is_cuda else ("shm", "copy", "nccl"):
+            yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
+    for most_ctas in (8, 32):  # the package asks for 2
+        yield f"nccl, at most {most_ctas} CTAs", functools.partial(pair, "nccl", torch.bfloat16, most_ctas)
+
+
+# -- threads: ranks of one process, and what an engine promises ------------------------------------------------------
+
+
+def threads(machine: Machine) -> Iterator[Case]:
+    for dtype, num_ranks in ((torch.float32, 2), (torch.bfloat16, 4), (torch.float64, 4)):
+        yield f"{num_ranks} ranks, {dtype}", functools.partial(of_threads, machine, num_ranks, dtype)
     for num_ranks, dtype in ((2, torch.float32), (4, torch.bfloat16)):
-        name = f"{num_ranks} ranks as threads, copies on the device, {dtype}"
-        yield name, functools.partial(ranks, num_ranks, dtype, "copy")
+        name = f"{num_ranks} ranks, copies on the device, {dtype}"
+        yield name, functools.partial(of_threads, machine, num_ranks, dtype, "copy")
 
     def steady() -> dict[str, Any]:
         """No memory is added after the third step, and how often the host waits for the device in a step."""
@@ -129,7 +257,7 @@ def engine(machine: Machine) -> Iterator[Case]:
         return {"difference of losses": f"{difference:.1e}"}
 
     def compiled() -> dict[str, Any]:
-        machine.need_cuda()  # compiling on the CPU is tests/runtime/test_engine_compile.py's
+        machine.need_cuda()  # on the CPU it takes a compiler, and tests/runtime/test_engine_compile.py looks at it
         config = tiny_model.Config(layers=2)
         stage = torch.compile(tiny_model.whole_model(config).to(machine.device, torch.bfloat16))
         tokens, target = tiny_model.batch(config, 2, 32)
@@ -142,52 +270,14 @@ def engine(machine: Machine) -> Iterator[Case]:
     yield from (("steady memory", steady), ("own thread", own_thread), ("autocast", autocast), ("compiled", compiled))
 
 
-# -- processes: two on one device ------------------------------------------------------------------------------------
-
-
-def process_rank(rank: int, world: int, device: str, transport: str, dtype: torch.dtype) -> None:
-    """Steps over two processes. Every rank has the whole model, so it checks the gradients of its own stage."""
-    if transport == "nccl":  # takes two ranks of one GPU for two hosts
-        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    machine = Machine(device)
-
-    def run(config: Any, model: Any, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
-        stage = tiny_model.stage_of(model, config, rank, world).to(machine.device)
-        pipeline = seq1f1b.PipelineEngine(
-            stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7], loss_fn=tiny_model.cross_entropy,
-            transport=transport, timeout=20.0, first_step_timeout=30.0,
-        )  # fmt: skip
-        for _ in range(3):
-            stage.zero_grad()
-            pipeline.step(tokens, target=target)
-        mine = {name: p.grad.cpu() for name, p in pipeline.named_parameters() if p.grad is not None}
-        gathered = pipeline.all_gather_object({name: g.float().tolist() for name, g in mine.items()})
-        pipeline.close()
-        return {name: torch.tensor(g, device=machine.device) for grads in gathered for name, g in grads.items()}
-
-    compare_with_whole(machine, dtype, run)
-
-
-def processes(machine: Machine) -> Iterator[Case]:
-    def pair(transport: str, dtype: torch.dtype) -> dict[str, Any]:
-        if transport in ("copy", "nccl"):
-            machine.need_cuda()
-        local_processes.run_processes(2, process_rank, machine.device.type, transport, dtype)
-        return {}
-
-    for transport in ("shm", "copy", "nccl", "c10d"):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
-
-
 # -- training: steps of a model --------------------------------------------------------------------------------------
 
 
 def training(machine: Machine) -> Iterator[Case]:
     shape = (
-        {"hidden": 2048, "blocks": 8, "vocab": 32000} if machine.is_cuda else {"hidden": 64, "blocks": 2, "vocab": 50}
+        {"hidden": 2048, "blocks": 8, "vocab": 32000} if machine.is_cuda else {"hidden": 64, "blocks": 1, "vocab": 50}
     )
-    length, microbatches = (16384, 4) if machine.is_cuda else (32, 2)
+    length, microbatches = (16384, 4) if machine.is_cuda else (16, 2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape["vocab"], (microbatches, length), generator=generator).to(machine.device)
     target = seq1f1b.shift_labels(tokens)
@@ -212,7 +302,8 @@ def training(machine: Machine) -> Iterator[Case]:
 
     def plain() -> dict[str, Any]:
         """The whole model by torch's own attention, one micro-batch after the other."""
-        stage = benchmark_model.Stage(0, 1, attention="whole sequences", **shape).to(machine.device, dtype)
+        with machine.device:
+            stage = benchmark_model.Stage(0, 1, attention="whole sequences", **shape).to(dtype)
 
         def step() -> float:
             losses = []
@@ -225,9 +316,12 @@ def training(machine: Machine) -> Iterator[Case]:
 
         return measured(step)
 
-    def pipelined(num_ranks: int, num_segments: int) -> dict[str, Any]:
+    def pipelined(num_ranks: int, num_segments: int, kernels: str = "library") -> dict[str, Any]:
+        os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+
         def rank(group: Any) -> Any:
-            stage = benchmark_model.Stage(group.rank, num_ranks, **shape).to(machine.device, dtype)
+            with machine.device:
+                stage = benchmark_model.Stage(group.rank, num_ranks, **shape).to(dtype)
             return seq1f1b.PipelineEngine(
                 stage, num_microbatches=microbatches, num_segments=num_segments,
                 loss_fn=benchmark_model.cross_entropy, group=group,
@@ -262,3 +356,4 @@ def training(machine: Machine) -> Iterator[Case]:
     yield "torch, whole sequences", plain
     for num_ranks, num_segments in ((1, 1), (1, 4), (1, 8), (2, 4)):
         yield f"{num_ranks} ranks, {num_segments} segments", functools.partial(pipelined, num_ranks, num_segments)
+    yield "1 ranks, 4 segments, own kernels", functools.partial(pipelined, 1, 4, "own")

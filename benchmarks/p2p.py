@@ -37,7 +37,7 @@ class Ours:
         self.group = transport.connect(None, "shm")
         self.group.set_limits(60.0, SPIN_US)
         text = "benchmark"
-        ends = [self.group.edge_end(s, 1 - s, 1 - rank, s != rank, text) for s in (0, 1)]
+        ends = [self.group.edge_end((s, 1 - s), 1 - rank, s != rank, text) for s in (0, 1)]
         self.out, self.back = ends[rank], ends[1 - rank]
         self.rank = rank
 

@@ -103,7 +103,7 @@ def copy_end(control: object, watchdog: object, in_process: bool, /) -> object: 
 # ---- unit.c
 
 def unit_inputs(
-    num_stages: int, num_microbatches: int, num_segments: int, passes: int, unit: _Unit, /
+    num_stages: int, num_microbatches: int, num_segments: int, passes: int, unit: _Unit, num_ranks: int = 1, /
 ) -> list[_Unit]: ...
 def unit_lifetimes(
     num_segments: int, passes: int, unit: _Unit, cell_kind: int = 0, /
@@ -140,6 +140,9 @@ def schedule_check(schedule: Any, max_live_units: int, /) -> None: ...
 def schedule_defer_weights(schedule: Any, max_live_units: int, /) -> Any: ...
 def schedule_recompute(schedule: Any, chosen: bytes | None, /) -> Any: ...
 def schedule_offload(schedule: Any, chosen: bytes | None, /) -> Any: ...
+def schedule_spread_vocabulary(
+    schedule: Any, what: int, ahead: int, pass_seconds: tuple[Sequence[float], ...], /
+) -> Any: ...
 def schedule_forward_only(schedule: Any, /) -> Any: ...
 def schedule_to_text(schedule: Any, /) -> str: ...
 def schedule_to_csv(schedule: Any, /) -> str: ...
@@ -163,7 +166,7 @@ def program_simulate(
     pass_seconds: tuple[Sequence[float] | None, ...],  # as PASSES; None: the order has no such pass
     unit_seconds: Sequence[Sequence[float]] | None,
     transfer: tuple[Sequence[float], Sequence[float], float, Sequence[float] | None],  # the last: of the tier
-    message_bytes: Sequence[int],
+    message_bytes: tuple[Sequence[int], Sequence[int]],  # between stages, between shards of the vocabulary
     jitter: tuple[float, float, int, bool],  # of units and messages, seed, whether W fills waits
     steps: tuple[int, bool, Sequence[float]],
     keep: int,
@@ -178,9 +181,11 @@ def program_memory(
     kv: Sequence[int] | None,
     kv_gradients: Sequence[int] | None,
     inputs: Sequence[int] | None,
+    shard_logits: Sequence[int] | None,
     message_bytes: Sequence[int] | None,
+    statistics_bytes: Sequence[int] | None,
     /,
-) -> tuple[tuple[int, int, int, int, int, int, int, int], ...]: ...
+) -> tuple[tuple[int, int, int, int, int, int, int, int, int], ...]: ...
 
 # ---- attention.c
 

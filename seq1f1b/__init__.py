@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine
     from seq1f1b.runtime.looks import SegmentWarning
     from seq1f1b.runtime.verify import Verification, verify_stage
+    from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
     from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup
 
@@ -39,6 +40,8 @@ __all__ = [
     "Simulation",
     "Unit",
     "Verification",
+    "VocabularyParallelEmbedding",
+    "VocabularyParallelHead",
     "add_loss",
     "build_schedule",
     "carry_in",
@@ -67,6 +70,8 @@ _NEEDS_TORCH: dict[str, str] = {
     "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
     "SegmentWarning": "seq1f1b.runtime.looks",
     "Verification": "seq1f1b.runtime.verify",
+    "VocabularyParallelEmbedding": "seq1f1b.runtime.vocabulary",
+    "VocabularyParallelHead": "seq1f1b.runtime.vocabulary",
     "add_loss": "seq1f1b.ops.context",
     "carry_in": "seq1f1b.ops.context",
     "carry_out": "seq1f1b.ops.context",

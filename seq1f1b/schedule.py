@@ -32,8 +32,10 @@ class Unit(NamedTuple):
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
     (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
-    stage again for the backward. What F saved may be moved to a tier, a file: it begins to go at ``"O"``, its memory is
-    free from ``"G"`` on, and at ``"L"`` it begins to come back.
+    stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
+    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
+    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients). What F saved may be moved to
+    a tier, a file: it begins to go at ``"O"``, its memory is free from ``"A"`` on, at ``"L"`` it begins to come back.
     """
 
     kind: str
@@ -58,10 +60,11 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
         1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
     )
     passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+    num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number)
+        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number, num_shards)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
 
@@ -79,7 +82,7 @@ class StepMemory:
 
     Attributes:
         activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
-            the unit is recomputed, R saves it; if it is moved, it is not held from G to L.
+            the unit is recomputed, R saves it; if it is moved, it is not held from A to L.
         kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
@@ -88,6 +91,7 @@ class StepMemory:
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
+        shard_logits: of a shard of the vocabulary, a number or one per segment; held from S to the end of T.
     """
 
     activations: int | Sequence[Sequence[int]] = 0
@@ -99,6 +103,7 @@ class StepMemory:
     optimizer: int | Sequence[int] = 0
     logits: int = 0
     inputs: int | Sequence[Sequence[int]] = 0
+    shard_logits: int | Sequence[int] = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class PeakMemory:
     logits: tuple[int, ...]
     total: tuple[int, ...]
     inputs: tuple[int, ...]
+    shard_logits: tuple[int, ...]
 
 
 class Schedule:
@@ -211,9 +217,9 @@ class Schedule:
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """The same order, in which what these units save is away, in a tier, while nobody reads it.
 
-        O stands right after F, G one unit later and L one unit before the backward: the rank runs one unit beside the
+        O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit beside the
         way out, and one beside the way back. A unit stays here if it would not be away while another one runs, or if it
-        is recomputed. From text an order may have them elsewhere: O, G and L in this order between F and the backward,
+        is recomputed. From text an order may have them elsewhere: O, A and L in this order between F and the backward,
         at most one unit of a rank on its way out, and two on their way back.
 
         Args:
@@ -231,6 +237,32 @@ class Schedule:
             return None
         cells = product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
         return bytes(bool(units(Unit("F", *cell))) for cell in cells)
+
+    def spread_vocabulary(
+        self, ahead: int | None = None, *, head: bool = True, embedding: bool = False, **seconds: Any
+    ) -> Schedule:
+        """The same order with the rows of the vocabulary spread over the ranks.
+
+        With S and T of every segment, the last stage waits for them between its forward and its backward, so forwards
+        go ahead of all else. With E and G, the first stage waits for E.
+
+        Args:
+            ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever makes
+                the order shortest; 0 without ``head``.
+            head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
+            seconds: of the passes, ``forward`` to ``embed_gradient`` of :meth:`simulate`: the new units stand where
+                each rank can run them first.
+        Raises:
+            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r.
+            ValueError: a number is out of range.
+        Source: vocabulary parallelism, arXiv:2411.05288.
+        """
+        in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
+        orders = [
+            self._from_handle(_C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order))
+            for more in ((ahead,) if ahead is not None else (0, 1, 2) if head else (0,))
+        ]
+        return min(orders, key=lambda order: order.simulate(**seconds).makespan)
 
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
@@ -312,6 +344,11 @@ class Schedule:
         optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
         progress: Callable[[int], object] | None = None,
+        statistics: Costs = 0.25,
+        loss: Costs = 0.5,
+        embed: Costs = 0.0,
+        embed_gradient: Costs = 0.0,
+        statistics_bytes: int | Sequence[int] = 0,
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
 
@@ -323,7 +360,7 @@ class Schedule:
             input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
             recompute: R where the order recomputes; default: ``forward``.
             tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time,
-                beside the units. G, and the backward of a unit that was moved, wait for it. Not with ``critical``.
+                beside the units. A, and the backward of a unit that was moved, wait for it. Not with ``critical``.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -346,32 +383,44 @@ class Schedule:
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
             progress: called some times a second with the units that have run; what it raises ends the simulation.
+            statistics, loss, embed, embed_gradient: S, T, E and G where the vocabulary is spread over the ranks.
+            statistics_bytes: of one message from shard to shard of the vocabulary, a number or one per segment.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
         _check_steps(steps, optimizer_sync, seed)
         tokens = None if segment_sizes is None else self._tokens(segment_sizes)
-        sizes, program = self._message_sizes(message_bytes), self._lower(prefetch)
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        program = self._lower(prefetch)
+        seconds = self._pass_seconds(
+            forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient
+        )
         times = _C.program_simulate(
             program,
-            tuple(map(self._pass_seconds(forward, backward, weight, input, recompute).get, _C.PASSES)),
+            tuple(map(seconds.get, _C.PASSES)),
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send, self._tier_seconds(tier)),
-            sizes,
+            (sizes, statistics_sizes),
             (jitter, transfer_jitter, seed, fill),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
-        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes)
+        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes, statistics_sizes)
         return Simulation(**self._times(times, many_steps=steps > 1), **peaks, schedule=self)
 
     def _peaks(
-        self, program: Any, tokens: list[int] | None, unit_bytes: Any, memory: StepMemory | None, sizes: Sequence[int]
+        self,
+        program: Any,
+        tokens: list[int] | None,
+        unit_bytes: Any,
+        memory: StepMemory | None,
+        sizes: Sequence[int],
+        statistics_sizes: Sequence[int],
     ) -> dict[str, Any]:
         """The fields of a simulation that tell what is held."""
-        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes)
+        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes, statistics_sizes)
         return {
             "peak": peak,
             "peak_tokens": None if tokens is None else self._peak(program, tokens),
@@ -380,9 +429,8 @@ class Schedule:
             "given": memory,
         }
 
-    def _message_sizes(self, message_bytes: int | Sequence[int]) -> Sequence[int]:
-        """Bytes of a message of each segment."""
-        return message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * self.num_segments
+    def _per_segment(self, values: int | Sequence[int]) -> Sequence[int]:
+        return values if isinstance(values, Sequence) else [values] * self.num_segments
 
     def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
         """Tokens of every unit, flat."""
@@ -405,7 +453,16 @@ class Schedule:
         return seconds if any(seconds) else None
 
     def _pass_seconds(
-        self, forward: Costs, backward: Costs, weight: Costs | None, input: Costs | None, recompute: Costs | None
+        self,
+        forward: Costs = 1.0,
+        backward: Costs = 2.0,
+        weight: Costs | None = None,
+        input: Costs | None = None,
+        recompute: Costs | None = None,
+        statistics: Costs = 0.25,
+        loss: Costs = 0.5,
+        embed: Costs = 0.0,
+        embed_gradient: Costs = 0.0,
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
@@ -424,7 +481,11 @@ class Schedule:
             "I": inputs,
             "W": weights,
             "R": self._per_unit(again, "recompute"),
-            **dict.fromkeys("OGL", self._per_unit(0.0, "moving")),
+            **dict.fromkeys("OAL", self._per_unit(0.0, "moving")),
+            "S": self._per_unit(statistics, "statistics"),
+            "T": self._per_unit(loss, "loss"),
+            "E": self._per_unit(embed, "embed"),
+            "G": self._per_unit(embed_gradient, "embed_gradient"),
         }
 
     def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
@@ -444,13 +505,19 @@ class Schedule:
         }
 
     def peak_memory(
-        self, memory: StepMemory, *, message_bytes: int | Sequence[int] = 0, prefetch: int = 1
+        self,
+        memory: StepMemory,
+        *,
+        message_bytes: int | Sequence[int] = 0,
+        statistics_bytes: int | Sequence[int] = 0,
+        prefetch: int = 1,
     ) -> PeakMemory:
         """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
 
         Args and errors are those of :meth:`simulate`.
         """
-        return self._memory(self._lower(prefetch), memory, self._message_sizes(message_bytes))[1]
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        return self._memory(self._lower(prefetch), memory, sizes, statistics_sizes)[1]
 
     def _lower(self, prefetch: int) -> Any:
         program = self._lowered.get(prefetch)
@@ -467,9 +534,12 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.program_memory(program, activations, None, None, None, None, None, None))
+        nothing = [None] * 8
+        return tuple(peak[1] for peak in _C.program_memory(program, activations, *nothing))
 
-    def _memory(self, program: Any, given: StepMemory, sizes: Sequence[int]) -> tuple[tuple[int, ...], PeakMemory]:
+    def _memory(
+        self, program: Any, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]
+    ) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
 
         def per_unit(name: str) -> list[int] | None:
@@ -498,15 +568,29 @@ class Schedule:
             per_stage("kv"),
             per_stage("kv_gradients"),
             per_unit("inputs"),
+            self._per_segment(given.shard_logits),
             sizes,
+            statistics_sizes,
         )
-        units, activations, output_gradients, kv, kv_gradients, inputs, receive, together = zip(*live, strict=True)
+        units, activations, output_gradients, kv, kv_gradients, inputs, shard_logits, receive, together = zip(
+            *live, strict=True
+        )
         weights = per_rank("weights", per_stage("weights"))
         optimizer = per_rank("optimizer", per_stage("optimizer"))
         logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
         total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
         return units, PeakMemory(
-            activations, output_gradients, kv, kv_gradients, receive, weights, optimizer, logits, total, inputs
+            activations,
+            output_gradients,
+            kv,
+            kv_gradients,
+            receive,
+            weights,
+            optimizer,
+            logits,
+            total,
+            inputs,
+            shard_logits,
         )
 
 

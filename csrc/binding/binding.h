@@ -100,6 +100,9 @@ int s1f_to_doubles(PyObject *numbers, void *out);
 
 /* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in 0..<end - 1>". */
 int s1f_require_count(const char *name, int64_t count, int64_t wanted);
+/* A tuple with, for each pass, seconds of [stage][segment], or None; zeroed before. The values of each are for PyMem_Free,
+ * also on an error. */
+int s1f_to_pass_seconds(PyObject *passes, const s1f_shape *shape, s1f_doubles seconds[S1F_MAX_PASSES]);
 int s1f_require_index(const char *name, int64_t i, int64_t end);
 
 /* -- results ------------------------------------------------------------------------------------------------------- */

@@ -459,7 +459,7 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
     for (int64_t i = 0; i < step.count; i++) {
         int64_t ns = step.spans[i].end_ns - step.spans[i].start_ns;
         spent[step.instructions[i].opcode] += ns;
-        if (step.instructions[i].opcode == S1F_OP_RUN && step.instructions[i].unit.pass == S1F_PASS_GONE)
+        if (step.instructions[i].opcode == S1F_OP_RUN && step.instructions[i].unit.pass == S1F_PASS_AWAY)
             gone += ns; /* a unit that only waits */
     }
     int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
@@ -564,7 +564,7 @@ PyMethodDef s1f_executor_methods[] = {
     {"executor_timeline", executor_timeline, METH_VARARGS,
      "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
     {"executor_totals", executor_totals, METH_VARARGS,
-     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns, tier_ns) of the last step; tier_ns: in G and "
+     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns, tier_ns) of the last step; tier_ns: in A and "
      "BACK, and not in run_ns"},
     {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
      "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},

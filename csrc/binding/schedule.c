@@ -8,6 +8,7 @@
 #include "../core/receives.h"
 #include "../core/recompute.h"
 #include "../core/schedule.h"
+#include "../schedules/vocabulary.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -325,6 +326,34 @@ static PyObject *schedule_offload(PyObject *Py_UNUSED(module), PyObject *argumen
     return changed(arguments, s1f_schedule_offload);
 }
 
+static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *schedule;
+    int64_t ahead;
+    int what;
+    PyObject *passes;
+    if (!PyArg_ParseTuple(arguments, "O&iO&O", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, &passes))
+        return NULL;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    s1f_doubles seconds[S1F_MAX_PASSES] = {0};
+    const double *values[S1F_MAX_PASSES] = {0};
+    int is_read = s1f_to_pass_seconds(passes, &shape, seconds);
+    for (int pass = 0; is_read && pass < s1f_num_passes; pass++)
+        if ((values[pass] = seconds[pass].values) == NULL) {
+            PyErr_SetString(PyExc_TypeError, "seconds are needed for every pass");
+            is_read = 0;
+        }
+    PyObject *result = NULL;
+    if (is_read) {
+        s1f_schedule *spread = NULL;
+        s1f_status status = s1f_schedule_spread_vocabulary(schedule, what, ahead, values, &spread);
+        result = s1f_new_schedule(status, spread, NULL);
+    }
+    for (int pass = 0; pass < s1f_num_passes; pass++)
+        PyMem_Free(seconds[pass].values);
+    return result;
+}
+
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
 static PyObject *text_of(PyObject *handle, s1f_status (*write)(const s1f_schedule *schedule, char **text))
@@ -495,11 +524,14 @@ PyMethodDef s1f_schedule_methods[] = {
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
     {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
      "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order holds."},
+    {"schedule_spread_vocabulary", schedule_spread_vocabulary, METH_VARARGS,
+     "schedule_spread_vocabulary(schedule, what, ahead, pass_seconds): the same order with S and T (what & 1), E and G "
+     "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
     {"schedule_recompute", schedule_recompute, METH_VARARGS,
      "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
      "[(stage * num_microbatches + microbatch) * num_segments + segment] is not 0; None: of all."},
     {"schedule_offload", schedule_offload, METH_VARARGS,
-     "schedule_offload(schedule, chosen): the same order with O, G and L of these cells, given in the same way."},
+     "schedule_offload(schedule, chosen): the same order with O, A and L of these cells, given in the same way."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},

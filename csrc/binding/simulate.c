@@ -61,7 +61,7 @@ typedef struct {
     s1f_doubles passes[S1F_MAX_PASSES];
     s1f_doubles *units; /* [rank]; NULL: by pass */
     s1f_doubles latency, seconds_per_byte, optimizer, tier;
-    s1f_int64s message_bytes;
+    s1f_int64s message_bytes, statistics_bytes;
     const double **unit_seconds; /* [rank]: values of `units` */
 } cost_arrays;
 
@@ -78,27 +78,16 @@ static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
     PyMem_Free(arrays->optimizer.values);
     PyMem_Free(arrays->tier.values);
     PyMem_Free(arrays->message_bytes.values);
+    PyMem_Free(arrays->statistics_bytes.values);
 }
 
 /* These read into `arrays`; 0 with the exception set. */
 static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays, s1f_costs *costs)
 {
-    int64_t count = (int64_t)program->shape.num_stages * program->shape.num_segments;
-    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
-        PyErr_SetString(PyExc_TypeError, "expected for each pass a sequence of seconds, or None");
-        return 0;
-    }
-    for (int pass = 0; pass < s1f_num_passes; pass++) {
-        s1f_doubles *seconds = &arrays->passes[pass];
-        PyObject *given = PyTuple_GetItem(passes, pass);
-        seconds->name = "costs";
-        if (given == Py_None)
-            continue;
-        if (!s1f_to_doubles(given, seconds) || !s1f_require_count(seconds->name, seconds->count, count))
-            return 0;
-        costs->pass_seconds[pass] = seconds->values;
-    }
-    return 1;
+    int is_read = s1f_to_pass_seconds(passes, &program->shape, arrays->passes);
+    for (int pass = 0; pass < s1f_num_passes; pass++)
+        costs->pass_seconds[pass] = arrays->passes[pass].values;
+    return is_read;
 }
 
 static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays, s1f_costs *costs)
@@ -138,11 +127,13 @@ static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *
     costs->latency = arrays->latency.values;
     costs->seconds_per_byte = arrays->seconds_per_byte.values;
     costs->message_bytes = arrays->message_bytes.values;
+    costs->statistics_bytes = arrays->statistics_bytes.values;
     costs->optimizer = arrays->optimizer.values;
     costs->tier_seconds = arrays->tier.values;
     return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
            s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
            s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
+           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, program->shape.num_segments) &&
            (arrays->tier.values == NULL ||
             s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * program->shape.num_segments)) &&
            s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
@@ -181,16 +172,18 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
     cost_arrays arrays = {.latency.name = "transfer",
                           .seconds_per_byte.name = "bandwidth",
                           .message_bytes.name = "message_bytes",
+                          .statistics_bytes.name = "statistics_bytes",
                           .optimizer.name = "optimizer",
                           .tier.name = "tier"};
     s1f_number send = {.name = "send"}, jitter = {.name = "jitter"}, transfer_jitter = {.name = "transfer_jitter"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&O&)O&(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass, &per_unit,
-                          s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte, s1f_to_number,
-                          &send, s1f_to_doubles, &arrays.tier, s1f_to_int64s, &arrays.message_bytes, s1f_to_number,
-                          &jitter, s1f_to_number, &transfer_jitter, &seed, &costs.fills, &costs.num_steps,
-                          &costs.optimizer_sync, s1f_to_doubles, &arrays.optimizer, &keep, &progress))
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&O&)(O&O&)(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass,
+                          &per_unit, s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte,
+                          s1f_to_number, &send, s1f_to_doubles, &arrays.tier, s1f_to_int64s, &arrays.message_bytes,
+                          s1f_to_int64s, &arrays.statistics_bytes, s1f_to_number, &jitter, s1f_to_number,
+                          &transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
+                          s1f_to_doubles, &arrays.optimizer, &keep, &progress))
         return NULL;
     costs.send = send.value;
     costs.jitter = jitter.value;
@@ -209,24 +202,27 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
 static PyObject *peak_item(const void *context, int64_t rank)
 {
     const s1f_memory_peak *peak = (const s1f_memory_peak *)context + rank;
-    return Py_BuildValue("(LLLLLLLL)", (long long)peak->units, (long long)peak->activations,
+    return Py_BuildValue("(LLLLLLLLL)", (long long)peak->units, (long long)peak->activations,
                          (long long)peak->output_gradients, (long long)peak->kv, (long long)peak->kv_gradients,
-                         (long long)peak->inputs, (long long)peak->receive, (long long)peak->total);
+                         (long long)peak->inputs, (long long)peak->logits, (long long)peak->receive,
+                         (long long)peak->total);
 }
 
 static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    enum { NUM_KINDS = 7 };
-    s1f_int64s sizes[NUM_KINDS] = {{.name = "activations"},  {.name = "kept_activations"}, {.name = "output_gradients"},
-                                   {.name = "kv"},           {.name = "kv_gradients"},     {.name = "inputs"},
-                                   {.name = "message_bytes"}};
+    enum { NUM_KINDS = 9 };
+    s1f_int64s sizes[NUM_KINDS] = {
+        {.name = "activations"},  {.name = "kept_activations"}, {.name = "output_gradients"},
+        {.name = "kv"},           {.name = "kv_gradients"},     {.name = "inputs"},
+        {.name = "shard_logits"}, {.name = "message_bytes"},    {.name = "statistics_bytes"}};
     const s1f_program *program;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
+    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
                           s1f_to_int64s, &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s,
-                          &sizes[4], s1f_to_int64s, &sizes[5], s1f_to_int64s, &sizes[6]))
+                          &sizes[4], s1f_to_int64s, &sizes[5], s1f_to_int64s, &sizes[6], s1f_to_int64s, &sizes[7],
+                          s1f_to_int64s, &sizes[8]))
         return NULL;
     int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
-    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, segments};
+    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, segments, segments, segments};
     PyObject *result = NULL;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
@@ -235,8 +231,8 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
     for (int i = 0; i < NUM_KINDS && is_read; i++)
         is_read = sizes[i].values == NULL || s1f_require_count(sizes[i].name, sizes[i].count, counts[i]);
     if (is_read) {
-        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values, sizes[3].values,
-                                  sizes[4].values, sizes[5].values, sizes[6].values};
+        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values, sizes[3].values, sizes[4].values,
+                                  sizes[5].values, sizes[6].values, sizes[7].values, sizes[8].values};
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
         status = s1f_program_memory(program, &bytes, peaks);
@@ -251,10 +247,12 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
 
 PyMethodDef s1f_simulate_methods[] = {
     {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, tier), message_bytes, "
+     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, tier), (message_bytes, "
+     "statistics_bytes), "
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, inputs, message_bytes): per "
+     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, message_bytes, "
+     "statistics_bytes): per "
      "rank, the peaks of units, of the bytes of each kind, and of their total."},
     {NULL, NULL, 0, NULL}};

@@ -10,6 +10,7 @@ static const char *const holdings[] = {
     [S1F_HOLDS_KV] = "kv",
     [S1F_HOLDS_KV_GRADIENT] = "kv_gradients",
     [S1F_HOLDS_INPUT] = "inputs",
+    [S1F_HOLDS_LOGITS] = "logits",
 };
 _Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
 
@@ -52,8 +53,8 @@ static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
     unsigned int passes;
     PyObject *tuple;
     s1f_unit unit;
-    if (!PyArg_ParseTuple(arguments, "iiiIO!", &shape.num_stages, &shape.num_microbatches, &shape.num_segments, &passes,
-                          &PyTuple_Type, &tuple) ||
+    if (!PyArg_ParseTuple(arguments, "iiiIO!|i", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
+                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks) ||
         !read_unit(tuple, &unit))
         return NULL;
     shape.products = s1f_products_of_passes(passes);
@@ -84,8 +85,9 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
 
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
-     "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit): the units that a unit waits for, in an order of "
-     "these passes (bits 1 << pass); where two passes may make an input, both are named, and R and L where the unit may have one."},
+     "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit waits for, in "
+     "an order of these passes (bits 1 << pass); where two passes may make an input, both are named, and R and L where the "
+     "unit may have one. num_ranks: shards of the vocabulary."},
     {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
      "unit_lifetimes(num_segments, passes, unit, cell_kind=0): (takes, frees), the names of what the unit holds from its start "
      "on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."},

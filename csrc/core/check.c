@@ -150,13 +150,43 @@ static s1f_status check_complete(const table *t)
 {
     for (int64_t i = 0; i < t->num_cells; i++)
         for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-            if (s1f_shape_makes(&t->shape, (s1f_product)product) && !s1f_product_is_optional((s1f_product)product) &&
+            if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
                 t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
     for (int64_t i = 0; t->optional != NULL && i < t->num_cells; i++) {
         s1f_status status = check_optional(t, i);
         if (status != S1F_OK)
             return status;
+    }
+    return S1F_OK;
+}
+
+/* -- the vocabulary ------------------------------------------------------------------------------------------------ */
+
+static s1f_status check_shards(const table *t)
+{
+    if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
+        return S1F_OK;
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
+        if (t->shape.rank_of_stage[rank] != rank)
+            return s1f_fail(
+                S1F_ERR_SCHEDULE,
+                "a vocabulary is spread over stages that lie on the ranks of their numbers: stage %d lies on "
+                "rank %d",
+                (int)rank, (int)t->shape.rank_of_stage[rank]);
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
+        int64_t num_units;
+        const s1f_unit *units = units_of(t, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++)
+            if (s1f_pass_is_of_shard(units[i].pass) && units[i].stage >= t->shape.num_ranks) {
+                char text[UNIT_TEXT_BYTES];
+                describe(t, units[i], text);
+                return s1f_fail(
+                    S1F_ERR_SCHEDULE,
+                    "a rank holds one shard of the vocabulary, that of the stage of its number: rank %d runs "
+                    "%s",
+                    (int)rank, text);
+            }
     }
     return S1F_OK;
 }
@@ -371,6 +401,8 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     t.lifetimes = s1f_lifetimes_of(&t.shape);
     if (status == S1F_OK)
         status = fill_once(&t);
+    if (status == S1F_OK)
+        status = check_shards(&t);
     if (status == S1F_OK)
         status = check_complete(&t);
     if (status == S1F_OK)

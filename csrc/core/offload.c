@@ -48,7 +48,7 @@ static s1f_status copy_rank(const copier *c, const s1f_unit *units, int64_t num_
         if (status == S1F_OK)
             status = s1f_schedule_append(c->out, units[i]);
         if (status == S1F_OK && i > 0 && *forward_of(c, units[i - 1]) == i - 1)
-            status = append(c, units[i - 1], S1F_PASS_GONE);
+            status = append(c, units[i - 1], S1F_PASS_AWAY);
         if (status == S1F_OK && *forward_of(c, units[i]) == i)
             status = append(c, units[i], S1F_PASS_OUT);
     }

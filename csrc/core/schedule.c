@@ -207,7 +207,7 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
                                             schedule->num_segments, schedule->rank_of_stage, &forward);
     for (int32_t rank = 0; rank < schedule->num_ranks && status == S1F_OK; rank++)
         for (int64_t i = 0; i < schedule->orders[rank].count && status == S1F_OK; i++)
-            if (s1f_pass_makes(schedule->orders[rank].units[i].pass, S1F_PRODUCT_OUTPUT))
+            if (s1f_pass_is_forward(schedule->orders[rank].units[i].pass))
                 status = s1f_schedule_append(forward, schedule->orders[rank].units[i]);
     if (status != S1F_OK) {
         s1f_schedule_free(forward);

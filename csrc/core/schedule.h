@@ -102,7 +102,7 @@ s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **o
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 
-/* The same order with forward units only: what eval runs. *out is owned by the caller. */
+/* The same order without what goes back, or is for it: what eval runs. *out is owned by the caller. */
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 
 /* -- text (schedule_text.c) ----------------------------------------------------------------------------------------

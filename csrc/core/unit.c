@@ -10,14 +10,22 @@
 #define I BIT(S1F_PASS_BACKWARD_INPUT)
 #define W BIT(S1F_PASS_BACKWARD_WEIGHT)
 #define R BIT(S1F_PASS_RECOMPUTE)
+#define S BIT(S1F_PASS_STATISTICS)
+#define T BIT(S1F_PASS_LOSS)
+#define E BIT(S1F_PASS_EMBED)
+#define G BIT(S1F_PASS_EMBED_GRADIENT)
 #define O BIT(S1F_PASS_OUT)
-#define G BIT(S1F_PASS_GONE)
+#define A BIT(S1F_PASS_AWAY)
 #define L BIT(S1F_PASS_LOAD)
 
 #define OUTPUT S1F_PRODUCT_OUTPUT
 #define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
 #define WEIGHT_GRADIENT S1F_PRODUCT_WEIGHT_GRADIENT
 #define RECOMPUTED S1F_PRODUCT_RECOMPUTED
+#define STATISTICS S1F_PRODUCT_STATISTICS
+#define LOSS S1F_PRODUCT_LOSS
+#define EMBEDDED S1F_PRODUCT_EMBEDDED
+#define EMBED_GRADIENT S1F_PRODUCT_EMBED_GRADIENT
 #define LEAVING S1F_PRODUCT_LEAVING
 #define AWAY S1F_PRODUCT_AWAY
 #define COMING S1F_PRODUCT_COMING
@@ -36,8 +44,12 @@ static const struct {
     [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT), 1},
     [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT), 1},
     [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
+    [S1F_PASS_STATISTICS] = {'S', BIT(STATISTICS)},
+    [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
+    [S1F_PASS_EMBED] = {'E', BIT(EMBEDDED)},
+    [S1F_PASS_EMBED_GRADIENT] = {'G', BIT(EMBED_GRADIENT)},
     [S1F_PASS_OUT] = {'O', BIT(LEAVING)},
-    [S1F_PASS_GONE] = {'G', BIT(AWAY)},
+    [S1F_PASS_AWAY] = {'A', BIT(AWAY)},
     [S1F_PASS_LOAD] = {'L', BIT(COMING)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
@@ -80,7 +92,18 @@ uint32_t s1f_products_of_passes(uint32_t those)
     uint32_t products = BIT(OUTPUT); /* nothing goes back without it */
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         products |= those & BIT(pass) ? passes[pass].products : 0;
-    return products & (GRADIENTS | OPTIONAL) ? products | GRADIENTS : products; /* R and L are for a backward */
+    if (products & (BIT(STATISTICS) | BIT(LOSS))) /* neither is without the other */
+        products |= BIT(STATISTICS) | BIT(LOSS);
+    if (products & BIT(EMBED_GRADIENT))
+        products |= BIT(EMBEDDED);
+    if (products & (GRADIENTS | OPTIONAL | BIT(EMBED_GRADIENT))) /* R, L and G are for a backward */
+        products |= GRADIENTS | (products & BIT(EMBEDDED) ? BIT(EMBED_GRADIENT) : 0);
+    return products;
+}
+
+int s1f_pass_is_forward(int32_t pass)
+{
+    return (s1f_pass_products(pass) & (GRADIENTS | OPTIONAL | BIT(EMBED_GRADIENT))) == 0;
 }
 
 static int32_t first_maker(s1f_product product)
@@ -103,7 +126,12 @@ typedef enum {
     SEGMENT_BEFORE,
     SEGMENT_BEHIND,
     STAGE_BEFORE,
-    STAGE_BEHIND
+    STAGE_BEHIND,
+    LAST_STAGE,                  /* seen from a shard of the vocabulary */
+    EVERY_SHARD,                 /* the same */
+    EVERY_SHARD_FROM_LAST_STAGE, /* seen from the last stage */
+    FIRST_STAGE,                 /* seen from a shard */
+    EVERY_SHARD_FROM_FIRST_STAGE /* seen from the first stage */
 } place;
 
 static const struct {
@@ -124,19 +152,36 @@ static const struct {
     {R, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a unit is recomputed after its own forward"},
     {B | I, RECOMPUTED, SAME_CELL_IF_RECOMPUTED, S1F_COMES_SAVED, 0, 0, "a unit goes back after its recomputation"},
     {O, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saves leaves after its forward"},
-    {G, LEAVING, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved is gone after it left"},
+    {A, LEAVING, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved is gone after it left"},
     {L, AWAY, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved comes back after it is gone"},
     {B | I, COMING, SAME_CELL_IF_MOVED, S1F_COMES_SAVED, 0, 0, "what was moved away comes back before it is read"},
     {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
+    {S, OUTPUT, LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN, LOSS,
+     "a shard of the vocabulary comes after the last stage"},
+    {T, STATISTICS, EVERY_SHARD, S1F_COMES_FROM_STAGE, S1F_CHANNEL_STATISTICS, LOSS,
+     "the loss comes after every shard of the vocabulary"},
+    {B | I, LOSS, EVERY_SHARD_FROM_LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN_GRADIENT, INPUT_GRADIENT,
+     "the last stage goes back after the loss"},
+    {F, EMBEDDED, EVERY_SHARD_FROM_FIRST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_EMBEDDED, OUTPUT,
+     "the first stage goes forward after every shard of the embedding"},
+    {G, INPUT_GRADIENT, FIRST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_EMBED_GRADIENT, EMBED_GRADIENT,
+     "gradients of the embedding come after the first stage has gone back"},
     {W, INPUT_GRADIENT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a weight gradient comes after its input gradient"},
 };
 enum { NUM_RULES = sizeof rules / sizeof *rules };
 
+static int move_to_stage(s1f_unit *unit, int32_t stage)
+{
+    unit->stage = stage;
+    return 1;
+}
+
 /* Moves `unit` to the cell of its i-th maker; 0: there is none. */
 static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *unit)
 {
+    int is_shard = unit->stage < shape->num_ranks;
     int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
@@ -148,12 +193,20 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     case SEGMENT_BEHIND: return i == 0 && ++unit->segment < shape->num_segments;
     case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
+    case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);
+    case EVERY_SHARD: return i < shape->num_ranks && is_shard && move_to_stage(unit, i);
+    case FIRST_STAGE: return i == 0 && is_shard && move_to_stage(unit, 0);
+    case EVERY_SHARD_FROM_FIRST_STAGE: return i < shape->num_ranks && unit->stage == 0 && move_to_stage(unit, i);
+    case EVERY_SHARD_FROM_LAST_STAGE:
+        return i < shape->num_ranks && unit->stage == shape->num_stages - 1 && move_to_stage(unit, i);
     }
     return 0;
 }
 
 int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 {
+    if (passes[inputs->unit.pass].products & ~inputs->shape->products) /* no unit of such an order */
+        return 0;
     for (; inputs->rule < NUM_RULES; inputs->rule++, inputs->element = 0) {
         int32_t r = inputs->rule;
         s1f_unit maker = inputs->unit;
@@ -176,7 +229,7 @@ typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
     IF_RECOMPUTED,
-    AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by G, and taken again by L */
+    AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
 } when;
 
 #define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
@@ -196,6 +249,7 @@ static const struct {
                                ALWAYS},
     [S1F_HOLDS_INPUT] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
                          IF_RECOMPUTED},
+    [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
 };
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)

@@ -3,7 +3,10 @@
  * A unit is one pass over one segment of one micro-batch at one stage; the last three name a *cell*. A pass makes
  * *products*; each product of a cell is made by exactly one unit. Whatever asks for dependencies or lifetimes (check,
  * lower, simulate, memory, the searches, the drawings) asks here, so a new pass is an edit of the tables in unit.c.
- * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241] */
+ *
+ * Where an order spreads the vocabulary over the ranks, rank r holds shard r of the output layer's rows, and the cells of
+ * stage r, which must lie there, have the passes S and T of that shard; where it spreads the input embedding, E and G.
+ * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
 #ifndef S1F_UNIT_H
 #define S1F_UNIT_H
 
@@ -16,9 +19,13 @@ typedef enum {
     S1F_PASS_BACKWARD_INPUT = 2,  /* I: gradients of what the stage was given */
     S1F_PASS_BACKWARD_WEIGHT = 3, /* W: gradients of the weights */
     S1F_PASS_RECOMPUTE = 4,       /* R: F once more, for what B or I reads of it */
-    S1F_PASS_OUT = 5,             /* O: what F saved begins to go to the tier, a file */
-    S1F_PASS_GONE = 6,            /* G: it has gone, its memory is free */
-    S1F_PASS_LOAD = 7             /* L: there is room for it again, and it begins to come back */
+    S1F_PASS_STATISTICS = 5,      /* S: logits of a shard of the vocabulary, and what the others need to know of them */
+    S1F_PASS_LOSS = 6,            /* T: from everyone's statistics the loss, and the shard's gradients */
+    S1F_PASS_EMBED = 7,           /* E: a shard's rows of the input embedding, for the first stage */
+    S1F_PASS_EMBED_GRADIENT = 8,  /* G: their gradients */
+    S1F_PASS_OUT = 9,             /* O: what F saved begins to go to the tier, a file */
+    S1F_PASS_AWAY = 10,           /* A: it has gone, its memory is free */
+    S1F_PASS_LOAD = 11            /* L: there is room for it again, and it begins to come back */
 } s1f_pass;
 enum { S1F_MAX_PASSES = 16 };        /* room in tables that have a row per pass */
 extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
@@ -28,7 +35,7 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
-/* The letter of a pass: F, B, I, W, R, O, G or L; and back, -1 for another letter. */
+/* The letter of a pass: F, B, I, W, R, S, T, E, G, O, A or L; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
 /* Whether torch's pipelining has the pass, too, under the same letter. */
@@ -43,9 +50,13 @@ typedef enum {
     S1F_PRODUCT_INPUT_GRADIENT = 1,  /* B or I; with it gradients of keys, values and carried state */
     S1F_PRODUCT_WEIGHT_GRADIENT = 2, /* B or W */
     S1F_PRODUCT_RECOMPUTED = 3,      /* what F has saved in other cells: R */
-    S1F_PRODUCT_LEAVING = 4,         /* what F saved is on its way out: O */
-    S1F_PRODUCT_AWAY = 5,            /* it is in the tier alone: G */
-    S1F_PRODUCT_COMING = 6,          /* it is on its way back: L */
+    S1F_PRODUCT_STATISTICS = 4,      /* of a shard's logits: S */
+    S1F_PRODUCT_LOSS = 5,            /* and a shard's part of the gradient of the last stage's output: T */
+    S1F_PRODUCT_EMBEDDED = 6,        /* rows of the embedding: E */
+    S1F_PRODUCT_EMBED_GRADIENT = 7,  /* of them: G */
+    S1F_PRODUCT_LEAVING = 8,         /* what F saved is on its way out: O */
+    S1F_PRODUCT_AWAY = 9,            /* it is in the tier alone: A */
+    S1F_PRODUCT_COMING = 10,         /* it is on its way back: L */
     S1F_MAX_PRODUCTS = 16
 } s1f_product;
 
@@ -55,6 +66,13 @@ static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
     return s1f_pass_products(pass) >> product & 1;
 }
+/* Whether a pass is one of a shard of the vocabulary: S, T, E or G. */
+static inline int s1f_pass_is_of_shard(int32_t pass)
+{
+    return pass >= S1F_PASS_STATISTICS && pass <= S1F_PASS_EMBED_GRADIENT;
+}
+/* Whether an order that does not go back has the pass, too. */
+int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
  * everywhere. */
 uint32_t s1f_products_of_passes(uint32_t passes);
@@ -78,9 +96,21 @@ static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
 {
     return shape->products >> product & 1;
 }
+/* Whether a product is one of a shard of the vocabulary: cells of the first num_ranks stages alone have it. */
+static inline int s1f_product_is_of_shard(s1f_product product)
+{
+    return product == S1F_PRODUCT_STATISTICS || product == S1F_PRODUCT_LOSS || product == S1F_PRODUCT_EMBEDDED ||
+           product == S1F_PRODUCT_EMBED_GRADIENT;
+}
 static inline int s1f_shape_has_backward(const s1f_shape *shape)
 {
     return s1f_shape_makes(shape, S1F_PRODUCT_INPUT_GRADIENT);
+}
+/* Whether an order must make a product, which it makes somewhere, in the cells of a stage, too. */
+static inline int s1f_shape_needs(const s1f_shape *shape, s1f_product product, int32_t stage)
+{
+    return s1f_shape_makes(shape, product) && !s1f_product_is_optional(product) &&
+           (!s1f_product_is_of_shard(product) || stage < shape->num_ranks);
 }
 /* Number of a unit's cell within its stage; cells of one stage are 0 .. num_microbatches * num_segments - 1. */
 static inline int64_t s1f_cell(const s1f_shape *shape, s1f_unit unit)
@@ -123,8 +153,13 @@ typedef enum {
 
 /* What kind of result goes from stage to stage. */
 typedef enum {
-    S1F_CHANNEL_ACTIVATION = 0, /* to the next stage */
-    S1F_CHANNEL_GRADIENT = 1,   /* to the stage before */
+    S1F_CHANNEL_ACTIVATION = 0,      /* to the next stage */
+    S1F_CHANNEL_GRADIENT = 1,        /* to the stage before */
+    S1F_CHANNEL_HIDDEN = 2,          /* the last stage's output, to every shard of the vocabulary */
+    S1F_CHANNEL_STATISTICS = 3,      /* from shard to shard */
+    S1F_CHANNEL_HIDDEN_GRADIENT = 4, /* from every shard to the last stage */
+    S1F_CHANNEL_EMBEDDED = 5,        /* from every shard to the first stage */
+    S1F_CHANNEL_EMBED_GRADIENT = 6,  /* from the first stage to every shard */
     S1F_MAX_CHANNELS = 8
 } s1f_channel;
 
@@ -166,14 +201,15 @@ enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
 
 /* What a stage holds from the begin of one unit to the end of another. */
 typedef enum {
-    /* Both but while they are away: from the end of G to L. */
+    /* Both but while they are away: from the end of A to L. */
     S1F_HOLDS_SAVED = 0,           /* what F, or R, saved and W does not read: to the end of B or I */
     S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
     S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
     S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
-    S1F_NUM_HOLDINGS = 6
+    S1F_HOLDS_LOGITS = 6,          /* of a shard: from S to the end of T */
+    S1F_NUM_HOLDINGS = 7
 } s1f_holding;
 
 typedef struct { /* bits (1 << s1f_holding) */

@@ -38,7 +38,6 @@ typedef struct {         /* what this end knows of a place beside s1f_device_pla
 
 typedef struct {
     s1f_device_end base;
-    int32_t in_process;
     copy_place *places;
     int32_t num_places;
     int64_t largest; /* payload so far */
@@ -72,15 +71,15 @@ static s1f_status reserve_places(copy_end *end)
 static s1f_status name_event(const copy_end *end, s1f_cu_event event, shared_name *name)
 {
     name->pointer = (uint64_t)(uintptr_t)event;
-    return end->in_process
+    return !end->base.is_shared
                ? S1F_OK
                : checked(end, end->base.device->driver->ipc_export_event(&name->handle, event), "cuIpcGetEventHandle");
 }
 
 static s1f_status find_event(const copy_end *end, const shared_name *name, s1f_cu_event *event)
 {
-    if (end->in_process || *event != NULL) {
-        if (end->in_process)
+    if (!end->base.is_shared || *event != NULL) {
+        if (!end->base.is_shared)
             *event = (s1f_cu_event)(uintptr_t)name->pointer;
         return S1F_OK;
     }
@@ -96,7 +95,7 @@ static s1f_status copy_post(s1f_device_end *base, int32_t number)
     s1f_device_place *place = &base->places[number];
     posted_note *note = &notes_of(end, number)->posted;
     s1f_status status = s1f_device_place_grow(base, place, end->largest);
-    if (status == S1F_OK && place->generation != note->generation && !end->in_process)
+    if (status == S1F_OK && place->generation != note->generation && end->base.is_shared)
         status = checked(end, driver->ipc_export_memory(&note->memory.handle, place->address), "cuIpcGetMemHandle");
     if (status == S1F_OK && place->generation != note->generation)
         status = name_event(end, place->freed, &note->freed);
@@ -173,7 +172,7 @@ static s1f_status find_target(copy_end *end, const posted_note *note, copy_place
     s1f_status status = find_event(end, &note->freed, &place->freed);
     if (status != S1F_OK || place->generation == note->generation)
         return status;
-    if (end->in_process) {
+    if (!end->base.is_shared) {
         place->target = note->memory.pointer;
     } else {
         if (place->generation != 0)
@@ -201,10 +200,9 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
         return stage(end, message, tensors);
     if (message->payload_bytes > 0)
         status = find_target(end, &notes->posted, place);
+    unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
     if (status == S1F_OK && place->copied == NULL)
-        status =
-            checked(end, driver->event_create(&place->copied, S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS),
-                    "cuEventCreate");
+        status = checked(end, driver->event_create(&place->copied, flags), "cuEventCreate");
     return status == S1F_OK ? name_event(end, place->copied, &notes->sent.copied) : status;
 }
 
@@ -234,12 +232,12 @@ static void copy_close(s1f_device_end *base)
     const s1f_driver *driver = base->device->driver;
     for (int32_t i = 0; i < end->num_places; i++) {
         copy_place *place = &end->places[i];
-        int owns_copied = !base->head.is_receiver || !end->in_process;
+        int owns_copied = !base->head.is_receiver || end->base.is_shared;
         if (place->copied != NULL && owns_copied)
             driver->event_destroy(place->copied);
-        if (place->freed != NULL && !end->in_process)
+        if (place->freed != NULL && end->base.is_shared)
             driver->event_destroy(place->freed);
-        if (place->generation != 0 && !end->in_process)
+        if (place->generation != 0 && end->base.is_shared)
             driver->ipc_close_memory(place->target);
     }
     free(end->places);
@@ -262,8 +260,7 @@ s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, in
     copy_end *end = calloc(1, sizeof *end);
     if (end == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
-    end->in_process = in_process;
-    end->base.retires_memory = 1; /* the sender may have it open */
+    end->base.is_shared = !in_process;
     s1f_status status = s1f_device_end_init(&end->base, &copy_mover, control, watchdog);
     if (status != S1F_OK) {
         s1f_edge_end_free(&end->base.head);

@@ -4,12 +4,18 @@
 #include "../run/arena.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for transfers still under way at the end */
+/* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
+ * Programming Guide, "Interprocess Communication"). */
+static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
+/* NCCL enqueues a call of a nonblocking communicator in a thread of its own, in less time than a sleep takes. */
+static const int64_t ENQUEUE_NS = 200 * 1000;
 
 static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
 {
@@ -167,6 +173,8 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     s1f_status status = s1f_device_enter(end->device);
     if (status != S1F_OK)
         return status;
+    for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
+        sched_yield();
     status = s1f_group_poll(end->head.group, is_settled, end, &reason);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
@@ -177,7 +185,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
 static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
 {
     const s1f_driver *driver = end->device->driver;
-    if (end->retires_memory) {
+    if (end->is_shared) {
         s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
         if (grown == NULL)
             return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
@@ -199,8 +207,11 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     const s1f_driver *driver = end->device->driver;
     if (bytes <= place->capacity)
         return S1F_OK;
-    if (end->retires_memory && bytes < place->capacity + place->capacity / 2)
-        bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
+    if (end->is_shared) {
+        if (bytes < place->capacity + place->capacity / 2)
+            bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
+        bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
+    }
     s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
     if (status == S1F_OK)
         status = checked(end, driver->memory_allocate(&place->address, (size_t)bytes), "cuMemAlloc");
@@ -223,6 +234,7 @@ static s1f_status check_place(const s1f_device_end *end, int32_t place)
 static s1f_status set_places(s1f_device_end *end, int32_t num_places)
 {
     const s1f_driver *driver = end->device->driver;
+    unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (end->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
     s1f_status status = S1F_OK;
     if (num_places <= end->num_places) /* those beyond stay for a step that needs them */
         return S1F_OK;
@@ -233,10 +245,7 @@ static s1f_status set_places(s1f_device_end *end, int32_t num_places)
     for (; status == S1F_OK && end->num_places < num_places; end->num_places++) {
         places[end->num_places] = (s1f_device_place){0};
         if (end->head.is_receiver)
-            status = checked(end,
-                             driver->event_create(&places[end->num_places].freed,
-                                                  S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS),
-                             "cuEventCreate");
+            status = checked(end, driver->event_create(&places[end->num_places].freed, flags), "cuEventCreate");
     }
     return status;
 }

@@ -12,6 +12,10 @@
  *     SEND n     host: waits for POST n, sends the header. Stream: after an event on the stream that computes: send, `done`
  *     finish     host: waits until what it received is there (so that no optimizer's step reads half a gradient)
  *
+ * No receive is enqueued before its header has come, and whoever sent the header enqueues the send, and waits until it is
+ * enqueued, before anything else. So each receive on a GPU ends without this host, and calls that wait for the whole GPU
+ * (an allocation, loading a kernel) delay a step but cannot stop it for ever.
+ *
  * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
  * allocated. The watchdog (watchdog.h) looks after what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
@@ -69,7 +73,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    int32_t retires_memory; /* memory that a place outgrew stays until the end is freed */
+    int32_t is_shared; /* another process opens its memory and events: what a place outgrew stays to the end */
     s1f_cu_address *retired;
     int32_t num_retired;
     int hangup_fd;

@@ -16,8 +16,9 @@ typedef struct {
     int64_t live[S1F_NUM_HOLDINGS], units, total;
 } ledger;
 
-/* Bytes that a unit of this stage and cell of the stage takes of a holding. */
-static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t cell)
+/* Bytes that a unit of this stage and segment takes of a holding; cell: their row in [stage][segment]. */
+static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t segment,
+                               int64_t cell)
 {
     int64_t activation = at(bytes->activation, cell), kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
     switch (holding) {
@@ -27,6 +28,7 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_KV: return at(bytes->kv, stage);
     case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
     case S1F_HOLDS_INPUT: return at(bytes->input, cell);
+    case S1F_HOLDS_LOGITS: return at(bytes->logits, segment);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
@@ -34,12 +36,12 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
 
 /* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
 static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, int64_t stage,
-                          int64_t cell)
+                          int64_t segment, int64_t cell)
 {
     l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (holdings >> h & 1) {
-            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, cell);
+            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, segment, cell);
             l->live[h] += changed;
             l->total += changed;
         }
@@ -54,13 +56,14 @@ static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
     peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV]);
     peak->kv_gradients = greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT]);
     peak->inputs = greater(peak->inputs, l->live[S1F_HOLDS_INPUT]);
+    peak->logits = greater(peak->logits, l->live[S1F_HOLDS_LOGITS]);
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of six kinds. */
+/* Every sum is at most `most_held` values of eight kinds. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 6 / most_held;
+    int64_t most = INT64_MAX / 8 / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
             return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
@@ -84,7 +87,11 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
         (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a message", bytes->message, shape->num_segments, most_held)) != S1F_OK)
+        (status = require_bytes("bytes of a shard's logits", bytes->logits, shape->num_segments, most_held)) !=
+            S1F_OK ||
+        (status = require_bytes("bytes of a message", bytes->message, shape->num_segments, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes of a shard's statistics", bytes->statistics, shape->num_segments, most_held)) !=
+            S1F_OK)
         return status;
     for (int64_t i = 0; bytes->kept != NULL && i < cells; i++)
         if (bytes->kept[i] > at(bytes->activation, i))
@@ -100,14 +107,17 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
     if (status != S1F_OK)
         return status;
     s1f_lifetime_table table = s1f_lifetimes_of(shape);
-    int64_t largest_message = 0;
-    for (int32_t segment = 0; segment < shape->num_segments; segment++)
+    int64_t largest_message = 0, largest_statistics = 0;
+    for (int32_t segment = 0; segment < shape->num_segments; segment++) {
         largest_message = greater(largest_message, at(bytes->message, segment));
+        largest_statistics = greater(largest_statistics, at(bytes->statistics, segment));
+    }
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
     for (int32_t e = 0; e < program->edges->num_edges; e++) {
         const s1f_edge *edge = &program->edges->edges[e];
-        peaks[edge->destination_rank].receive += edge->num_places * largest_message;
+        peaks[edge->destination_rank].receive +=
+            edge->num_places * (edge->channel == S1F_CHANNEL_STATISTICS ? largest_statistics : largest_message);
     }
     ledger l = {.total = 0};
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
@@ -118,11 +128,11 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
             int64_t cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
             if (lifetimes.takes != 0) {
-                change(&l, bytes, lifetimes.takes, 1, unit.stage, cell);
+                change(&l, bytes, lifetimes.takes, 1, unit.stage, unit.segment, cell);
                 raise_peak(&l, &peak);
             }
             if (lifetimes.frees != 0)
-                change(&l, bytes, lifetimes.frees, -1, unit.stage, cell);
+                change(&l, bytes, lifetimes.frees, -1, unit.stage, unit.segment, cell);
         }
         peaks[rank] = peak;
     }

@@ -1,8 +1,8 @@
 /* memory.h - the bytes that each rank holds while it walks its order.
  *
  * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
- * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots, dK/dV slabs, inputs of recomputed units. In addition receive places, for the whole step, each as
- * large as the largest message.
+ * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots, dK/dV slabs, inputs of recomputed units, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as
+ * large as the largest message of its kind.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
 #define S1F_MEMORY_H
@@ -15,11 +15,13 @@ typedef struct {                     /* NULL: nothing, but for `kept` */
     const int64_t *output_gradient;  /* [stage][segment] */
     const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch */
     const int64_t *input;            /* [stage][segment] of a recomputed unit, beyond its receive place */
+    const int64_t *logits;           /* [segment] of a shard of the vocabulary, from S to T */
     const int64_t *message;          /* [segment] */
+    const int64_t *statistics;       /* [segment] of a message from shard to shard */
 } s1f_memory_bytes;
 
 typedef struct { /* of one rank: units, then bytes; each kind at its own peak */
-    int64_t units, activations, output_gradients, kv, kv_gradients, inputs, receive;
+    int64_t units, activations, output_gradients, kv, kv_gradients, inputs, logits, receive;
     int64_t total; /* most of all kinds together at one time */
 } s1f_memory_peak;
 

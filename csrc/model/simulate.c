@@ -18,7 +18,8 @@ typedef struct {
     int32_t is_in_order;
     double link_free; /* when the link has passed its last message */
     double latency, seconds_per_byte;
-    int32_t next_incoming; /* edge into the same rank, -1 ends */
+    const double *message_bytes; /* [segment] */
+    int32_t next_incoming;       /* edge into the same rank, -1 ends */
 } link;
 
 typedef struct {
@@ -47,7 +48,7 @@ typedef struct {
     int32_t num_steps;
     int32_t has_transfer_jitter;
     double *kind_seconds;  /* [kind][segment], where given by what a unit is */
-    double *message_bytes; /* [segment] */
+    double *message_bytes; /* [segment], and once more for statistics */
     double *tier_end;      /* [cell of all stages]: when the tier has moved its unit, out or back; NULL: at once */
     link *links;           /* [edge] */
     rank_state *ranks;     /* [rank] */
@@ -63,6 +64,15 @@ static s1f_status require_cost(const char *name, double value)
 {
     if (!(value >= 0) || !isfinite(value))
         return s1f_fail(S1F_ERR_ARG, "%s is %g, must be finite and at least 0", name, value);
+    return S1F_OK;
+}
+
+static s1f_status require_bytes(const char *name, const int64_t *bytes, int32_t num_segments)
+{
+    for (int32_t segment = 0; bytes != NULL && segment < num_segments; segment++)
+        if (bytes[segment] < 0)
+            return s1f_fail(S1F_ERR_ARG, "%s of segment %d is %lld, must be at least 0", name, (int)segment,
+                            (long long)bytes[segment]);
     return S1F_OK;
 }
 
@@ -216,7 +226,7 @@ static inline void send(void *context, const s1f_stand *at, int32_t edge)
     if (l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
     double scale = s->has_transfer_jitter ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
-    double transfer = scale * (s->message_bytes[at->unit->segment] * l->seconds_per_byte);
+    double transfer = scale * (l->message_bytes[at->unit->segment] * l->seconds_per_byte);
     l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
     *arrival(l, number, at->cell) = l->link_free + scale * l->latency;
 }
@@ -368,10 +378,9 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
     for (int32_t rank = 0; costs->optimizer != NULL && rank < shape->num_ranks; rank++)
         if ((status = require_cost("the time of an optimizer", costs->optimizer[rank])) != S1F_OK)
             return status;
-    for (int32_t segment = 0; costs->message_bytes != NULL && segment < shape->num_segments; segment++)
-        if (costs->message_bytes[segment] < 0)
-            return s1f_fail(S1F_ERR_ARG, "message_bytes of segment %d is %lld, must be at least 0", segment,
-                            (long long)costs->message_bytes[segment]);
+    if ((status = require_bytes("message_bytes", costs->message_bytes, shape->num_segments)) != S1F_OK ||
+        (status = require_bytes("statistics_bytes", costs->statistics_bytes, shape->num_segments)) != S1F_OK)
+        return status;
     for (int32_t rank = 0; costs->unit_seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
             if ((status = require_cost("the duration of a unit", costs->unit_seconds[rank][i])) != S1F_OK)
@@ -385,8 +394,9 @@ static s1f_status fill_seconds(simulator *s)
     const s1f_shape *shape = &s->program->shape;
     int32_t k = shape->num_segments;
     uint32_t occurs = 0; /* bits of passes */
-    for (int32_t segment = 0; segment < k; segment++)
-        s->message_bytes[segment] = s->costs->message_bytes == NULL ? 0 : (double)s->costs->message_bytes[segment];
+    const int64_t *given[] = {s->costs->message_bytes, s->costs->statistics_bytes};
+    for (int32_t i = 0; i < 2 * k; i++)
+        s->message_bytes[i] = given[i / k] == NULL ? 0 : (double)given[i / k][i % k];
     for (int32_t rank = 0; s->kind_seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < s->ranks[rank].num_units; i++)
             occurs |= 1u << s->ranks[rank].units[i].pass;
@@ -421,6 +431,8 @@ static int create_links(simulator *s)
             .latency = s->costs->latency == NULL ? 0 : s->costs->latency[s1f_edge_boundary(edge)],
             .seconds_per_byte =
                 s->costs->seconds_per_byte == NULL ? 0 : s->costs->seconds_per_byte[s1f_edge_boundary(edge)],
+            .message_bytes =
+                s->message_bytes + (edge->channel == S1F_CHANNEL_STATISTICS ? s->program->shape.num_segments : 0),
             .next_incoming = s->ranks[edge->destination_rank].first_incoming,
         };
         s->ranks[edge->destination_rank].first_incoming = e;
@@ -441,7 +453,7 @@ static int create_arrays(simulator *s)
     s->links = calloc((size_t)s->program->edges->num_edges + 1, sizeof *s->links); /* + 1: calloc(0) may be NULL */
     s->ranks = calloc(num_ranks, sizeof *s->ranks);
     s->step_end = calloc((size_t)s->num_steps, sizeof *s->step_end);
-    s->message_bytes = calloc((size_t)shape->num_segments, sizeof *s->message_bytes);
+    s->message_bytes = calloc(2 * (size_t)shape->num_segments, sizeof *s->message_bytes);
     if (!s->links || !s->ranks || !s->step_end || !s->message_bytes)
         return 0;
     if (s->costs->unit_seconds == NULL &&

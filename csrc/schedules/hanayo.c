@@ -50,7 +50,7 @@ static s1f_status start(void *context, int32_t rank, s1f_unit unit)
 
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
-    static const s1f_clock_rules rules = {choose, start};
+    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
     s1f_status status = s1f_schedule_place(request, s1f_placement_wave, &b.out);
     if (status != S1F_OK)

@@ -89,6 +89,8 @@ typedef struct {
 /* The unit that the rank ran has ended: those that may wait for it look again. */
 static void end_unit(run_in_time *c, int32_t rank)
 {
+    if (c->rules->all_look)
+        memset(c->look, 1, (size_t)c->board->shape.num_ranks);
     s1f_edge_list out = c->edges->kinds[s1f_kind(c->running[rank])].out;
     for (int32_t i = 0; i < out.count; i++)
         c->look[c->edges->edges[out.edges[i]].destination_rank] = 1;

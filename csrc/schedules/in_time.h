@@ -28,6 +28,7 @@ typedef struct {
      * the answer: one of its own, or one that it may wait for. */
     int (*choose)(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds);
     s1f_status (*start)(void *context, int32_t rank, s1f_unit unit); /* notes the choice */
+    int all_look; /* 1: what a rank does may depend on any unit of any rank */
 } s1f_clock_rules;
 
 /* Runs num_units units of all ranks, from time 0. Times that differ by at most `tolerance` are one. S1F_ERR_SCHEDULE:

@@ -161,7 +161,7 @@ static void reset(walk *w, const s1f_schedule *plan)
 /* Fills w->out. */
 static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 {
-    static const s1f_clock_rules rules = {choose, start};
+    static const s1f_clock_rules rules = {.choose = choose, .start = start};
     int64_t total = 3 * units_per_stage(w->request) * w->request->num_ranks * w->request->stages_per_rank;
     reset(w, plan);
     s1f_status status = s1f_run_in_time(&w->board, total, w->tolerance, &rules, w);

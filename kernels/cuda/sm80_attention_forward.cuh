@@ -266,8 +266,9 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
                 high = maximum(high, score[line / 2][column / 2][line % 2 * 2 + column % 2]);
             high = maximum(high, shuffle_xor(high, 1)); /* the four lanes that share a row */
             high = maximum(high, shuffle_xor(high, 2));
-            const float level = high > -S1F_INFINITY ? high * factor : 0;
-            shrink[line] = exp2_fast(highest[line] * factor - level);
+            const float top = high > -S1F_INFINITY ? high : 0, level = top * factor;
+            /* Exactly 1 where the maximum stays. Products subtracted would not be 0 where one becomes an FMA. */
+            shrink[line] = exp2_fast((highest[line] - top) * factor);
             changed = changed || high != highest[line];
             highest[line] = high;
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from seq1f1b.runtime.engine import PipelineEngine
 
@@ -23,7 +25,8 @@ class PipelineState:
     torch's ``get_optimizer_state_dict`` gives with ``flatten_optimizer_state_dict=True``, so a script without this
     package can read the checkpoint as well.
 
-    Parameters listed in ``tied_parameters`` are one entry, under the name that their copies have in common.
+    Parameters listed in ``tied_parameters`` are one entry, under the name that their copies have in common. The shards
+    of a :class:`seq1f1b.VocabularyParallelHead` are one entry, too, the whole weight.
 
     Args:
         engine: the parameters and persistent buffers of its stages are saved, and those of a loss that contains the
@@ -40,16 +43,21 @@ class PipelineState:
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
         self._names: dict[Tensor, str] = {}
+        self._shards: dict[Tensor, tuple[int, int]] = {}  # first row, rows of the whole
         own: list[tuple[str, str, tuple[int, ...]]] = []
         for module in engine.modules():
             tied = {p: name for part in module.modules() for name, p in getattr(part, "tied_parameters", {}).items()}
+            for part in module.modules():
+                self._shards |= getattr(part, "row_shards", {})
             for kind, name, tensor in _tensors_of(module):
                 if tensor not in self._names:
                     if tensor in tied:
                         kind, name = "tied", tied[tensor]
+                    if tensor in self._shards:
+                        kind = "shard"
                     self._names[tensor] = name
                     self._tensors.setdefault(name, []).append(tensor)
-                    own.append((kind, name, tuple(tensor.shape)))
+                    own.append((kind, name, tuple(self._as_saved(tensor, tensor).shape)))
         held: dict[str, tuple[int, str]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rank, theirs in enumerate(engine.all_gather_object(own)):
@@ -73,7 +81,7 @@ class PipelineState:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model."""
-        model = {name: tensors[0].detach() for name, tensors in self._tensors.items()}
+        model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
         optimizer: dict[str, Any] = {}
         for each in self._optimizers:
             _initialise(each)
@@ -82,10 +90,18 @@ class PipelineState:
                     name = self._names[parameter]
                     if parameter is self._tensors[name][0]:
                         state = each.state.get(parameter, {})
-                        optimizer.update({f"state.{name}.{key}": value for key, value in state.items()})
+                        optimizer.update(
+                            {f"state.{name}.{key}": self._as_saved(parameter, value) for key, value in state.items()}
+                        )
                         options = {key: value for key, value in group.items() if key != "params"}
                         optimizer.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
         return {"model": model, "optimizer": optimizer, "shapes": self._model}
+
+    def _as_saved(self, parameter: Tensor, value: Any) -> Any:
+        """A parameter, or a tensor of its optimizer state, as DCP is to see it."""
+        if parameter not in self._shards or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return _RowShard.of(value.detach(), *self._shards[parameter])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,7 +120,7 @@ class PipelineState:
             )
         for name, tensors in self._tensors.items():
             for tensor in tensors:
-                tensor.copy_(state["model"][name])
+                tensor.copy_(_local(state["model"][name]))
         for optimizer in self._optimizers:
             _initialise(optimizer)
             for group in optimizer.param_groups:
@@ -112,9 +128,46 @@ class PipelineState:
                     name, own = self._names[parameter], optimizer.state.get(parameter, {})
                     for key, value in own.items():
                         loaded = state["optimizer"][f"state.{name}.{key}"]
-                        own[key] = value.copy_(loaded) if isinstance(value, Tensor) else loaded
+                        own[key] = value.copy_(_local(loaded)) if isinstance(value, Tensor) else loaded
                     for key in group.keys() - {"params"}:
                         group[key] = state["optimizer"][f"param_groups.{name}.{key}"]
+
+
+class _RowShard(Tensor):
+    """Rows of a larger tensor, by DCP's protocol for what is sharded; its shape is that of the whole."""
+
+    _local: Tensor
+    _first_row: int
+
+    @staticmethod
+    def of(local: Tensor, first_row: int, num_rows: int) -> _RowShard:
+        whole = torch.Size((num_rows, *local.shape[1:]))
+        shard: _RowShard = Tensor._make_wrapper_subclass(_RowShard, whole, dtype=local.dtype, device=local.device)
+        shard._local, shard._first_row = local, first_row
+        return shard
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        offsets = torch.Size((self._first_row, *(0 for _ in self._local.shape[1:])))
+        return ChunkStorageMetadata(offsets, self._local.shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        chunk = self._chunk()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self._local), self.shape)
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._local
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func}: a shard is for checkpoints only")
+
+
+def _local(value: Tensor) -> Tensor:
+    return value._local if isinstance(value, _RowShard) else value
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

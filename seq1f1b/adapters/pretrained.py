@@ -70,7 +70,8 @@ def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
 def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
     stages = [module for module in engine.modules() if isinstance(module, CausalLMStage)]
-    if len(stages) != len(engine.modules()):
+    others = [module for module in engine.modules() if not isinstance(module, CausalLMStage)]
+    if any(not any(module in (stage.head, stage.embedding) for stage in stages) for module in others):
         raise TypeError(f"{caller} takes an engine whose stages pipeline_stage made")
     return stages
 
@@ -79,7 +80,7 @@ def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
 
 
 def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str, unfinished: str) -> None:
-    gather = engine.all_gather_object
+    gather, vocabulary = engine.all_gather_object, engine.whole_vocabulary()
     shards: list[str] = []
 
     def write() -> None:
@@ -89,6 +90,8 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             part = os.path.join(unfinished, str(i))
             own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
             state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
+            if i == len(stages) - 1:
+                state |= vocabulary
             # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
             stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
             try:
@@ -122,6 +125,11 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
 @torch.no_grad()
 def _load_weights(stage: CausalLMStage, folder: str) -> None:
     state = stage.state_dict()
+    shards = [shard for shard in (stage.embedding, stage.head) if shard is not None]
+    for shard in shards:
+        state |= {
+            name: torch.empty(shard.vocab, *own.shape[1:], device="meta") for name, own in shard.named_parameters()
+        }
     files = _files_by_tensor(folder)
     names = {name: name if name in files else _first_name(stage, name) for name in state}
     if all(name in files for name in names.values()):
@@ -133,7 +141,10 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
         state_of = whole.state_dict()
     for name, own in state.items():
         _check_shape(folder, name, own, state_of.get(name))
-        own.copy_(state_of[name])
+        if not own.is_meta:
+            own.copy_(state_of[name])
+    for shard in shards:
+        shard.load_whole(*(state_of[name] for name, _ in shard.named_parameters()))
 
 
 def _first_name(stage: CausalLMStage, name: str) -> str:

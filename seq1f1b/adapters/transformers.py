@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["CausalLMStage", "attention", "pipeline_stage"]
 
@@ -129,7 +130,12 @@ AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def pipeline_stage(
-    model: nn.Module, rank: int, num_ranks: int, *, balance: Sequence[int] | None = None
+    model: nn.Module,
+    rank: int,
+    num_ranks: int,
+    *,
+    balance: Sequence[int] | None = None,
+    vocabulary: str = "whole",
 ) -> CausalLMStage:
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
@@ -143,6 +149,9 @@ def pipeline_stage(
             layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
         balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
+        vocabulary: ``"whole"``: the first stage holds the embedding, the last one the head. ``"parallel"``: every rank
+            holds rows of both, as the stage's ``embedding`` and ``head``, which the engine takes as ``embedding`` and
+            ``loss_fn``; a rank then holds one stage. The loss is that of :class:`seq1f1b.VocabularyParallelHead`.
     Raises:
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
             the message names it.
@@ -153,6 +162,8 @@ def pipeline_stage(
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
+    if vocabulary not in ("whole", "parallel"):
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     _check_config(model)
@@ -166,6 +177,10 @@ def pipeline_stage(
     for stage in range(num_ranks):
         stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
     tied = _tied(model, stage_of)
+    embedding, head = _shards(model, rank, num_ranks) if vocabulary == "parallel" else (None, None)
+    if embedding is not None:
+        first: Any = model.get_input_embeddings()
+        tied = {name: found for name, found in tied.items() if found[0] is not first.weight}
 
     start, stop = cuts[rank], cuts[rank + 1]
     entry = _Entry() if rank > 0 else None
@@ -177,6 +192,10 @@ def pipeline_stage(
         module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
             module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
+        if head is not None and name == head.name:
+            module = _Hidden()
+        if embedding is not None and name == embedding.name:
+            module = _NoEmbedding()
         _set(skeleton, name, module)
     for name in kept:
         _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
@@ -192,7 +211,7 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0)
+    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0, embedding, head)
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
     return made
@@ -202,18 +221,23 @@ class CausalLMStage(nn.Module):
     """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
 
     The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
-    returns logits (batch, tokens, vocabulary), the others return hidden states. Positions count along the sequence, or
-    within packed documents if every stage is given ``doc_ids`` (batch, tokens) of :func:`seq1f1b.document_starts`.
+    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
+    Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
+    of :func:`seq1f1b.document_starts`.
 
     Attributes:
         causal_lm: this stage's part of the transformers model.
         peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
             without adapters. It is no way to run the stage.
+        embedding, head: with ``vocabulary="parallel"`` this rank's shards, which are no part of the stage: give them to
+            the engine as ``embedding`` and ``loss_fn``; else None.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     causal_lm: Any
     peft_model: Any
+    embedding: VocabularyParallelEmbedding | None
+    head: VocabularyParallelHead | None
 
     def __init__(
         self,
@@ -223,10 +247,12 @@ class CausalLMStage(nn.Module):
         exit: _Exit | None,
         tied: dict[str, nn.Parameter],
         is_first: bool,
+        embedding: VocabularyParallelEmbedding | None = None,
+        head: VocabularyParallelHead | None = None,
     ) -> None:
         super().__init__()
         # The same children, under the same names, as the model's, which is itself not a child.
-        self.__dict__["causal_lm"], self.__dict__["peft_model"] = causal_lm, None
+        self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=embedding, head=head)
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
@@ -266,10 +292,26 @@ class CausalLMStage(nn.Module):
         for thing in (*self.modules(), *self.parameters(), *self.buffers()):
             thing.__dict__.pop("_is_hf_initialized", None)
         self.causal_lm.initialize_weights()
+        for shard in (self.head, self.embedding):
+            if shard is not None:
+                shard.to_empty(device=device)
+                self.causal_lm._init_weights(shard.layer)
+
+    def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
+        assert self.head is not None
+        stand_in: Any = self.get_submodule(self.head.name)
+        hidden: Tensor = stand_in.hidden
+        stand_in.hidden = None
+        if logits is not hidden:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
+                'shard of the vocabulary does not: use vocabulary="whole"'
+            )
+        return hidden
 
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         arguments: dict[str, Any] = {
-            "input_ids" if self._is_first else "inputs_embeds": x,
+            "input_ids" if self._is_first and self.embedding is None else "inputs_embeds": x,
             "position_ids": positions(x)[None] if doc_ids is None else positions(x, doc_ids=doc_ids),
             "attention_mask": None if doc_ids is None else doc_ids.to(torch.int32)[:, None, None],
             "use_cache": False,
@@ -280,7 +322,7 @@ class CausalLMStage(nn.Module):
             entry.hidden = x
         if exit is None:
             logits: Tensor = self.causal_lm(**arguments).logits
-            out = logits
+            out = logits if self.head is None else self._hidden_in_place_of(logits)
         else:
             self.get_submodule(self._decoder)(**arguments)
             out = exit.hidden
@@ -288,6 +330,16 @@ class CausalLMStage(nn.Module):
         if entry is not None:
             entry.hidden = None
         return out
+
+
+class _Hidden(nn.Module):
+    """In the place of a head whose rows lie on all ranks."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden
 
 
 class _Elsewhere(nn.Module):
@@ -344,6 +396,44 @@ class _Probe(nn.Module):
                 )
         self.calls.append((self.index, hidden_states.clone()))
         return self.calls[-1][1]  # type: ignore[no-any-return]
+
+
+def _shards(
+    model: transformers.PreTrainedModel, rank: int, num_ranks: int
+) -> tuple[VocabularyParallelEmbedding, VocabularyParallelHead]:
+    """Rows of the model's embedding and head. Raises ValueError where these cannot be spread over ranks."""
+    names = {module: name for name, module in model.named_modules()}
+    given: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    for module, kind in zip(given, (nn.Embedding, nn.Linear), strict=True):
+        name = names[module]
+        what = ""
+        if type(module) is not kind:
+            what = f"{name!r} is a {type(module).__name__}, not a plain nn.{kind.__name__}"
+        elif any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
+            what = f"{name!r} has options of nn.Embedding that a shard has not"
+        if what:
+            raise ValueError(
+                f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="whole"'
+            )
+    first, last = given
+    vocab, hidden = last.weight.shape
+    embedding = VocabularyParallelEmbedding(
+        *first.weight.shape, rank=rank, num_ranks=num_ranks, name=names[first], padding_idx=first.padding_idx,
+        dtype=first.weight.dtype, device=first.weight.device,
+    )  # fmt: skip
+    head = VocabularyParallelHead(
+        hidden, vocab, rank=rank, num_ranks=num_ranks, name=names[last], bias=last.bias is not None,
+        dtype=last.weight.dtype, device=last.weight.device,
+    )  # fmt: skip
+    if not first.weight.is_meta:
+        embedding.load_whole(first.weight)
+        head.load_whole(last.weight, last.bias)
+    for shard, module in ((embedding, first), (head, last)):
+        for name, parameter in shard.layer.named_parameters():
+            parameter.requires_grad_(module.get_parameter(name).requires_grad)
+    if last.weight is first.weight:
+        head.linear.weight = embedding.layer.get_parameter("weight")
+    return embedding, head
 
 
 def _is_peft_model(model: Any) -> bool:

@@ -5,7 +5,7 @@ The CUDA kernels of this package's ops; those of the CPU are C. Four ways, by wh
     own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
                right and faster (kernel_library.py)
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
-    efficient  float32 without a window: ``aten::_efficient_attention_*``
+    efficient  float32 without a window, head_dim a multiple of 4: ``aten::_efficient_attention_*``
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
                several times slower, in bounded memory
 
@@ -144,7 +144,7 @@ def _library_way(q: Tensor, options: Options) -> str:
     if options.softcap or options.slopes.numel() or options.docs.numel() or q.dtype == torch.float64:
         return "plain"
     if q.dtype == torch.float32:
-        return "plain" if options.window or torch.version.hip else "efficient"
+        return "plain" if options.window or torch.version.hip or q.shape[3] % 4 else "efficient"
     return "flash" if q.shape[3] % 8 == 0 and _has_flash(q.device) else "plain"
 
 

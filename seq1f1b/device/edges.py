@@ -21,12 +21,11 @@ import torch
 
 from seq1f1b import _C
 from seq1f1b.transport import RankGroup
+from seq1f1b.transport.group import Edge
 
 __all__: list[str] = []
 
 TRANSPORTS = ("nccl", "copy")
-
-Edge = tuple[int, int]  # source stage, destination stage
 
 
 def find_nccl() -> str | None:

@@ -167,8 +167,8 @@ def launch_attention(
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
         store, torch.are_deterministic_algorithms_enabled(), num_parts,
     )  # fmt: skip
-    scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # the launcher asks what the current one can
+        scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
         stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
         _C.cuda_attention(

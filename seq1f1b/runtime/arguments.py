@@ -18,6 +18,7 @@ from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, check_units
 
 __all__: list[str] = []
@@ -51,6 +52,7 @@ class Options:
     offload: str | os.PathLike[str] | None = None
     offload_units: str | Callable[[Unit], bool] | None = None
     unchecked: bool = False
+    embedding: nn.Module | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("prefetch", 0), ("seq_dim", 1)):
@@ -63,6 +65,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+        if self.embedding is not None and self.embedding_shard is None:
+            raise TypeError(f"embedding must be a VocabularyParallelEmbedding, got {type(self.embedding).__name__}")
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
@@ -83,6 +87,16 @@ class Options:
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
+
+    @property
+    def head(self) -> VocabularyParallelHead | None:
+        """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
+        return head_of(self.loss_fn)
+
+    @property
+    def embedding_shard(self) -> VocabularyParallelEmbedding | None:
+        """The same of the input embedding."""
+        return embedding_of(self.embedding)
 
     @property
     def device_transport(self) -> str | None:
@@ -224,6 +238,9 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
     moved = options.offload_units if not callable(options.offload_units) else "a callable"
     found["offload_units"] = (repr(moved),) * 2
     found["offload"] = ("a directory" if options.offload is not None else "None",) * 2  # each rank may have its own
+    found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
+    spread = options.embedding_shard
+    found["embedding"] = ("no VocabularyParallelEmbedding" if spread is None else spread.settings,) * 2
     found["schedule"] = (digest, f"{shown} (order {digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):

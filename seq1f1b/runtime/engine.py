@@ -29,17 +29,29 @@ from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
 from seq1f1b.runtime.saved_bytes import Activations
+from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step, StepArguments, merge
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
+from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport.group import Edge
 
 __all__ = ["PipelineEngine"]
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_CHANNELS = (  # what edges carry
+    "activations",
+    "gradients",
+    "the hidden state",
+    "statistics",
+    "gradients of the hidden state",
+    "embedded tokens",
+    "gradients of embedded tokens",
+)
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -65,7 +77,8 @@ class PipelineEngine:
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. A module that holds
-            parameters is run forward and backward at once, so that only one segment's logits are alive.
+            parameters is run forward and backward at once, so that only one segment's logits are alive. A
+            :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
         loss_reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``:
             segments are added.
         loss_weight: counts the targets of a segment; default: elements that are not -100.
@@ -95,7 +108,7 @@ class PipelineEngine:
             before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
             process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
         offload_units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see
-            :meth:`seq1f1b.Schedule.offload`. None: those that the schedule itself moves, by O, G and L, or all if it
+            :meth:`seq1f1b.Schedule.offload`. None: those that the schedule itself moves, by O, A and L, or all if it
             moves none. Units that are recomputed stay.
         shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
             parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
@@ -104,6 +117,8 @@ class PipelineEngine:
         plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
             num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
             does not do is refused by name.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
+            embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
         unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
             :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
             step of a length is looked at, see :meth:`verify`.
@@ -141,6 +156,7 @@ class PipelineEngine:
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
         unchecked: bool = False,
+        embedding: nn.Module | None = None,
     ) -> None:
         joined: RankGroup | None = None
         attempt = last_attempt()
@@ -172,6 +188,7 @@ class PipelineEngine:
                 offload_units=offload_units,
                 shard=shard,
                 unchecked=unchecked,
+                embedding=embedding,
             )
             self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
             self.shard = shard
@@ -298,13 +315,15 @@ class PipelineEngine:
                     yield name, parameter
 
     def modules(self) -> list[nn.Module]:
-        """This rank's stages in ascending order, and on the last stage's rank a loss that holds parameters."""
+        """This rank's stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
         return [without_wrapper(module) for module in self._wrapped_modules()]
 
     def _wrapped_modules(self) -> list[nn.Module]:
         """The same modules as they were given: under DDP or not."""
         modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
-        if self.has_last and isinstance(self._options.loss_fn, nn.Module):
+        if self._options.embedding is not None:
+            modules.insert(0, self._options.embedding)
+        if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
             modules.append(self._options.loss_fn)
         return modules
 
@@ -335,9 +354,12 @@ class PipelineEngine:
 
     def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
         """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
-        parts: list[tuple[int, Any]] = [(index, stage.module) for index, stage in self._stages.items()]
-        if self.has_last:
-            parts.append((self.num_stages, self._options.loss_fn))
+        parts: list[tuple[int, Any]] = [(self.rank - self.num_ranks, self._options.embedding)]
+        parts += [(index, stage.module) for index, stage in self._stages.items()]
+        if self.has_last or self._options.head is not None:
+            parts.append(
+                (self.num_stages + (self.rank if self._options.head is not None else 0), self._options.loss_fn)
+            )
         seen, found = set(excluded), []
         for index, part in parts:
             parameters = part.parameters() if isinstance(part, nn.Module) else ()
@@ -363,6 +385,14 @@ class PipelineEngine:
             TypeError: the value is something else.
         """
         return self._group.all_gather_object(value)
+
+    def whole_vocabulary(self) -> dict[str, Tensor]:
+        """The parameters of layers whose vocabulary is spread, whole, by name, on the last stage's rank. Collective.
+
+        Each once; empty on other ranks.
+        """
+        shards = [shard for shard in (self._options.embedding_shard, self._options.head) if shard is not None]
+        return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
         """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""
@@ -414,13 +444,16 @@ class PipelineEngine:
             raise ValueError(
                 f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
             )
+        for shard in (self._options.head, self._options.embedding_shard):
+            if shard is not None:
+                shard.check_place(self.rank, self.num_ranks)
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
         self._tier = self._make_tier()
         self._stages = self._make_stages(modules)
         self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _C.kv_cache_create()
-        self._ends: dict[tuple[int, int], Any] = {}
+        self._ends: dict[Edge, Any] = {}
         self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
@@ -441,6 +474,7 @@ class PipelineEngine:
                 is_whole=is_whole,
                 shares_random=self._group.is_thread and self._has_units("R"),
                 tier=self._tier,
+                spreads_vocabulary=self._options.head is not None,
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
@@ -481,14 +515,25 @@ class PipelineEngine:
         schedule = schedule.recompute(self._options.recompute)
         if not _has_units(schedule, "W") and self._options.weights == "fill":
             schedule = schedule.defer_weights()
-        return self._with_moves(schedule)
+        return self._with_moves(self._with_shards(schedule))
+
+    def _with_shards(self, schedule: Schedule) -> Schedule:
+        """The order, with the passes of a vocabulary that is spread."""
+        spreads = {"S": self._options.head is not None, "E": self._options.embedding is not None}
+        for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
+            if _has_units(schedule, kind) and not spreads[kind]:
+                raise ValueError(f"the order spreads the vocabulary over the ranks: give {name}(...)")
+        missing = {kind: spreads[kind] and not _has_units(schedule, kind) for kind in spreads}
+        if any(missing.values()):
+            schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
+        return schedule
 
     def _with_moves(self, schedule: Schedule) -> Schedule:
         """The order, with what ``offload_units`` moves."""
         options, moves = self._options, _has_units(schedule, "O")
         if options.offload is None:
             if moves:
-                raise ValueError("the schedule moves units (O, G, L): say by offload= in which directory they lie")
+                raise ValueError("the schedule moves units (O, A, L): say by offload= in which directory they lie")
             return schedule
         default = "none" if moves else "all"
         return schedule.offload(default if options.offload_units is None else options.offload_units)
@@ -496,14 +541,16 @@ class PipelineEngine:
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
         edges, is_receiver = [], {}
-        for source, destination, source_rank, destination_rank, *_ in _C.program_edges(self._program):
-            kind = "gradients" if destination < source else "activations"
-            text = f"{kind} of stage {source} to stage {destination}"
+        for source, destination, source_rank, destination_rank, channel, *_ in _C.program_edges(self._program):
+            edge, text = (
+                Edge(source, destination, channel),
+                f"{_CHANNELS[channel]} of stage {source} to stage {destination}",
+            )
             if self.rank in (source_rank, destination_rank):
                 receiver = self.rank == destination_rank
                 peer = source_rank if receiver else destination_rank
-                is_receiver[source, destination] = receiver
-                self._ends[source, destination] = self._group.edge_end(source, destination, peer, receiver, text)
+                is_receiver[edge] = receiver
+                self._ends[edge] = self._group.edge_end(edge, peer, receiver, text)
                 transport = self._options.device_transport or self._group.transport_to(peer)
                 edges.append(EdgeReport(source, destination, peer, transport))
         self.edges = tuple(edges)
@@ -515,7 +562,7 @@ class PipelineEngine:
         return _C.program_lower(schedule, self._options.prefetch, self._options.device_transport is not None)
 
     def _make_executor(self, program: Any) -> Any:
-        ends = [self._ends.get((edge[0], edge[1])) for edge in _C.program_edges(program)]
+        ends = [self._ends.get(Edge(edge[0], edge[1], edge[4])) for edge in _C.program_edges(program)]
         executor = _C.executor_create(
             program,
             self.rank,
@@ -550,7 +597,15 @@ class PipelineEngine:
         self._running = True
         entered = None  # the executor, once the step has begun
         try:
-            step = Step(arguments, self._options, self._stages, self.num_stages, self.device, self._enter_shape)
+            step = Step(
+                arguments,
+                self._options,
+                self._stages,
+                self.num_stages,
+                self.device,
+                self._enter_shape,
+                *self._shard_steps(arguments.training),
+            )
             program, executor = (self._program, self._executor) if step.training else self._eval_parts()
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()
@@ -611,8 +666,27 @@ class PipelineEngine:
             dict(self._activations),
             step.deferred_weights(),
             step.moved_bytes(),
+            step.logit_bytes(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _shard_steps(self, training: bool) -> tuple[HeadStep | None, EmbeddingStep | None]:
+        """Of the output layer and of the input embedding, where the vocabulary is spread."""
+        options, order = self._options, self.schedule.ranks[self.rank]
+        head = embedding = None
+        if options.head is not None:
+            assert isinstance(options.loss_fn, nn.Module)
+            head = HeadStep(
+                options.loss_fn,
+                self.schedule.rank_of_stage[-1],
+                num_segments=self.num_segments,
+                training=training,
+                is_mean=options.loss_reduction == "mean",
+                order=order,
+            )
+        if options.embedding is not None:
+            embedding = EmbeddingStep(options.embedding, num_segments=self.num_segments, training=training, order=order)
+        return head, embedding
 
     def _check_idle(self) -> None:
         if self._closed:

@@ -1,6 +1,6 @@
 """Offload: what F of a unit has saved goes to a tier, a file, and comes back before its backward reads it.
 
-The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at G, begins to come back at L, and is back
+The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at A, begins to come back at L, and is back
 before the backward. A thread of the C core moves the bytes (``csrc/run/tier.h``). Nothing here decides.
 """
 
@@ -147,7 +147,7 @@ class Aside(SavedBytes):
         tier.out(number, storages)
 
     def gone(self, tier: Tier, number: int) -> None:
-        """G: waits until it is out, and lets go of its memory."""
+        """A: waits until it is out, and lets go of its memory."""
         tier.wait(number)
         for _, own in self._moved:
             for saved in own:

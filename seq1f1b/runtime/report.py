@@ -39,6 +39,7 @@ class StepRecord:
     activations: dict[int, Activations]  # by stage; empty where not measured
     deferred_weights: dict[int, int]  # by stage
     moved_bytes: int
+    logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
 
 
 @sendable
@@ -110,6 +111,7 @@ class Report:
         timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
         fills: the same of the parts of W that ran in waits (``weights="fill"``).
         edges: edges from and to this rank.
+        logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
     """
 
     rank: int
@@ -134,6 +136,7 @@ class Report:
     edges: tuple[EdgeReport, ...]
     tier: float = 0.0
     moved_bytes: int = 0
+    logit_bytes: int = 0
 
     @property
     def moved_units(self) -> int:
@@ -333,7 +336,7 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
     """Seconds of every unit in run order, in and out of waits. G only waits."""
-    seconds = {unit: (end - start) * (unit.kind != "G") for unit, start, end in report.timeline}
+    seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in report.timeline}
     for unit, start, end in report.fills:
         seconds[unit] += end - start
     return seconds
@@ -380,6 +383,7 @@ def _rank_report(
         edges=edges,
         tier=tier * 1e-9,
         moved_bytes=record.moved_bytes,
+        logit_bytes=record.logit_bytes,
     )
 
 
@@ -427,6 +431,6 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
 
     saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
     _, activations, output_gradients, *_ = _C.program_memory(
-        record.program, saved, kept, gradients, None, None, None, None
+        record.program, saved, kept, gradients, None, None, None, None, None, None
     )[rank]
     return activations, output_gradients

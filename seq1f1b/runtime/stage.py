@@ -19,6 +19,7 @@ from seq1f1b.runtime.looks import Looks
 from seq1f1b.runtime.offload import Aside, Tier
 from seq1f1b.runtime.recompute import Kept, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
+from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -45,6 +46,7 @@ class Stage:
         is_whole: bool = False,
         shares_random: bool = False,
         tier: Tier | None = None,
+        spreads_vocabulary: bool = False,
     ) -> None:
         self.module = module
         self.index = index
@@ -52,9 +54,10 @@ class Stage:
         self.device = device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.loss_fn = loss_fn if self.is_last else None
+        self.spreads_vocabulary = spreads_vocabulary and self.is_last  # its output goes to the shards of all ranks
+        self.loss_fn = loss_fn if self.is_last and not spreads_vocabulary else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
-        self.loss_is_head = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
+        self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
         self.forwards = [key for kind, key in own if kind == "F"]
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
@@ -141,6 +144,8 @@ class StageStep:
         self.training = arguments.training
         self.previous: StageStep | None = None  # neighbours on the same rank: handed over without a transfer
         self.following: StageStep | None = None
+        self.shards: HeadStep | None = None  # of the last stage, where the output layer is spread
+        self.embedding: EmbeddingStep | None = None  # of the first stage, where the embedding is
         self.units: dict[int, LiveUnit] = {}  # by m k + s
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
@@ -171,6 +176,8 @@ class StageStep:
     @property
     def losses(self) -> dict[int, Tensor]:
         """Losses of the units that have one, by m k + s."""
+        if self.shards is not None:
+            return self.shards.losses
         return {key: unit.loss for key, unit in self.units.items() if unit.loss is not None}
 
     def activations(self) -> Activations:
@@ -229,6 +236,8 @@ class StageStep:
                 output = self._module(*inputs, **kwargs)
             if self.training and self.stage.last_gradients == ("B", key):
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
+        if self.shards is not None:
+            return self._finish_hidden(unit, output)
         if not self.stage.is_last:
             return self._finish_middle(unit, output)
         self._finish_last(key, unit, output)
@@ -265,6 +274,9 @@ class StageStep:
         self.peak_saved_bytes = max(self.peak_saved_bytes, live + more)
 
     def _inputs(self, key: int, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        if self.embedding is not None:
+            unit.leaves = (self.embedding.embedded(unit.microbatch, unit.segment, received),)
+            return unit.leaves
         if received is not None:
             tensors, requires_grad = received[0]
         elif self.previous is not None:
@@ -331,6 +343,20 @@ class StageStep:
                 f"{_spec_text(known)} for another of the same length in this step"
             )
         self._output_spec[length] = spec
+
+    def _finish_hidden(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """The output of the last stage goes to every shard of the vocabulary, with what these need beside it."""
+        assert self.shards is not None
+        if self.arguments.keep_outputs and not unit.is_again:
+            unit.output = _detached(output)
+        outputs = self._finish_middle(unit, output)
+        if outputs is None:
+            return None
+        m, s, targets = unit.microbatch, unit.segment, self.arguments.targets
+        if targets is None and self.training:
+            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
+        seed = self._seeds[m][s] if self._seeds is not None else None
+        return self.shards.message(m, s, outputs, None if targets is None else targets[m][s], seed)
 
     def _finish_last(self, key: int, unit: LiveUnit, output: Any) -> None:
         if self.arguments.keep_outputs and not unit.is_again:
@@ -436,7 +462,7 @@ class StageStep:
         self.moved_bytes += aside.moved_bytes
 
     def wait_until_out(self, m: int, s: int, received: Received) -> None:
-        """G(m.s): it has gone."""
+        """A(m.s): it has gone."""
         aside, tier, number = self._moving(m, s)
         aside.gone(tier, number)
         unit = self.units[m * self._num_segments + s]
@@ -478,10 +504,12 @@ class StageStep:
             with self._parallel.backward(self.stage.last_gradients == ("B", key), unit.outputs):
                 torch.autograd.backward(roots, seeds)
         carry_back(unit)
-        gradients = None if self.stage.is_first else input_gradients(unit)
+        gradients = None if self.stage.is_first and self.embedding is None else input_gradients(unit)
         if unit.tape is not None and self._measures:
             self._measure_tape(unit, received)
         unit.forget()
+        if self.embedding is not None and gradients is not None:
+            self.embedding.hand(m, s, gradients[0])
         if self.previous is None:
             return gradients
         unit.handed = gradients
@@ -526,6 +554,8 @@ class StageStep:
         """Gradients of the unit's outputs, from the next stage; none where the unit has seeds of its own."""
         if unit.seeds is not None:
             return ()
+        if self.shards is not None:
+            return self.shards.hidden_gradient(unit.microbatch, unit.segment, received)
         if received is not None:
             return received[0][0]
         assert self.following is not None

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b import _C
 from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.deferred import deferring
 from seq1f1b.runtime.saved_bytes import Activations
+from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import (
     Leaves,
     check_count,
@@ -30,6 +32,8 @@ from seq1f1b.runtime.stage import Received, Stage, StageArguments, StageStep
 from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
 
 __all__: list[str] = []
+
+_OUTSIDE_AUTOCAST = ("B", "I", "W", "T", "G")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Step:
     Args:
         options, stages, num_stages, device: the engine's own.
         enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
+        shards, embedding: of the output layer and of the input embedding, where the vocabulary is spread.
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class Step:
         num_stages: int,
         device: torch.device,
         enter_shape: Callable[[tuple[bool, int]], bool],
+        shards: HeadStep | None = None,
+        embedding: EmbeddingStep | None = None,
     ) -> None:
         self.training = arguments.training
         self._arguments, self._options, self._stages = arguments, options, stages
@@ -73,6 +80,7 @@ class Step:
             self._inputs, self._target, self._kwargs = (
                 move(value, device) for value in (self._inputs, self._target, self._kwargs)
             )
+        self._shards, self._embedding = shards, embedding
         self._leaves = Leaves()
         self.length, self.sizes = 0, [0] * options.num_segments
         self._weights: list[list[float]] = []
@@ -93,9 +101,12 @@ class Step:
         check_rules(self._kwargs, options.arg_rules, is_split=options.num_segments == 1)
         if self._last is not None and target is not None:
             self._target = microbatches(target, options.num_microbatches, "target")
-        if self._first is not None:
+        if self._first is not None or self._embedding is not None:
             if self._inputs is None:
-                raise ValueError("inputs are needed on the rank of the first stage")
+                where = (
+                    "the rank of the first stage" if self._embedding is None else "every rank: the embedding is spread"
+                )
+                raise ValueError(f"inputs are needed on {where}")
             check_count(self._inputs, options.num_microbatches, "inputs")
             self._inputs = self._leaves.replace(self._inputs)
             self.learn(sequence_length(self._inputs, options.seq_dim))
@@ -126,7 +137,12 @@ class Step:
         M, dim, shard = options.num_microbatches, options.seq_dim, options.shard
         self.length, self.sizes = length, options.sizes_of(length, self._documents())
         is_known = self._enter_shape((self.training, length))
-        inputs = None if self._first is None else split_inputs(self._inputs, M, self.sizes, dim, shard)
+        inputs = None
+        if self._first is not None or self._embedding is not None:
+            inputs = split_inputs(self._inputs, M, self.sizes, dim, shard)
+        if self._embedding is not None:
+            assert inputs is not None
+            self._embedding.inputs = inputs
         kwargs = None
         if self._kwargs or options.arg_rules:
             kwargs = split_kwargs(self._leaves.replace(self._kwargs), options.arg_rules, M, self.sizes, dim, shard)
@@ -156,11 +172,19 @@ class Step:
                 ),
             )
             self._parts[index] = part
+            part.shards = self._shards if stage.is_last else None
+            part.embedding = self._embedding if stage.is_first else None
+            of_head = (None, None) if self._shards is None else (self._shards.statistics, self._shards.loss)
+            of_embedding = (
+                (None, None) if self._embedding is None else (self._embedding.embed, self._embedding.gradient)
+            )
             # Autocast is for forwards: a backward runs in the dtypes of its forward.
-            forward, *backwards, recompute, out, gone, load = part.passes
-            if self._autocast:
-                backwards = [self._outside_autocast(run) for run in backwards]
-            self._passes[index] = (forward, *backwards, recompute, out, gone, load)
+            forward, input, whole, weight, recompute, *moves = part.passes
+            methods = (forward, input, whole, weight, recompute, *of_head, *of_embedding, *moves)
+            self._passes[index] = tuple(
+                self._outside_autocast(run) if self._autocast and kind in _OUTSIDE_AUTOCAST else run
+                for kind, run in zip(_C.PASSES, methods, strict=True)
+            )
         for index, part in self._parts.items():
             part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
         return self.sizes
@@ -238,6 +262,9 @@ class Step:
         """After the last unit, or an error."""
         for part in self._parts.values():
             part.end()
+        for shard in (self._shards, self._embedding):
+            if shard is not None:
+                shard.end()
 
     def losses(self) -> list[Tensor]:
         part = self._last_part()
@@ -264,6 +291,10 @@ class Step:
     def moved_bytes(self) -> int:
         """Bytes that units have sent to the tier."""
         return sum(part.moved_bytes for part in self._parts.values())
+
+    def logit_bytes(self) -> int:
+        """Most bytes of logits that this rank's shard of the vocabulary held at once."""
+        return 0 if self._shards is None else self._shards.peak_bytes
 
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)

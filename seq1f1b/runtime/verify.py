@@ -226,7 +226,9 @@ def _one_by_one(schedule: Schedule) -> Schedule:
             for stage in stages
         ]
         lines.append(" ".join(units))
-    return Schedule.from_text("\n".join(lines))
+    order = Schedule.from_text("\n".join(lines))
+    kinds = {unit.kind for unit in schedule.ranks[0]}
+    return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -398,8 +400,11 @@ class _Comparison:
 def _names(engine: PipelineEngine, run: _Pass) -> list[str]:
     """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
     places = [f"stage {index}: " if engine.num_stages > 1 else "" for index in engine.stages]
+    if engine._options.embedding is not None:
+        places.insert(0, f"shard {engine.rank}: ")
     names: dict[int, str] = {}
-    for place, module in zip([*places, "loss: "], engine.modules(), strict=False):
+    loss = "loss: " if engine._options.head is None else f"shard {engine.rank}: "
+    for place, module in zip([*places, loss], engine.modules(), strict=False):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 names.setdefault(id(parameter), place + name)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.values import pack, unpack
+from seq1f1b.transport.values import pack, sendable, unpack
 
 ARENA_BYTES = _C.ARENA_BYTES
 """Address space of one edge; memory appears as it is touched."""
@@ -26,32 +24,6 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 _ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
 
 
-def memory_fd(size: int) -> int:
-    """Descriptor of anonymous shared memory: no name in the file system, and gone with its last user.
-
-    Sealed against shrinking, which would turn a peer's read into SIGBUS.
-    """
-    fd = os.memfd_create("seq1f1b", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def map_fd(fd: int, size: int) -> object:
-    """Maps a descriptor and closes it; the mapping stays until its last user is gone."""
-    try:
-        return _C.mapping_create(fd, size)
-    except MemoryError:  # address space: engines that are garbage may still hold some
-        gc.collect()
-        return _C.mapping_create(fd, size)
-    finally:
-        os.close(fd)
-
-
 def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
     """Tensor over memory of a place; ``owner`` (an edge end or a mapping) lives as long as the tensor does.
 
@@ -59,6 +31,15 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
         gpu: on which the memory is; -1: host memory.
     """
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+
+
+@sendable
+class Edge(NamedTuple):
+    """A directed edge between two stages; there may be one of each channel (``csrc/core/unit.h``)."""
+
+    source: int
+    destination: int
+    channel: int = 0
 
 
 class Superseded(Exception):
@@ -85,9 +66,9 @@ class RankGroup(ABC):
         self._local_size = local_size
         self._epoch = self._round = 0
         self._acknowledged = False  # this rank's user has seen the standing failure
-        self._ends: dict[tuple[int, int], object] = {}
+        self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
-        self._peers: dict[tuple[int, int], int] = {}
+        self._peers: dict[Edge, int] = {}
         self.set_limits(300.0)
 
     # -- limits, progress, failure
@@ -276,32 +257,29 @@ class RankGroup(ABC):
 
     # -- edges
 
-    def edge_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object:
+    def edge_end(self, edge: tuple[int, ...], peer_rank: int, is_receiver: bool, text: str) -> object:
         """This rank's end of a directed edge. All ranks open their edges in one order that they agree on.
 
         Args:
+            edge: its source stage and destination stage, and its channel if that is not 0.
             text: names the edge in errors: "activations of stage 0 to 1".
         """
-        key = source_stage, destination_stage
+        key = Edge(*edge)
         self._peers[key] = peer_rank
         self._edge_texts.setdefault(peer_rank, text)
         if key not in self._ends:
-            self._ends[key] = self._open_end(source_stage, destination_stage, peer_rank, is_receiver, text)
+            self._ends[key] = self._open_end(key, peer_rank, is_receiver, text)
         return self._ends[key]
 
     @abstractmethod
-    def _open_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object: ...
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object: ...
 
     def begin(self) -> None:
         """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
         self.barrier()
 
-    def peer_of(self, edge: tuple[int, int]) -> int:
-        """The rank at the other end of an edge (source stage, destination stage) of this rank."""
+    def peer_of(self, edge: Edge) -> int:
+        """The rank at the other end of an edge of this rank."""
         return self._peers[edge]
 
     @abstractmethod

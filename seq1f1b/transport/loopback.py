@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.group import ARENA_BYTES, RankGroup, map_fd, memory_fd
+from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.group import ARENA_BYTES, Edge, RankGroup
 
 
 class LoopbackGroup:
@@ -38,18 +39,17 @@ class _LoopbackMemory:
     def __init__(self, size: int, arena_bytes: int) -> None:
         self._lock = threading.Lock()
         self._arena_bytes = arena_bytes
-        self._arenas: dict[tuple[int, int], object] = {}
+        self._arenas: dict[Edge, object] = {}
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
         block_bytes = _C.group_block_bytes(size)
-        self.block = map_fd(memory_fd(block_bytes), block_bytes)
+        self.block = private_mapping(block_bytes)
 
-    def arena(self, source_stage: int, destination_stage: int) -> object:
+    def arena(self, edge: Edge) -> object:
         """The memory of an edge: whichever end comes first makes it."""
-        key = source_stage, destination_stage
         with self._lock:
-            if key not in self._arenas:
-                self._arenas[key] = map_fd(memory_fd(self._arena_bytes), self._arena_bytes)
-            return self._arenas[key]
+            if edge not in self._arenas:
+                self._arenas[edge] = private_mapping(self._arena_bytes)
+            return self._arenas[edge]
 
     def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:
         """Tensors on their way from one rank to another."""
@@ -91,8 +91,6 @@ class _LoopbackRank(RankGroup):
     def _begin_receive(self, data: Tensor, rank: int) -> Any:
         return _LoopbackReceive(self, self._memory.box(rank, self.rank), data)
 
-    def _open_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object:
-        arena = self._memory.arena(source_stage, destination_stage)
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
+        arena = self._memory.arena(edge)
         return _C.arena_end(self.group, arena, -1, peer_rank, is_receiver, text)

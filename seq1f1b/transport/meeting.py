@@ -11,6 +11,8 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
+from seq1f1b.transport.descriptors import accept
+
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
 
@@ -77,7 +79,7 @@ class Meeting:
         connections = self._dialled
         try:
             while dialled_by:
-                connection, _ = self._listener.accept()
+                connection = accept(self._listener)
                 greeter = self._greeted_by(connection, dialled_by)
                 if greeter is None:
                     connection.close()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.transport.group import RankGroup, map_fd, memory_fd
+from seq1f1b.transport.descriptors import mapping, memory, receive
+from seq1f1b.transport.group import Edge, RankGroup
 from seq1f1b.transport.processes import ProcessRank
 
-_ARENA = struct.Struct("qqq")  # source stage, destination stage, bytes
+_ARENA = struct.Struct("qqqq")  # source stage, destination stage, channel, bytes
 
 
 class ShmRank(ProcessRank):
@@ -35,11 +35,8 @@ class ShmRank(ProcessRank):
     def _hangup_fds(self) -> list[int]:
         return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
 
-    def _open_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object:
-        connection = self._connections[peer_rank]
-        return open_shm_end(self, connection, source_stage, destination_stage, peer_rank, is_receiver, text)
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
+        return open_shm_end(self, self._connections[peer_rank], edge, peer_rank, is_receiver, text)
 
     def close(self) -> None:
         super().close()
@@ -49,45 +46,35 @@ class ShmRank(ProcessRank):
 
 
 def open_shm_end(
-    group: RankGroup,
-    connection: socket.socket,
-    source_stage: int,
-    destination_stage: int,
-    peer_rank: int,
-    is_receiver: bool,
-    text: str,
+    group: RankGroup, connection: socket.socket, edge: Edge, peer_rank: int, is_receiver: bool, text: str
 ) -> object:
     """One end of an edge between two processes that hold the ends of ``connection``; see :meth:`RankGroup.edge_end`."""
-    arena = _share_arena(connection, source_stage, destination_stage, group.arena_bytes, is_receiver, text, peer_rank)
+    arena = _share_arena(connection, edge, group.arena_bytes, is_receiver, text, peer_rank)
     return _C.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
 
 
 def _share_arena(
-    connection: socket.socket, source: int, destination: int, size: int, is_receiver: bool, text: str, peer_rank: int
+    connection: socket.socket, edge: Edge, size: int, is_receiver: bool, text: str, peer_rank: int
 ) -> object:
     """Memory of an edge: the receiver makes it and hands its descriptor to the sender."""
     try:
         if is_receiver:
-            fd = memory_fd(size)
-            try:
-                arena = _C.mapping_create(fd, size)
-                socket.send_fds(connection, [_ARENA.pack(source, destination, size)], [fd])
-            finally:
-                os.close(fd)
+            made = memory(size)
+            arena = mapping(made, size)
+            socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
             return arena
-        data, fds, _, _ = socket.recv_fds(connection, _ARENA.size, 1)
+        data, handed = receive(connection, _ARENA.size)
     except OSError as error:
         raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
-    if not fds:
+    if handed is None:
         raise _C.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
-    found_source, found_destination, size = _ARENA.unpack(data)
-    if (found_source, found_destination) != (source, destination):
-        os.close(fds[0])
+    *found, size = _ARENA.unpack(data)
+    if found != [*edge]:
         raise _C.PipelineError(
-            f"{text}: rank {peer_rank} opened the edge of stage {found_source} to {found_destination} instead; "
+            f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
             "all ranks must open their edges in one order"
         )
-    return map_fd(fds[0], size)
+    return mapping(handed, size)
 
 
 def connect_shm(
@@ -95,19 +82,15 @@ def connect_shm(
 ) -> ShmRank:
     block_bytes = _C.group_block_bytes(size)
     if rank == 0:
-        fd = memory_fd(block_bytes)
-        try:
-            for connection in connections.values():
-                socket.send_fds(connection, [b"b"], [fd])
-        except BaseException:
-            os.close(fd)
-            raise
+        block = memory(block_bytes)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"b"], [block.number])
     else:
         try:
-            _, fds, _, _ = socket.recv_fds(connections[0], 1, 1)
+            _, handed = receive(connections[0], 1)
         except ConnectionError as error:
             raise _C.PipelineError(f"rank 0 left during set-up: {error}") from error
-        if not fds:
+        if handed is None:
             raise _C.PipelineError("rank 0 left during set-up")
-        fd = fds[0]
-    return ShmRank(rank, size, process_group, map_fd(fd, block_bytes), connections, arena_bytes)
+        block = handed
+    return ShmRank(rank, size, process_group, mapping(block, block_bytes), connections, arena_bytes)

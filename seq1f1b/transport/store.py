@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from seq1f1b import _C
-from seq1f1b.transport.group import Superseded, map_fd, memory_fd
+from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.group import Edge, Superseded
 from seq1f1b.transport.link import StoreLink
 from seq1f1b.transport.processes import ProcessRank, first_line
 from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
@@ -22,6 +23,16 @@ from seq1f1b.transport.values import pack, unpack
 _T = TypeVar("_T")
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
 _TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of each; torch's tags are 31 bits
+
+
+def _tag_of(edge: Edge) -> int:
+    """A tag that no other edge between its two ranks has in its direction: below :data:`_TAGS` - 1, a lifeline's.
+
+    Activations and gradients join neighbouring stages; of every further channel two ranks have one edge each way.
+    """
+    if edge.channel > 1:
+        return _TAGS - edge.channel
+    return 2 * min(edge.source, edge.destination) + (edge.source > edge.destination)
 
 
 class StoreRank(ProcessRank):
@@ -47,11 +58,11 @@ class StoreRank(ProcessRank):
     ) -> None:
         self._generation = generation
         block_bytes = _C.group_block_bytes(size)
-        group = _C.group_create(map_fd(memory_fd(block_bytes), block_bytes), size, rank)
+        group = _C.group_create(private_mapping(block_bytes), size, rank)
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
         self._link, self._store = link, link.store
-        self._relays: dict[tuple[int, int], C10dRelay] = {}
+        self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
@@ -260,23 +271,20 @@ class StoreRank(ProcessRank):
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
 
-    def _open_end(
-        self, source_stage: int, destination_stage: int, peer_rank: int, is_receiver: bool, text: str
-    ) -> object:
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         if peer_rank in self._connections:
-            connection = self._connections[peer_rank]
-            return open_shm_end(self, connection, source_stage, destination_stage, peer_rank, is_receiver, text)
-        # Stages of an edge are neighbours. Tags of their own per pipeline: receives that an earlier one on this process
-        # group left behind after a failure never match.
+            return open_shm_end(self, self._connections[peer_rank], edge, peer_rank, is_receiver, text)
+        # Tags of their own per pipeline: receives that an earlier one on this process group left behind after a failure
+        # never match.
         first_tag = self._generation * _TAGS
         broken = functools.partial(self._suspect, peer_rank)
         if peer_rank not in self._lifelines:
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
             self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, tag, broken)
-        tag = first_tag + 2 * min(source_stage, destination_stage) + (source_stage > destination_stage)
+        tag = first_tag + _tag_of(edge)
         self._beginner = self._beginner or Worker("seq1f1b transfers", lambda error: self.fail(first_line(error)))
         relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
-        self._relays[source_stage, destination_stage] = relay
+        self._relays[edge] = relay
         return relay.end
 
     def begin(self) -> None:

@@ -13,8 +13,20 @@ if TYPE_CHECKING:
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation",
-          "O": "move out", "G": "wait until out", "L": "load"}  # fmt: skip
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recomputation",
+    "S": "logits of a shard",
+    "T": "loss and gradients of a shard",
+    "E": "rows of the embedding",
+    "G": "gradients of the embedding",
+    "O": "move out",
+    "A": "wait until away",
+    "L": "load",
+}
 PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
 
 
@@ -65,12 +77,12 @@ def seconds_text(seconds: float) -> str:
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
-_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "O": 0.3, "G": 0.3, "L": 0.3}
+_STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
 STRENGTH = {letter: _STRENGTH.get(letter, 0.5) for letter in _C.PASSES}
 
 
 def color_of(unit: Unit) -> tuple[float, ...]:
-    """The micro-batch's hue: pale forward, paler recomputation, full backward, I and W between the two."""
+    """The micro-batch's hue: full for what goes back, pale for what goes forward."""
     color = MICROBATCH_COLORS[unit.microbatch % len(MICROBATCH_COLORS)]
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(1 - STRENGTH[unit.kind] * (1 - channel) for channel in channels)

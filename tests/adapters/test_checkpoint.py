@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from seq1f1b import PipelineEngine, PipelineState
+from seq1f1b import PipelineEngine, PipelineState, VocabularyParallelHead
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=13)
@@ -58,7 +58,17 @@ class Layout:
         count = ranks * stages_per_rank
         model = whole_model(CONFIG, seed=seed)
         stages: list[nn.Module] = [stage_of(model, CONFIG, i, count) for i in range(index, count, ranks)]
-        loss_fn: Any = take_head(stages[-1]) if index == ranks - 1 else cross_entropy
+        loss_fn: Any = take_head(stages[-1]) if index == ranks - 1 and kind != "vocabulary" else cross_entropy
+        self.rows: dict[str, slice] = {}
+        if kind == "vocabulary":
+            kind, loss_fn = (
+                "",
+                VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=index, num_ranks=ranks, bias=True),
+            )
+            loss_fn.to(torch.float64).load_whole(model.head.weight, model.head.bias)
+            self.rows = dict.fromkeys(("head.weight", "head.bias"), loss_fn.rows)
+            if index == ranks - 1:
+                stages[-1].head = nn.Identity()
         modules = [*stages, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         if kind:
             modules = [wrap(kind, module, self.mesh.get_group("data"), self.mesh["data"]) for module in modules]
@@ -93,7 +103,9 @@ def step_batch(step: int) -> tuple[Tensor, Tensor]:
     return batch(CONFIG, MICROBATCHES, LENGTH, size=1, seed=step)
 
 
-def difference(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+def difference(found: dict[str, Tensor], truth: dict[str, Tensor], rows: dict[str, slice] | None = None) -> float:
+    """rows: of the whole tensor, that this rank has."""
+    truth = truth | {name: truth[name][own] for name, own in (rows or {}).items()}
     return max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in found)
 
 
@@ -130,13 +142,13 @@ def layouts(rank: int, pipe: Connection, folder: str) -> dict[str, float]:
     truth = whole_run(None)
     found = {}
     uninterrupted: dict[str, dict[str, Tensor]] = {}
-    for kind in ("fsdp", "ddp"):
-        layout = Layout(kind, 2, 2, seed=0)
+    for kind in ("fsdp", "ddp", "vocabulary"):
+        layout = Layout(kind, 2, 2, seed=0) if kind != "vocabulary" else Layout(kind, 1, 4, seed=0)
         layout.train(0, SAVED_AT)
         dcp.save({"train": layout.state}, checkpoint_id=f"{folder}/{kind}")
         layout.train(SAVED_AT, STEPS)
         uninterrupted[kind] = layout.weights()
-        found[f"uninterrupted {kind}"] = difference(uninterrupted[kind], truth)
+        found[f"uninterrupted {kind}"] = difference(uninterrupted[kind], truth, layout.rows)
         layout.engine.close()
 
     for saved, kind, replicas, ranks, stages_per_rank in (
@@ -149,19 +161,24 @@ def layouts(rank: int, pipe: Connection, folder: str) -> dict[str, float]:
         ("fsdp", "", 1, 4, 1),
         ("fsdp", "fsdp", 4, 1, 1),
         ("ddp", "", 1, 1, 1),
+        ("vocabulary", "vocabulary", 1, 4, 1),
+        ("vocabulary", "vocabulary", 1, 3, 1),
+        ("vocabulary", "fsdp", 2, 2, 1),
+        ("ddp", "vocabulary", 1, 2, 2),
     ):
         layout = Layout(kind, replicas, ranks, stages_per_rank)
         if layout.takes_part:
             layout.load(f"{folder}/{saved}")
             layout.train(SAVED_AT, STEPS)
             weights = layout.weights()
-            found[f"{saved} to {kind} {replicas}x{ranks}x{stages_per_rank}"] = difference(weights, truth)
-            if saved == kind and (replicas, ranks) == (2, 2):  # the same arithmetic
+            found[f"{saved} to {kind} {replicas}x{ranks}x{stages_per_rank}"] = difference(weights, truth, layout.rows)
+            if saved == kind and (replicas, ranks) in ((2, 2), (1, 4)):  # the same arithmetic
                 assert all(torch.equal(weights[name], w) for name, w in uninterrupted[kind].items())
             layout.engine.close()
         dist.barrier()
     if rank == 0:
-        found["plain torch"] = difference(whole_run(f"{folder}/fsdp"), truth)
+        for saved in ("fsdp", "vocabulary"):
+            found[f"{saved} to plain torch"] = difference(whole_run(f"{folder}/{saved}"), truth)
     return found
 
 
@@ -174,7 +191,7 @@ def test_every_layout_goes_on_from_two_replicas_of_two_stages(tmp_path: Path) ->
     joined = partial(join, str(tmp_path))
     with PipedProcesses(WORLD, join_and_run, joined, layouts, str(tmp_path)) as ranks:
         results = [ranks.result(rank) for rank in range(WORLD)]
-    assert len(results[0]) == 12  # two uninterrupted, nine layouts, plain torch
+    assert len(results[0]) == 18  # three uninterrupted, thirteen layouts, plain torch twice
     for found in results:
         assert all(value < LIMIT for value in found.values()), found
 

@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 import seq1f1b  # noqa: E402
 from seq1f1b.runtime.deferred import Tape  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
-from seq1f1b.transformers import pipeline_stage, save_pretrained  # noqa: E402
+from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 
 SIZES = [9, 4, 7, 4]
 TOKENS, M = sum(SIZES), 2
@@ -379,6 +379,68 @@ def test_the_checkpoint_is_one_that_from_pretrained_loads(tmp_path, name, tied):
         assert torch.equal(found, want[key]), key
     if tied:
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("llama", False), ("llama", True), ("phi", False), ("gpt_neox", False), ("gpt2", True)]
+)
+def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
+    """Saved as the whole model, loaded by another number of ranks; a tied one, and one with a bias, too."""
+    model = build(name, vocab_size=67, tie_word_embeddings=tied)
+    with Float64():
+        losses, gradients = run_whole(model)
+    tokens, target = batch()
+
+    def run(group: Any) -> Any:
+        with Float64():
+            stage = pipeline_stage(copy.deepcopy(model), group.rank, group.size, vocabulary="parallel")
+            engine = seq1f1b.PipelineEngine(
+                stage,
+                num_microbatches=M,
+                num_segments=len(SIZES),
+                segment_sizes=SIZES,
+                loss_fn=stage.head,
+                embedding=stage.embedding,
+                group=group,
+            )
+            found = engine.step(tokens, target=target)
+            own = {n: p.grad.clone() for n, p in engine.named_parameters()}
+            if group.size == 3:
+                save_pretrained(engine, tmp_path)
+                group.barrier()
+            else:
+                for parameter in engine.parameters():
+                    torch.nn.init.zeros_(parameter)
+                load_pretrained(engine, tmp_path)
+                found = engine.eval(tokens, target=target)
+            return found, own
+
+    for num_ranks in (3, 2):
+        results = run_ranks(num_ranks, run)
+        assert max(abs(float(a - b)) for a, b in zip(results[-1][0], losses, strict=True)) <= 1e-10
+        found = {n: g for _, own in results for n, g in own.items()}
+        for shared in (n for n in found if sum(n in own for _, own in results) > 1):
+            found[shared] = torch.cat([own[shared] for _, own in results])
+        assert gradient_error(found, gradients) <= 1e-10
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "gemma2",
+            "the vocabulary of Gemma2ForCausalLM cannot be spread .*: 'model.embed_tokens' is a Gemma2TextScaled",
+        ),
+        ("granite", "GraniteForCausalLM changes its logits behind the head"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_spread(name, text):
+    model = build(name)
+    with pytest.raises(ValueError, match=text):
+        stage = pipeline_stage(model, 0, 1, vocabulary="parallel")
+        stage(torch.zeros(1, 3, 32, dtype=torch.float64))
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_an_error_on_all(tmp_path):

@@ -292,6 +292,7 @@ static void make_pipeline(setting set, pipeline *p)
     stand_in_reset(set.seed);
     stand_in_set("queues", set.queues);
     stand_in_set("injected_sync_permille", set.injected_sync_permille);
+    stand_in_set("synchronous_memory", set.injected_sync_permille > 0);
     size_t block_bytes = (s1f_group_block_bytes(set.num_ranks) + 63) / 64 * 64;
     p->block = aligned_alloc(64, block_bytes);
     memset(p->block, 0, block_bytes);
@@ -436,6 +437,8 @@ static void check_setting(setting set)
     CHECK(stand_in_count("cuMemAlloc_v2") == allocations);
     CHECK(count_synchronisations() == synchronisations);
     CHECK(stand_in_deadlock() == NULL);
+    CHECK(stand_in_misuses() == 0);
+    CHECK((stand_in_count("interprocess_events") > 0) == (set.transport == BY_COPIES_OF_PROCESSES));
     for (int64_t i = 0; check_failed != failed_before && stand_in_synchronisation(i) != NULL; i++)
         fprintf(stderr, "%s\n", stand_in_synchronisation(i));
     for (int32_t rank = 0; rank < set.num_ranks && check_failed != failed_before; rank++)

@@ -477,10 +477,13 @@ static void test_two_processes(void)
     begin(1, 8);
     OK(stand_in_set("shared_memory", 1));
     CUstream stream = new_stream(), after = new_stream();
-    CUdeviceptr words = new_memory(WORDS * 8), open;
+    CUdeviceptr words = new_memory(2 << 20), few = new_memory(WORDS * 8), open;
     for (uint64_t i = 0; i < WORDS; i++)
         ((uint64_t *)host(words))[i] = i;
     exported sent;
+    OK(cuIpcGetMemHandle(&sent.words, few));
+    expect_misuse("no multiple of 2 MiB");
+    OK(cuMemFree_v2(few));
     CHECK(cuIpcGetMemHandle(&sent.words, words + 8) == CUDA_ERROR_INVALID_VALUE); /* not its first byte */
     OK(cuIpcGetMemHandle(&sent.words, words));
     CHECK(cuIpcGetEventHandle(&sent.ready, new_event()) == CUDA_ERROR_INVALID_VALUE); /* not CU_EVENT_INTERPROCESS */

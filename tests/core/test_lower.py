@@ -58,7 +58,7 @@ class Replay:
         stage = unit.stage - 1 if unit.kind == "F" else unit.stage + 1
         rank_of_stage = self.schedule.rank_of_stage
         if (
-            unit.kind in "WROGL"
+            unit.kind in "WROAL"
             or not 0 <= stage < self.schedule.num_stages
             or rank_of_stage[stage] == rank_of_stage[unit.stage]
         ):
@@ -120,7 +120,7 @@ class Replay:
 
     def run(self, rank: int, unit: Unit, kv_slot: int, grad_slot: int) -> None:
         last_segment = self.schedule.num_segments - 1
-        if unit.kind in "OGL":
+        if unit.kind in "OAL":
             self.move(rank, unit, kv_slot, grad_slot)
             return
         assert unit.kind not in "BI" or unit[1:] not in self.coming, f"{unit} runs before what it reads is back"
@@ -143,7 +143,7 @@ class Replay:
 
     def move(self, rank: int, unit: Unit, kv_slot: int, grad_slot: int) -> None:
         assert kv_slot == grad_slot == -1
-        before = unit._replace(kind={"O": "F", "G": "O", "L": "G"}[unit.kind])
+        before = unit._replace(kind={"O": "F", "A": "O", "L": "A"}[unit.kind])
         assert before in self.ran[rank]
         self.ran[rank].append(unit)
         if unit.kind == "L":
@@ -152,7 +152,7 @@ class Replay:
             self.live_peak[unit.stage] = max(self.live_peak[unit.stage], self.live[unit.stage])
 
     def free(self, rank: int, unit: Unit) -> None:
-        if unit.kind == "G":
+        if unit.kind == "A":
             self.live[unit.stage] -= 1
             return
         assert unit == self.ran[rank][-1] and unit.kind != "I" and (self.has_backward or unit.kind == "F")

@@ -11,7 +11,8 @@
  *   - whatever lies outside of shared memory, or of the extents of global memory that the test named, is an error; so are
  *     unaligned addresses, lanes of a warp or threads of a block that do not all arrive, and copies nobody waits for
  * The first error ends the launch and is kept as text. Matrix products are exact, and rounded once, towards zero: tensor
- * cores do about that. Nothing here tells how long anything takes, but for bank conflicts, which are counted. */
+ * cores do about that. Built with -ffp-contract=fast, products that are added become FMAs, as nvcc makes them. Nothing
+ * here tells how long anything takes, but for bank conflicts, which are counted. */
 #ifndef S1F_TESTS_EMULATION_H
 #define S1F_TESTS_EMULATION_H
 

@@ -77,6 +77,15 @@ def test_segments_equal_the_formula(
     assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
 
 
+def test_float32_rows_that_the_efficient_op_cannot_read_go_the_plain_way(calls: list[Call]) -> None:
+    """It loads 16 bytes at a time, so it takes head sizes that 4 divides."""
+    for head_dim, is_plain in ((6, True), (12, False)):
+        calls.clear()
+        qkv, dout = (random_qkv(4, 2, head_dim=head_dim, dtype=torch.float32, seed=seed) for seed in (0, 1))
+        check(segmented([5, 7], {}, [qkv], [dout[0]])[0], {}, qkv, dout[0])
+        assert (calls == []) == is_plain
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_plain_way_over_ranges_of_keys(name: str, calls: list[Call]) -> None:
     """Ranges that end before, within and behind the segment, and rows that see none of a range."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 from emulated_cuda import (
     DTYPES,
+    HAS_FMA,
     SANITIZED,
     SHARED_99_KB,
     SHARED_163_KB,
@@ -190,6 +191,25 @@ def test_equal_bits(emulated: Emulated) -> None:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
+@pytest.mark.skipif(not HAS_FMA, reason="this processor has no FMA, and rounds each product")
+def test_sums_do_not_drift_over_many_blocks(emulated: Emulated) -> None:
+    """lse of one block of rows over 256 blocks of keys. Its maximum seldom changes, and where it does not, sums shrink
+    by exactly 1, however products and sums are contracted."""
+    tokens, rows, scale = 2048 if SANITIZED else 16384, 128, 2.0
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(1, 1, tokens, 64, generator=generator).to(BF16) for _ in range(2))
+    q = torch.randn(1, 1, rows, 64, generator=generator).to(BF16)
+    out, lse, docs = torch.empty_like(q), torch.empty(1, 1, rows), torch.empty(0, dtype=torch.int32)
+    case = Case(tokens=tokens, heads=1)
+    attention = attention_of(case, tokens - rows, q, keys, values, out, lse, torch.empty(1, 0), scale)
+    emulated.run("attention_forward", CudaAttention(attention, num_parts=1), [q, keys, values, docs], [out, lse])
+    logits = q.double() @ keys.double().mT * scale
+    hidden = torch.ones(rows, tokens, dtype=torch.bool).triu(tokens - rows + 1)
+    truth = logits.masked_fill(hidden, -math.inf).logsumexp(-1)
+    error = errors(lse, truth)[0]
+    assert error <= 4 * 2**-24 * truth.abs().max().item(), error
+
+
 @pytest.mark.parametrize(
     "case, pairs",
     [
@@ -355,9 +375,7 @@ MUTATIONS = [
     Mutation(
         "rescaled only where all lanes ask for it", FORWARD, "warp_ballot(changed) != 0", "~warp_ballot(changed) == 0"
     ),
-    Mutation(
-        "the level of a row that sees nothing", FORWARD, "high > -S1F_INFINITY ? high * factor : 0", "high * factor"
-    ),
+    Mutation("the level of a row that sees nothing", FORWARD, "high > -S1F_INFINITY ? high : 0", "high"),
     Mutation("lse to base 2", FORWARD, "lse * LN_2", "lse"),
     # heads and parts
     Mutation(

@@ -184,6 +184,25 @@ def test_a_launch_gets_what_the_tensors_are(stand_in: ctypes.CDLL) -> None:
     assert (got.docs, got.dout, got.dq, got.dk, got.dv) == (None, None, None, None, None)
 
 
+def test_the_launcher_is_asked_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much scratch memory it needs depends on what the current device can do."""
+    asked: list[bool] = []
+    inside = [False]
+
+    class Guard:
+        def __enter__(self) -> None:
+            inside[0] = True
+
+        def __exit__(self, *_: object) -> None:
+            inside[0] = False
+
+    scratch = _C.cuda_attention_scratch
+    monkeypatch.setattr(kernel_library, "nullcontext", Guard)  # on the CPU, in place of torch.cuda.device
+    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append(inside[0]) or scratch(*a))
+    launch()
+    assert asked == [True] and not inside[0]
+
+
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
         launch(kernel=1)
@@ -220,7 +239,8 @@ def test_every_operation_is_known() -> None:
 def test_the_table_holds_for_the_sources_at_hand() -> None:
     """A kernel that was changed since it was measured is no default: its record must go, or be measured again."""
     setup = sass.load_setup()
-    sources = {Path(source).stem: setup.cuda_source_hash(source) for source in setup.cuda_sources()}
+    sources = {kernel_table.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
+    assert sources.keys() == set(kernel_library.OPERATIONS)
     for record in kernel_library.verified():
         assert record.source == sources[record.operation], record
 

@@ -81,7 +81,7 @@ def test_orders_that_move_their_units(tmp_path, capsys):
         makespans.append(float(makespan))
     assert makespans[0] == makespans[1] == 3 * 8 + 3 < makespans[2]
     text = tmp_path / "order.txt"
-    text.write_text("F0.0 O0.0 F1.0 G0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
+    text.write_text("F0.0 O0.0 F1.0 A0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
     assert main(["simulate", str(text), "--offload", "4"]) == 0
     assert float(capsys.readouterr().out.splitlines()[-1].split()[1]) == 3 * 3 + 3, (
         "G waits 3 s, the way back is hidden"

@@ -1,9 +1,12 @@
-"""Does benchmarks/gpu.py survive what its stages may do, take up where it stopped, and run without a GPU?"""
+"""Does benchmarks/gpu.py survive what its stages may do, judge by what they say, and rehearse without a GPU?
+
+The whole rehearsal is CI's: ``python benchmarks/gpu.py --rehearse``. Here single stages of it are broken.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import shutil
 import subprocess
 import sys
 import time
@@ -71,14 +74,14 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, command: list[str]) -
     else:
         raise AssertionError("a child of the stage lives on")
 
-    table = gpu.summary(gpu.read(path), ["hangs", "wrong", "dies", "fine"]).splitlines()[-4:]
-    assert [line.split() for line in table] == [
-        ["hangs", "1", "0", "1", "timeout"],
-        ["wrong", "1", "1", "0", "failed"],
-        ["dies", "1", "0", "1", "failed"],
-        ["fine", "2", "0", "0", "passed"],
-    ]
-    assert "FAILED wrong: two: it is wrong" in gpu.summary(gpu.read(path), ["wrong"])
+    said = gpu.report(gpu.read(path), ["hangs", "wrong", "dies", "fine"]).splitlines()
+    table = [line.split() for line in said]
+    expected = {"hangs": "1 0 1 timeout", "wrong": "1 1 0 failed", "dies": "1 0 1 failed", "fine": "2 0 0 passed"}
+    for name, text in expected.items():
+        (line,) = (line for line in table if line[:1] == [name])
+        assert [*line[1:4], line[5]] == text.split()
+    assert any(line.startswith("ENDED dies: failed: a last word") for line in said)
+    assert "FAILED wrong: two: it is wrong" in said
 
 
 def test_only_what_has_not_passed_runs_again(tmp_path: Path, command: list[str]) -> None:
@@ -93,43 +96,66 @@ def test_no_stage_begins_when_the_time_is_up(tmp_path: Path, command: list[str])
     path = tmp_path / "results.jsonl"
     gpu.run_stages({"fine": 60}, command, path, 5)
     assert gpu.read(path) == []
-    assert gpu.summary([], ["fine"]).splitlines()[-1].split() == ["fine", "0", "0", "0", "not", "run"]
+    assert ["fine", "0", "0", "0", "0", "not", "run"] in [
+        line.split() for line in gpu.report([], ["fine"]).splitlines()
+    ]
 
 
-def test_the_script_on_the_cpu(tmp_path: Path) -> None:
-    """The first two stages whole: every case ends, the second one's figures are of real tensors."""
-    path = tmp_path / "results.jsonl"
-    arguments = ["--device", "cpu", "--only", "environment,attention", "--out", str(path), "--limit", "400"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = gpu.latest_cases(gpu.read(path))
-    unmeasured = {(stage, case) for stage, of in cases.items() for case in of if of[case]["state"] == "unmeasured"}
-    assert unmeasured == {("environment", "driver")}
-    assert len(cases["attention"]) >= 8
-    assert json.loads(path.read_text().splitlines()[0])["planned"][0] == "versions"
+def test_all_stages_fit_in_the_whole_run() -> None:
+    assert max(gpu.STAGES.values()) <= 60 and sum(gpu.STAGES.values()) <= gpu.LIMIT == 600
 
 
 def test_an_unknown_stage_is_named() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--only", "speeed"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "no stage speeed; there are environment" in done.stderr
+    assert done.returncode == 2 and "no stage speeed; there are doctor" in done.stderr
 
 
-def kernel_records(**changes: Any) -> list[dict[str, Any]]:
-    """Of a run in which all went well and ours were faster."""
-    library = {"attention_forward": {"source": "5a", "compiler": "13.0.88"}}
-    environment = {"sm": "90", "device": "a GPU", "torch": "2.13", "own CUDA kernels": library}
-    times = {"dense forward": "4.0 ms", "varlen forward": "2.0 ms", "own forward": "1.0 ms", "dtype": "bfloat16"}
-    cells = {
-        "8/8 heads of 128, 4096 tokens of 4096": times,
-        "8/8 heads of 128, 4096 tokens of 16384": times | {"own forward": "2.2 ms"},
-        "8/8 heads of 64, 4096 tokens of 16384": times | {"own forward": "2.1 ms"},
+def test_missing_libraries_are_named_before_anything_runs(tmp_path: Path) -> None:
+    """A tree without the files that are built elsewhere."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "seq1f1b").mkdir()
+    script = Path(shutil.copy(SCRIPT, tmp_path / "benchmarks"))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "seq1f1b has no _C*.so and no libseq1f1b_cuda.so" in done.stderr and "build_ext --inplace" in done.stderr
+    assert not (tmp_path / "gpu.jsonl").exists()
+
+
+def test_results_are_of_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one build has passed says nothing of the next one."""
+    path, library = tmp_path / "results.jsonl", tmp_path / "libseq1f1b_cuda.so"
+    monkeypatch.setattr(gpu, "PACKAGE", tmp_path)
+    library.write_bytes(b"one")
+    assert gpu.is_of_this_library(path) and gpu.is_of_this_library(path)
+    library.write_bytes(b"another")
+    assert not gpu.is_of_this_library(path)
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def kernel_records(*changes: tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a run in which all went well and ours were faster at head_dim 128."""
+    times = {"FA2 forward": "4.0 ms 1 TFLOP/s", "FA2 varlen forward": "2.0 ms 2 TFLOP/s"}
+    cases: dict[str, dict[str, dict[str, Any]]] = {
+        "doctor": {
+            "device": {"architecture": "sm_90", "device": "a GPU"},
+            "versions": {"torch": "2.13"},
+            "own kernels": {"attention_forward": {"source": "5a", "compiler": "13.0.88"}},
+        },
+        "primitives": {"sums": {}},
+        "own": {"bfloat16 d128 kv2 [9]": {}, "bfloat16 d64 kv2 [9]": {}, "float16 d64 kv2 [9]": {}},
+        "sanitizer": {"memcheck": {"state": "unmeasured", "why": "not done in 25 s"}},
+        "speed": {
+            "8/8 heads of 128, 4096 tokens of 4096": times | {"own forward": "1.0 ms 4 TFLOP/s"},
+            "8/8 heads of 128, 4096 tokens of 16384": times | {"own forward": "2.2 ms 2 TFLOP/s"},
+            "8/8 heads of 64, 4096 tokens of 16384": times | {"own forward": "2.1 ms 2 TFLOP/s"},
+        },
     }
-    cases = {
-        "environment": {"versions": environment}, "primitives": {"sums": {}}, "own kernels": {"d64": {}},
-        "sanitizer": {"memcheck": {"state": "unmeasured"}}, "speed": cells,
-    }  # fmt: skip
-    for stage, name, change in changes.values():
+    for stage, name, change in changes:
         cases[stage].setdefault(name, {}).update(change)
+        for gone in [key for key, value in cases[stage][name].items() if value is None]:
+            del cases[stage][name][gone]
     return [
         {"stage": stage, "case": name, "state": "passed", **values}
         for stage, of_stage in cases.items()
@@ -145,24 +171,111 @@ def test_a_kernel_is_verified_where_it_is_right_and_faster() -> None:
     }  # fmt: skip
 
 
+CELL = "8/8 heads of 128, 4096 tokens of 16384"
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        ("own kernels", "d128", {"state": "failed"}),
-        ("primitives", "sums", {"state": "unmeasured"}),
+        ("own", "bfloat16 d128 kv8 [9]", {"state": "failed"}),
+        ("own", "bfloat16 d128 kv8 [9]", {"state": "unmeasured"}),
+        ("primitives", "sums", {"state": "failed"}),
         ("sanitizer", "racecheck", {"state": "failed"}),
-        ("speed", "8/8 heads of 128, 4096 tokens of 16384", {"state": "failed"}),
-        ("speed", "8/8 heads of 128, 4096 tokens of 4096", {"state": "unmeasured"}),
-        ("speed", "8/8 heads of 128, 4096 tokens of 16384", {"own forward": "2.4 ms"}),  # below 0.85
+        ("speed", CELL, {"own forward": None}),
+        ("speed", CELL, {"FA2 forward": None, "FA2 varlen forward": None}),
+        ("speed", CELL, {"own forward": "2.4 ms"}),  # below 0.85
     ],
     ids=str,
 )
 def test_a_kernel_with_a_flaw_is_not_verified(change: tuple[str, str, dict[str, Any]]) -> None:
-    assert gpu.verified_kernels(kernel_records(change=change)) == []
+    assert gpu.verified_kernels(kernel_records(change)) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("own", "float16 d128 kv8 [9]", {"state": "failed"}),  # of another kernel
+        ("primitives", "sums", {"state": "unmeasured"}),
+        ("sanitizer", "initcheck", {"state": "failed"}),
+        ("speed", CELL, {"FA2 forward": None, "not timed": {"FA2 forward": "RuntimeError"}}),  # the other peer remains
+        ("speed", CELL, {"state": "failed", "why": "own backward"}),  # another operation's
+    ],
+    ids=str,
+)
+def test_what_says_nothing_of_a_kernel_does_not_keep_it_from_being_verified(
+    change: tuple[str, str, dict[str, Any]],
+) -> None:
+    assert len(gpu.verified_kernels(kernel_records(change))) == 1
+
+
+def test_the_table_has_a_verdict_on_each_part() -> None:
+    rows = {part: (right, fast, default) for part, right, fast, default in gpu.verdicts(kernel_records())}
+    right, fast, default = rows["attention_forward bfloat16 d128"]
+    assert (right, default) == ("yes", "yes") and fast.startswith("1.35 x torch's flash in 2 cells, own 3, FA2 1")
+    assert rows["attention_forward bfloat16 d64"][2] == "no"
+    assert rows["attention_backward bfloat16 d128"][1:] == ("", "no")
+    assert rows['transport="copy"'] == ("?", "", "if asked for")
 
 
 def test_verified_kernels_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "verified.json"
-    path.write_text(json.dumps(gpu.verified_kernels(kernel_records())))
+    path.write_text("[]")
+    for _ in range(2):  # the second time in place of the first
+        gpu.write_records(path, gpu.verified_kernels(kernel_records()))
     (record,) = kernel_library.verified(path)
     assert record == ("sm_90", "attention_forward", "bfloat16", 128, "5a", "13.0.88")
+
+
+# -- rehearsal -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    subprocess.run([sys.executable, SCRIPT.parent / "gpu_rehearsal.py", folder], check=True, timeout=200)
+    return folder
+
+
+BREAKS = {  # stage, file of the tree, its text and what takes its place, and what the rehearsal says then
+    "a file imports what is not there": (
+        "training", "benchmarks/gpu_engine.py", "import tiny_model", "import tinier_model",
+        "No module named 'tinier_model'",
+    ),
+    "a tool has no such option": (
+        "ncu", "benchmarks/gpu_speed.py", '"--clock-control"', '"--clock-lock"', "no option --clock-lock",
+    ),
+    "an op has no such argument": (
+        "speed", "benchmarks/gpu_speed.py", "*given, None, None, tokens, end, 0.0, True, False)",
+        "*given, None, None, tokens, end, 0.0, True, False, keys=3)", "Unknown keyword argument 'keys'",
+    ),
+    "a file that a stage needs is missing": (
+        "library", "tests/support/attention_runs.py", None, "", "No module named 'attention_runs'",
+    ),
+    "a stage is not where it is said to be": (
+        "ceilings", "benchmarks/gpu_speed.py", "def ceilings(", "def floors(", "has no attribute 'ceilings'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_of_a_stage_makes_the_rehearsal_fail(name: str, built: Path, tmp_path: Path) -> None:
+    stage, file, text, instead, said = BREAKS[name]
+    root = SCRIPT.parents[1]
+    for folder in ("benchmarks", "tests/support", "tests/cuda"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for folder in ("seq1f1b", "kernels", "csrc"):
+        (tmp_path / folder).symlink_to(root / folder)
+    broken = tmp_path / file
+    if text is None:
+        broken.unlink()
+    else:
+        assert text in broken.read_text()
+        broken.write_text(broken.read_text().replace(text, instead))
+    code = (
+        "import sys, gpu, pathlib; folder = pathlib.Path(sys.argv[1]); "
+        "sys.exit(gpu.rehearse({sys.argv[2]: 60.0}, pathlib.Path(sys.argv[3]), folder))"
+    )
+    command = [sys.executable, "-c", code, str(built), stage, str(tmp_path / "gpu.jsonl")]
+    done = subprocess.run(command, cwd=tmp_path / "benchmarks", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in done.stdout

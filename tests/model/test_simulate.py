@@ -250,7 +250,7 @@ class Reference:
 
         def at_tier(step: int, unit: Unit) -> float:
             """When what the unit reads, or has to be gone, is there."""
-            awaited = unit._replace(kind={"G": "O", "B": "L", "I": "L"}.get(unit.kind, "-"))
+            awaited = unit._replace(kind={"A": "O", "B": "L", "I": "L"}.get(unit.kind, "-"))
             return moved(step, awaited) if awaited in where else 0.0
 
         def scale(step: int, unit: Unit) -> float:
@@ -357,7 +357,7 @@ class RandomCase:
             table["I"] = [[b - w for b, w in zip(*rows, strict=True)] for rows in zip(backward, weight, strict=True)]
             self.arguments |= {"forward": forward, "backward": backward, "weight": weight}
             table["R"] = forward
-            table |= dict.fromkeys("OGL", [[0.0] * k] * S)
+            table |= dict.fromkeys("OAL", [[0.0] * k] * S)
             if recomputes and rng.random() < 0.5:
                 table["R"] = self.arguments["recompute"] = costs(1.0)
             self.seconds = [[table[u.kind][u.stage][u.segment] for u in order] for order in self.schedule.ranks]
@@ -590,7 +590,7 @@ def test_memory_by_hand() -> None:
 def test_moves_by_hand() -> None:
     """Beside each way one unit runs: a tier that takes longer than that is waited for."""
     order = Schedule.from_text("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0").offload()
-    assert order.to_text() == "F0.0 O0.0 F0.1 G0.0 F0.2 B0.2 L0.0 B0.1 B0.0\n"
+    assert order.to_text() == "F0.0 O0.0 F0.1 A0.0 F0.2 B0.2 L0.0 B0.1 B0.0\n"
     assert order.simulate(tier=1.0).makespan == order.simulate().makespan == 9
     assert order.simulate(tier=1.5).wait == (0.5,), "G waits; B takes 2, so the way back is hidden"
     slow = order.simulate(tier=3.0)

@@ -155,8 +155,8 @@ SHORT = r": reading \d+ bytes failed after \d+: Input/output error: give offload
 @pytest.mark.parametrize(
     ("how", "path", "unit", "message"),
     [
-        (replaced, "/dev/full", "G", FULL),
-        (replaced, "/proc/self/mem", "G", BROKEN),
+        (replaced, "/dev/full", "A", FULL),
+        (replaced, "/proc/self/mem", "A", BROKEN),
         (truncated, "", "[BI]", SHORT),
     ],
     ids=["full", "EIO", "short read"],

@@ -304,6 +304,8 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     allocation *entry = find_allocation((const void *)(uintptr_t)address);
     if (entry == NULL || entry->address != (char *)(uintptr_t)address || entry->imported)
         return CUDA_ERROR_INVALID_VALUE;
+    if (entry->bytes % ((size_t)2 << 20) != 0) /* CUDA C++ Programming Guide, "Interprocess Communication" */
+        misuse(this_call, "%zu bytes, no multiple of 2 MiB: other memory may be shared with them", entry->bytes);
     ipc_handle made;
     memset(&made, 0, sizeof made); /* padding too: a handle is sent as bytes */
     made.magic = IPC_MAGIC;

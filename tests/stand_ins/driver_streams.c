@@ -264,6 +264,7 @@ CUresult cuEventCreate(CUevent *event, unsigned int flags)
     if (interprocess && board == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     *event = new_event(index, flags, board);
+    machine.counters.interprocess_events += interprocess;
     return CUDA_SUCCESS;
 }
 

@@ -156,6 +156,7 @@ void release_lock(pthread_mutex_t **lock);
     X(live_bytes)                                                                                                      \
     X(live_streams)                                                                                                    \
     X(live_events)                                                                                                     \
+    X(interprocess_events)                                                                                             \
     X(live_communicators)                                                                                              \
     X(open_handles)
 

@@ -64,6 +64,7 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   failed_calls                                    by stand_in_fail_call
  *   launches                                        host functions, memsets and NCCL operations issued
  *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
+ *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
  *   live_allocations, live_bytes, live_streams,
  *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
 STAND_IN_API int64_t stand_in_count(const char *counter);

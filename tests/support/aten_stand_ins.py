@@ -83,6 +83,10 @@ def _flash_forward(
     window_size_right: int | None = None, seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None,
     num_splits: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    if cum_seq_q is not None:  # one packed sequence: (tokens, heads, head_dim)
+        assert (cum_seq_q.tolist(), cum_seq_k.tolist()) == ([0, max_q], [0, max_k])
+        whole = _flash_forward(q[None], k[None], v[None], None, None, max_q, max_k, dropout_p, is_causal, False)
+        return whole[0][0], whole[1][0], *whole[2:]
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert alibi_slopes is None, "torch's build refuses them"
     seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
@@ -96,6 +100,11 @@ def _flash_backward(
     max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    if cum_seq_q is not None:
+        assert (cum_seq_q.tolist(), cum_seq_k.tolist()) == ([0, max_q], [0, max_k])
+        of_one = [t[None] for t in (dout, q, k, v, out, lse)]
+        grads = _flash_backward(*of_one, None, None, max_q, max_k, dropout_p, is_causal, rng_state, unused)
+        return tuple(g[0] for g in grads)
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
@@ -114,7 +123,7 @@ def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
     assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype == torch.float32
-    assert all(argument is None for argument in absent)
+    assert all(argument is None for argument in absent) and q.shape[3] % 4 == 0
     _check_rows(q, k, v)
 
 

@@ -11,24 +11,33 @@ import dataclasses
 import itertools
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from seq1f1b import _C
+from seq1f1b.device import kernel_library
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/cuda"))
 
+import probes  # noqa: E402
 from kernel_table import Kernel, Operation, kernels_of  # noqa: E402
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
 DTYPES = {torch.bfloat16: 2, torch.float16: 3}  # csrc/core/dtype.h
+# nvcc contracts products and sums to FMAs wherever it can; so does the emulation, on a machine that has them.
+HAS_FMA = platform.machine() != "x86_64" or " fma " in Path("/proc/cpuinfo").read_text()
+CONTRACTION = ["-ffp-contract=fast", *(["-mfma"] if HAS_FMA and platform.machine() == "x86_64" else [])]
 SHARED_99_KB, SHARED_163_KB = 99 * 1024, 163 * 1024
 
 
@@ -166,7 +175,7 @@ def build(
         _insert(mutation, index, tree / "kernels/cuda" / mutation.file)
     objects = []
     command = [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", *flags]
-    command += ["-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
+    command += [*CONTRACTION, "-Wno-unused-function", f"-I{ROOT / 'tests/cuda'}"]
     if SANITIZED:
         command += ["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]
     command.append("-w" if mutations else "-Werror")
@@ -239,3 +248,70 @@ class Emulated:
             raise KernelError(error)
         if status != 0:
             raise Refused(f"{name} returned {status}")
+
+
+def prober(library: Path) -> probes.Prober:
+    """Runs the probes of primitives that an emulated library has."""
+    emulated = Emulated(library)
+
+    def launch(arguments: probes.Arguments, given: Tensor, output: Tensor) -> None:
+        emulated.launch("primitive_probes", arguments, [given], [output], 0)
+
+    return probes.Prober(launch, torch.device("cpu"))
+
+
+# -- in place of the installed kernels -------------------------------------------------------------------------------
+
+STORE = 23  # place of an argument of _C.cuda_attention: dk and dv hold nothing yet
+
+
+def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
+    """Address and bytes of each tensor that a launch gets, and whether it is dk or dv of the slab."""
+    _, batch, heads, kv_heads, tokens, head_dim, q_start, *_, docs, docs_stride = arguments[:12]
+    q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv = arguments[12:23]
+    end = q_start + tokens
+    shapes = [(t, heads, tokens, 2) for t in (q, out, dout, dq)] + [(t, kv_heads, end, 2) for t in (k, v)]
+    shapes += [(t, kv_heads, end, 4) for t in (dk, dv)] + [(t, kv_heads, tokens, 2) for t in (own_dk, own_dv)]
+    for t, of_heads, rows, element_bytes in shapes:
+        if t is not None:
+            address, *strides = t
+            counts = (batch - 1, of_heads - 1, rows - 1)
+            last = sum(count * stride for count, stride in zip(counts, strides, strict=True))
+            yield address, (last + head_dim) * element_bytes, element_bytes == 4
+    yield lse, batch * heads * tokens * 4, False
+    if docs:
+        yield docs, ((batch - 1) * docs_stride + end) * 4, False
+
+
+@contextmanager
+def emulated_kernels(library: Path) -> Iterator[list[str]]:
+    """The package launches the kernels of an emulated library meanwhile, on CPU tensors; yields what it launched.
+
+    Scratch memory, and sums that are to be stored, hold NaN before each launch.
+    """
+    emulated = Emulated(library)
+    launched: list[str] = []
+    launch, installed = _C.cuda_attention, kernel_library.LIBRARY
+
+    def within_extents(
+        handle: object, name: str, kernel: int, arguments: Any, scratch: int, size: int, stream: int
+    ) -> None:
+        launched.append(name)
+        ctypes.memset(scratch, 0xFF, size)
+        emulated._library.s1f_emulation_reset(c_uint64(len(launched)))
+        for address, extent, is_sum in [*extents(arguments), (scratch, size, False)]:
+            if is_sum and arguments[STORE]:
+                ctypes.memset(address, 0xFF, extent)
+            emulated._library.s1f_emulation_add_extent(c_void_p(address), c_int64(extent), 1)
+        try:
+            launch(handle, name, kernel, arguments, scratch, size, stream)
+        except RuntimeError as error:
+            raise AssertionError(emulated._library.s1f_emulation_error().decode()) from error
+
+    kernel_library.LIBRARY, _C.cuda_attention = library, within_extents
+    kernel_library.operations.cache_clear()
+    try:
+        yield launched
+    finally:
+        kernel_library.LIBRARY, _C.cuda_attention = installed, launch
+        kernel_library.operations.cache_clear()

@@ -70,8 +70,8 @@ def with_moves(schedule: Schedule, rng: random.Random, share: float = 0.6) -> Sc
                 ranks = [list(each) for each in schedule.ranks]
                 own = ranks[rank]
                 begin, end = own.index(back._replace(kind="F")) + 1, own.index(back)
-                places = sorted(rng.randint(begin, end) for _ in "OGL")
-                for i, kind in enumerate("OGL"):
+                places = sorted(rng.randint(begin, end) for _ in "OAL")
+                for i, kind in enumerate("OAL"):
                     own.insert(places[i] + i, back._replace(kind=kind))
                 try:
                     changed = Schedule(ranks)

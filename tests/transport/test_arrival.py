@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -310,11 +311,11 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(folder):
+        if not frame.f_code.co_filename.startswith((folder, socket.__file__)):
             return None
         left -= event == "line"
         if left == 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return trace
 
     def held() -> tuple[int, int]:

@@ -99,7 +99,9 @@ def receive(end: object, n: int) -> list[torch.Tensor | None]:
 
 def open_both(group: RankGroup) -> tuple[object, object]:
     """The ends of rank 0 -> rank 1 and of rank 1 -> rank 0, as (out, back)."""
-    ends = [group.edge_end(s, 1 - s, 1 - group.rank, s != group.rank, f"edge of stage {s} to {1 - s}") for s in (0, 1)]
+    ends = [
+        group.edge_end((s, 1 - s), 1 - group.rank, s != group.rank, f"edge of stage {s} to {1 - s}") for s in (0, 1)
+    ]
     return ends[group.rank], ends[1 - group.rank]
 
 
@@ -174,7 +176,7 @@ def test_loopback_passes_the_same() -> None:
 
 def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
     """Rank 0 waits for a message that rank 1, inside F2.1, never sends."""
-    end = group.edge_end(1, 0, 1 - group.rank, group.rank == 0, "gradients of stage 1 to 0")
+    end = group.edge_end((1, 0), 1 - group.rank, group.rank == 0, "gradients of stage 1 to 0")
     if group.rank == 0:
         group.set_limits(*pipe.recv())
         begin(group, end)
@@ -248,9 +250,9 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
     """A chain 0 -> 1 -> 2. Rank 2 fails in step 2, when rank 0 has already left it; then all go on."""
     rank, last = group.rank, group.size - 1
     into = (
-        group.edge_end(rank - 1, rank, rank - 1, True, f"activations of stage {rank - 1} to {rank}") if rank else None
+        group.edge_end((rank - 1, rank), rank - 1, True, f"activations of stage {rank - 1} to {rank}") if rank else None
     )
-    out = group.edge_end(rank, rank + 1, rank + 1, False, EDGE) if rank < last else None
+    out = group.edge_end((rank, rank + 1), rank + 1, False, EDGE) if rank < last else None
     errors = []
 
     def step(failing: bool) -> int:
@@ -457,11 +459,11 @@ import resource, torch
 from seq1f1b.transport import LoopbackGroup
 resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
 try:
-    LoopbackGroup(2)[0].edge_end(0, 1, 1, False, "edge")
+    LoopbackGroup(2)[0].edge_end((0, 1), 1, False, "edge")
     raise SystemExit("1 TiB was mapped")
 except MemoryError as error:
     assert "ulimit -v" in str(error) and "arena_bytes" in str(error), error
-LoopbackGroup(2, arena_bytes=1 << 26)[0].edge_end(0, 1, 1, False, "edge")
+LoopbackGroup(2, arena_bytes=1 << 26)[0].edge_end((0, 1), 1, False, "edge")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -478,7 +480,7 @@ def test_bad_arguments() -> None:
     assert transport.resolve_group(None).size == 1
     with pytest.raises(ValueError, match="timeout must be above 0"):
         groups[0].set_limits(0.0)
-    end = groups[0].edge_end(0, 1, 1, False, EDGE)
+    end = groups[0].edge_end((0, 1), 1, False, EDGE)
     begin(groups[0], end)
     with pytest.raises(ValueError, match="17 tensors"):
         send(groups[0], end, 0, [torch.zeros(1)] * 17)

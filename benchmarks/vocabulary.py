@@ -1,0 +1,138 @@
+"""What a vocabulary over the ranks saves: memory of the largest rank and the wait for it, beside a head on the last.
+
+    python benchmarks/vocabulary.py [--ranks 4] [--vocab 32768] [--hidden 256] [--tokens 2048] [--steps 4]
+
+Ranks are processes. One arm has the embedding on the first rank and the head in the loss of the last one, where one
+segment's logits are alive at a time; the other has a shard of both on every rank. Bytes of a rank: weights, gradients
+and the state of AdamW, with the most that graphs held at a time, logits included; beside it the growth of the process's
+resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most of the
+seconds in units. Simulated: the same, and the bubble, with each unit's median seconds over the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import KEPT_HEAP, header
+from model import HeadLoss, Stage
+from torch import Tensor, nn
+
+from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
+
+ARMS = ("head on the last rank", "vocabulary over the ranks")
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEngine:
+    P, hidden, vocab = options.ranks, options.hidden, options.vocab
+    stage = Stage(rank, P, hidden=hidden, blocks=P, vocab=vocab, head=False)
+    loss_fn: nn.Module | None = None
+    embedding = None
+    if arm == ARMS[0]:
+        loss_fn = HeadLoss(hidden, vocab) if rank == P - 1 else None
+    else:
+        loss_fn, embedding = VocabularyParallelHead(hidden, vocab), VocabularyParallelEmbedding(vocab, hidden)
+        if rank == 0:
+            stage.embedding = nn.Identity()
+    return PipelineEngine(
+        stage,
+        num_microbatches=options.microbatches,
+        num_segments=options.segments,
+        loss_fn=loss_fn,
+        embedding=embedding,
+    )
+
+
+def run_rank(rank: int, arm: str, options: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+    before = resident_bytes()
+    engine = make_engine(arm, rank, options)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(options.vocab, (options.microbatches, options.tokens + 1), generator=generator)
+    losses, units = [], []
+    for _ in range(options.steps):
+        losses.append(sum(map(float, engine.step(tokens[:, :-1], target=tokens[:, 1:] if engine.has_last else None))))
+        optimizer.step()
+        optimizer.zero_grad()
+        report = engine.report(gather=True)
+        units.append([[end - start for _, start, end in each.timeline] for each in report.ranks])
+    own = report.ranks[rank]
+    parameters = list(engine.parameters())
+    state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
+    held = sum(
+        t.numel() * t.element_size() for t in [*parameters, *parameters, *state]
+    )  # gradients as large as weights
+    graphs = sum(stage.activation_bytes or 0 for stage in own.stages) + own.logit_bytes + own.kv_bytes + own.grad_bytes
+    found: dict[str, Any] = {"losses": losses, "held": held, "graphs": graphs}
+    found["resident"] = own.process_peak_bytes - before
+    if rank == 0:
+        median = [
+            [statistics.median(step[r][i] for step in units[1:]) for i in range(len(units[0][r]))]
+            for r in range(options.ranks)
+        ]
+        run = engine.schedule.simulate(durations=median)
+        busy = [sum(row) for row in median]
+        found |= {
+            "imbalance": 1 - statistics.mean(busy) / max(busy),
+            "bubble": sum(run.bubble) / (options.ranks * run.makespan),
+            "makespan": run.makespan,
+            "measured": report.makespan,
+        }
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    engine.close()
+    dist.destroy_process_group()
+
+
+def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (arm, options, folder), nprocs=options.ranks)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("ranks", 4), ("vocab", 32768), ("hidden", 256), ("tokens", 2048), ("steps", 4)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--segments", type=int, default=4)
+    options = parser.parse_args()
+    os.environ.update(KEPT_HEAP)
+    print(header("Vocabulary over the ranks"))
+    mib = 2**20
+    most = {}
+    for arm in ARMS:
+        found = run_arm(arm, options)
+        print(f"\n{arm}\nrank  weights, gradients, AdamW  graphs, logits, KV     all  resident growth  (MiB)")
+        for rank, each in enumerate(found):
+            parts = each["held"] / mib, each["graphs"] / mib, (each["held"] + each["graphs"]) / mib
+            print(f"{rank:4}  {parts[0]:26.1f}  {parts[1]:18.1f}  {parts[2]:6.1f}  {each['resident'] / mib:15.1f}")
+        most[arm] = [
+            max(f(each) for each in found) for f in (lambda e: e["held"] + e["graphs"], lambda e: e["resident"])
+        ]
+        first = found[0]
+        print(
+            f"imbalance {first['imbalance']:.1%}; simulated: bubble {first['bubble']:.1%}, "
+            f"{first['makespan']:.2f} s; measured {first['measured']:.2f} s; losses "
+            + ", ".join(f"{loss / options.microbatches:.4f}" for loss in found[-1]["losses"])
+        )
+    (a, b), (c, d) = most[ARMS[0]], most[ARMS[1]]
+    print(f"\nthe largest rank falls by {1 - c / a:.2f}, its resident growth by {1 - d / b:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+/* vocabulary.c - runs the order in time, and lets the passes of shards go first wherever they can. */
+#include "vocabulary.h"
+
+#include "../core/check.h"
+#include "in_time.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* Passes of shards, those first for which others wait. */
+enum { LOSS, STATISTICS, EMBED, EMBED_GRADIENT, NUM_QUEUES };
+static const int32_t pass_of[NUM_QUEUES] = {S1F_PASS_LOSS, S1F_PASS_STATISTICS, S1F_PASS_EMBED,
+                                            S1F_PASS_EMBED_GRADIENT};
+
+enum { EMBEDDED_AHEAD = 2 }; /* segments whose E may have begun before their F: as many places has an edge */
+
+typedef struct {
+    s1f_unit *units; /* of the order, Fs ahead */
+    int64_t num_units, next;
+    int64_t next_of[NUM_QUEUES]; /* of the cells of the stage that each follows */
+} rank_state;
+
+typedef struct {
+    const double *const *pass_seconds;
+    double tolerance;
+    s1f_board board;
+    rank_state *ranks;
+    s1f_unit
+        *cells[NUM_QUEUES]; /* in the order in which the first or the last stage goes forward, or back; NULL: none */
+    int64_t num_cells;
+    int64_t num_first; /* Fs of the first stage that have begun */
+    s1f_schedule *out;
+} spreading;
+
+static int is_forward(s1f_unit unit)
+{
+    return s1f_pass_makes(unit.pass, S1F_PRODUCT_OUTPUT);
+}
+
+/* Copies the units, each that is no F behind `ahead` more Fs. */
+static void copy_ahead(const s1f_unit *units, int64_t count, int64_t ahead, s1f_unit *out)
+{
+    int64_t forward = 0, num_before = 0, num_written = 0, written = 0; /* forward: index of the next F to be written */
+    for (int64_t i = 0; i < count; i++) {
+        num_before += is_forward(units[i]);
+        if (is_forward(units[i]))
+            continue;
+        for (; forward < count && num_written < num_before + ahead; forward++)
+            if (is_forward(units[forward])) {
+                out[written++] = units[forward];
+                num_written++;
+            }
+        out[written++] = units[i];
+    }
+    for (; forward < count; forward++)
+        if (is_forward(units[forward]))
+            out[written++] = units[forward];
+}
+
+static double seconds_of(const spreading *s, s1f_unit unit)
+{
+    return s->pass_seconds[unit.pass][(int64_t)unit.stage * s->board.shape.num_segments + unit.segment];
+}
+
+/* Whether the next unit of a queue may start, its inputs apart. */
+static int is_due(const spreading *s, const rank_state *r, int queue)
+{
+    int64_t next = r->next_of[queue];
+    return s->cells[queue] != NULL && next < s->num_cells && (queue != LOSS || next < r->next_of[STATISTICS]) &&
+           (queue != EMBED || next < s->num_first + EMBEDDED_AHEAD);
+}
+
+static int choose(void *context, int32_t rank, double now, s1f_unit *unit, double *seconds)
+{
+    const spreading *s = context;
+    const rank_state *r = &s->ranks[rank];
+    for (int queue = 0; queue <= NUM_QUEUES; queue++) {
+        if (queue < NUM_QUEUES && is_due(s, r, queue)) {
+            *unit = s->cells[queue][r->next_of[queue]];
+            unit->pass = pass_of[queue];
+            unit->stage = rank;
+        } else if (queue == NUM_QUEUES && r->next < r->num_units) {
+            *unit = r->units[r->next];
+        } else {
+            continue;
+        }
+        *seconds = seconds_of(s, *unit);
+        if (s1f_board_ready(&s->board, *unit) <= now + s->tolerance)
+            return 1;
+    }
+    return 0;
+}
+
+static s1f_status start(void *context, int32_t rank, s1f_unit unit)
+{
+    spreading *s = context;
+    rank_state *r = &s->ranks[rank];
+    int queue = 0;
+    while (queue < NUM_QUEUES && pass_of[queue] != unit.pass)
+        queue++;
+    if (queue < NUM_QUEUES)
+        r->next_of[queue]++;
+    else
+        r->next++;
+    s->num_first += is_forward(unit) && unit.stage == 0;
+    return s1f_schedule_append(s->out, unit);
+}
+
+static s1f_status require_order(const s1f_schedule *schedule, const s1f_shape *shape, int what, int64_t ahead)
+{
+    if (ahead < 0)
+        return s1f_fail(S1F_ERR_ARG, "ahead is %lld, must be at least 0", (long long)ahead);
+    if (what & S1F_SPREAD_OUTPUT && s1f_shape_makes(shape, S1F_PRODUCT_STATISTICS))
+        return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its vocabulary already: it holds S and T");
+    if (what & S1F_SPREAD_INPUT && s1f_shape_makes(shape, S1F_PRODUCT_EMBEDDED))
+        return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its embedding already: it holds E and G");
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        if (shape->rank_of_stage[rank] != rank)
+            return s1f_fail(
+                S1F_ERR_SCHEDULE,
+                "a vocabulary is spread over stages that lie on the ranks of their numbers: stage %d lies on "
+                "rank %d",
+                (int)rank, (int)shape->rank_of_stage[rank]);
+    return s1f_schedule_check(schedule, 0);
+}
+
+static s1f_status require_seconds(spreading *s, int64_t num_units)
+{
+    const s1f_shape *shape = &s->board.shape;
+    double most = 0;
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        for (int64_t i = 0; i < (int64_t)shape->num_stages * shape->num_segments; i++) {
+            double seconds = s->pass_seconds[pass][i];
+            if (!(seconds >= 0) || !isfinite(seconds * (double)num_units))
+                return s1f_fail(S1F_ERR_ARG, "the duration of a unit is %g, must be finite and at least 0", seconds);
+            most = fmax(most, seconds);
+        }
+    s->tolerance = 1e-9 * most;
+    return S1F_OK;
+}
+
+/* The cells of a stage in the order in which its units make a product. */
+static s1f_unit *cells_of(const spreading *s, int32_t stage, s1f_product product)
+{
+    const rank_state *r = &s->ranks[s->board.shape.rank_of_stage[stage]];
+    s1f_unit *cells = malloc((size_t)s->num_cells * sizeof *cells);
+    int64_t count = 0;
+    for (int64_t i = 0; cells != NULL && i < r->num_units; i++)
+        if (r->units[i].stage == stage && s1f_pass_makes(r->units[i].pass, product))
+            cells[count++] = r->units[i];
+    return cells;
+}
+
+/* Takes the order apart; *num_units: with those of all shards. */
+static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_shape *shape, int what, int64_t ahead,
+                         int64_t *num_units)
+{
+    const int wanted[NUM_QUEUES] = {[LOSS] = what & S1F_SPREAD_OUTPUT,
+                                    [STATISTICS] = what & S1F_SPREAD_OUTPUT,
+                                    [EMBED] = what & S1F_SPREAD_INPUT,
+                                    [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
+    s1f_status status = s1f_board_create(shape, 0, &s->board);
+    if (status != S1F_OK)
+        return status;
+    s->ranks = calloc((size_t)shape->num_ranks, sizeof *s->ranks);
+    int is_short = s->ranks == NULL;
+    *num_units = 0;
+    for (int32_t rank = 0; !is_short && rank < shape->num_ranks; rank++) {
+        rank_state *r = &s->ranks[rank];
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &r->num_units);
+        *num_units += r->num_units;
+        r->units = malloc((size_t)(r->num_units + 1) * sizeof *r->units); /* + 1: malloc(0) may be NULL */
+        if (!(is_short = r->units == NULL))
+            copy_ahead(units, r->num_units, ahead, r->units);
+    }
+    for (int queue = 0; queue < NUM_QUEUES && !is_short; queue++)
+        if (wanted[queue]) {
+            int is_output = queue == LOSS || queue == STATISTICS;
+            s->cells[queue] = cells_of(s, is_output ? shape->num_stages - 1 : 0,
+                                       queue == EMBED_GRADIENT ? S1F_PRODUCT_INPUT_GRADIENT : S1F_PRODUCT_OUTPUT);
+            is_short = s->cells[queue] == NULL;
+            *num_units += s->num_cells * shape->num_ranks;
+        }
+    if (is_short)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to spread the vocabulary over %d ranks", (int)shape->num_ranks);
+    return require_seconds(s, *num_units);
+}
+
+s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what, int64_t ahead,
+                                          const double *const pass_seconds[S1F_MAX_PASSES], s1f_schedule **out)
+{
+    static const s1f_clock_rules rules = {.choose = choose, .start = start, .all_look = 1};
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    s1f_status status = require_order(schedule, &shape, what, ahead);
+    uint16_t *optional = NULL;
+    if (status == S1F_OK)
+        status = s1f_schedule_find_optional(schedule, &optional);
+    if (status != S1F_OK)
+        return status;
+    shape.optional = optional;
+    uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
+                      (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
+                      (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
+    shape.products |= s1f_products_of_passes(passes);
+    spreading s = {.pass_seconds = pass_seconds, .num_cells = (int64_t)shape.num_microbatches * shape.num_segments};
+    int64_t num_units = 0;
+    status = create(&s, schedule, &shape, what, ahead, &num_units);
+    if (status == S1F_OK)
+        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+                                     shape.rank_of_stage, &s.out);
+    if (status == S1F_OK)
+        status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
+    for (int32_t rank = 0; s.ranks != NULL && rank < shape.num_ranks; rank++)
+        free(s.ranks[rank].units);
+    free(s.ranks);
+    for (int queue = 0; queue < NUM_QUEUES; queue++)
+        free(s.cells[queue]);
+    s1f_board_free(&s.board);
+    free(optional);
+    if (status != S1F_OK) {
+        s1f_schedule_free(s.out);
+        return status;
+    }
+    *out = s.out;
+    return S1F_OK;
+}

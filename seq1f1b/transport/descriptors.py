@@ -1,0 +1,111 @@
+"""File descriptors that an interrupt cannot lose.
+
+A signal handler may raise at any line of the main thread: also between the call that opens a descriptor and the line
+that would keep its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from seq1f1b import _C
+
+__all__: list[str] = []
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, an interrupt (SIGINT) is noted, and comes at the end. For what does not wait."""
+    if threading.current_thread() is not threading.main_thread():  # interrupts come to that one alone
+        yield
+        return
+    came: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came and callable(handler):
+            handler(*came[0])
+
+
+class Descriptor:
+    """An open file descriptor; closed with the last reference.
+
+    Args:
+        open_one: returns its number, at once.
+    """
+
+    def __init__(self, open_one: Callable[[], int]) -> None:
+        self.number = -1
+        with uninterrupted():
+            self.number = open_one()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+
+def memory(size: int) -> Descriptor:
+    """Anonymous shared memory: no name in the file system, and gone with its last user.
+
+    Sealed against shrinking, which would turn a peer's read into SIGBUS.
+    """
+    found = Descriptor(lambda: os.memfd_create("seq1f1b", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(found.number, size)
+    fcntl.fcntl(found.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return found
+
+
+def mapping(descriptor: Descriptor, size: int) -> object:
+    """Maps memory; the mapping stays until its last user is gone."""
+    try:
+        return _C.mapping_create(descriptor.number, size)
+    except MemoryError:  # address space: engines that are garbage may still hold some
+        gc.collect()
+        return _C.mapping_create(descriptor.number, size)
+
+
+def private_mapping(size: int) -> object:
+    """Memory that no other process has."""
+    return mapping(memory(size), size)
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next connection. Raises TimeoutError after the listener's time-out."""
+    _wait_for_data(listener)
+    with uninterrupted():
+        connection, _ = listener.accept()
+    return connection
+
+
+def receive(connection: socket.socket, size: int) -> tuple[bytes, Descriptor | None]:
+    """Up to so many bytes, and the descriptor that came with them; no bytes where the peer has closed."""
+    _wait_for_data(connection)
+    found = None
+    with uninterrupted():
+        data, numbers, _, _ = socket.recv_fds(connection, size, 1)
+        if numbers:
+            found = Descriptor(lambda: numbers[0])
+    return data, found
+
+
+def _wait_for_data(connection: socket.socket) -> None:
+    timeout_s = connection.gettimeout()
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not poll.poll(None if timeout_s is None else 1e3 * timeout_s):
+        raise TimeoutError("timed out")

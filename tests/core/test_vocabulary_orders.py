@@ -1,0 +1,209 @@
+"""Do orders whose vocabulary lies on all ranks keep the rules, and are they timed and held as written down here?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from orders import random_order, small_schedule
+
+from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
+from seq1f1b.schedule import StepMemory
+from seq1f1b.view.page import predecessors
+
+TWO = "F0.0 S0.0 T0.0 B0.0"
+
+
+def inputs_of(unit: Unit, shape: Schedule, kinds: set[str]) -> set[Unit]:
+    """What a unit waits for, written down once more; where two passes may make it, both."""
+    kind, stage, m, s = unit
+    last, k, P = shape.num_stages - 1, shape.num_segments, shape.num_ranks
+    if kind == "E":
+        found = set()
+    elif kind == "G":
+        found = {Unit(back, 0, m, s) for back in "BI"}
+    elif kind == "F":
+        found = {Unit("F", stage - 1, m, s), Unit("F", stage, m, s - 1)}
+        if stage == 0:
+            found |= {Unit("E", rank, m, s) for rank in range(P)}
+    elif kind == "S":
+        found = {Unit("F", last, m, s)}
+    elif kind == "T":
+        found = {Unit("S", rank, m, s) for rank in range(P)}
+    elif kind == "W":
+        found = {Unit("I", stage, m, s)}
+    else:
+        found = {Unit("F", stage, m, s)}
+        found |= {Unit(back, at, m, i) for back in "BI" for at, i in ((stage + 1, s), (stage, s + 1))}
+        if stage == last:
+            found |= {Unit("T", rank, m, s) for rank in range(P)}
+    return {u for u in found if u.kind in kinds and 0 <= u.stage <= last and 0 <= u.segment < k}
+
+
+def random_orders(count: int) -> list[Schedule]:
+    """Those that spread; S and T anywhere that the rules allow, by random durations."""
+    rng, found = random.Random(4), []
+    while len(found) < count:
+        order = random_order(rng)
+        seconds = {name: rng.choice((0.1, 0.5, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
+        head, embedding = rng.choice(((True, False), (True, True), (False, True)))
+        found.append(order.spread_vocabulary(rng.randint(0, 3), head=head, embedding=embedding, **seconds))
+    return found
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{TWO}\nF0.0 S0.0 B0.0 T0.0", "the last stage goes back after the loss: on rank 1 B0.0 comes before T0.0"),
+        (f"{TWO}\nS0.0 F0.0 T0.0 B0.0", "a shard of the vocabulary comes after the last stage: on rank 1 S0.0"),
+        (f"{TWO}\nF0.0 T0.0 S0.0 B0.0", "the loss comes after every shard of the vocabulary: on rank 1 T0.0"),
+        (f"{TWO}\nF0.0 S0.0 B0.0", "each unit runs once: T0.0 is missing in the order of rank 1"),
+        ("F0.0 B0.0\nF0.0 S0.0 T0.0 B0.0", "each unit runs once: S0.0 is missing in the order of rank 0"),
+        (f"F0.0 S0.0 T0.0 S0.0 B0.0\n{TWO}", "each unit runs once: S0.0 stands twice in the order of rank 0"),
+        ("F0.0 E0.0 B0.0 G0.0", "the first stage goes forward after every shard of the embedding: on rank 0 F0.0"),
+        ("E0.0 F0.0 G0.0 B0.0", "gradients of the embedding come after the first stage has gone back: on rank 0 G0.0"),
+        ("E0.0 F0.0 B0.0", "each unit runs once: G0.0 is missing in the order of rank 0"),
+        ("E0.0 F0.0 B0.0 G0.0\nF0.0 B0.0 G0.0", "each unit runs once: E0.0 is missing in the order of rank 1"),
+        (f"F0.0 B0.0 S0.0 T0.0\n{TWO}", "rank 0 stands before B0.0 and waits for B0.0 of rank 1; rank 1 stands before"),
+        (
+            "[1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0\n[0]F0.0 [0]S0.0 [0]T0.0 [0]B0.0",
+            "a vocabulary is spread over stages that lie on the ranks of their numbers: stage 0 lies on rank 1",
+        ),
+        (
+            "[0]F0.0 [1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0 [0]B0.0",
+            "a rank holds one shard of the vocabulary, that of the stage of its number: rank 0 runs [1]S0.0",
+        ),
+    ],
+)
+def test_rules(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text(text).check()
+    assert message in str(error.value)
+
+
+def test_what_cannot_be_spread() -> None:
+    order = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ScheduleError, match="the order spreads its vocabulary already: it holds S and T"):
+        order.spread_vocabulary().spread_vocabulary()
+    with pytest.raises(ScheduleError, match="the order spreads its embedding already: it holds E and G"):
+        order.spread_vocabulary(embedding=True).spread_vocabulary(head=False, embedding=True)
+    with pytest.raises(ScheduleError, match="stage 0 lies on rank 1"):
+        Schedule.from_text("[1]F0.0 [1]B0.0\n[0]F0.0 [0]B0.0").spread_vocabulary()
+    with pytest.raises(ScheduleError, match=r"B0\.0 is missing"):
+        Schedule.from_text("F0.0 F1.0 B1.0").spread_vocabulary()
+    with pytest.raises(ValueError, match="ahead is -1, must be at least 0"):
+        order.spread_vocabulary(-1)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"the duration of a unit is .*, must be finite and at least 0"):
+            order.spread_vocabulary(0, loss=bad)
+    with pytest.raises(ValueError, match=r"torch's CSV has no cell for \[0\]S0.0 of rank 0"):
+        Schedule.from_text(f"{TWO}\n{TWO}").to_csv()
+
+
+# -- spreading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_family_spreads(name: str) -> None:
+    """S and T of every segment once on every rank; of the rest the Fs, and all others, stay in their order."""
+    for P, M, k in itertools.product((1, 2, 4), (2, 4), (1, 2)):
+        plain = small_schedule(name, P, M, k)
+        if plain is None:
+            continue
+        cells = set(itertools.product(range(M), range(k)))
+        for ahead, kinds in ((0, "ST"), (1, "STEG"), (3, "ST"), (None, "STEG"), (0, "EG")):
+            order = plain.spread_vocabulary(ahead, head="S" in kinds, embedding="E" in kinds)
+            order.check()
+            order.simulate()
+            assert Schedule.from_text(order.to_text()).ranks == order.ranks
+            forward = order.forward_only()
+            forward.check()
+            forward.simulate()
+            for rank, (before, after, evaluated) in enumerate(
+                zip(plain.ranks, order.ranks, forward.ranks, strict=True)
+            ):
+                for kind in kinds:
+                    found = [u for u in after if u.kind == kind]
+                    assert (
+                        {u[2:] for u in found} == cells and len(found) == M * k and {u.stage for u in found} == {rank}
+                    )
+                assert [u for u in after if u.kind == "F"] == [u for u in before if u.kind == "F"]
+                assert [u for u in after if u.kind not in "F" + kinds] == [u for u in before if u.kind != "F"]
+                assert list(evaluated) == [u for u in after if u.kind in "FSTE"]
+                if ahead == 0:
+                    assert [u for u in after if u.kind not in kinds] == list(before)
+
+
+def test_forwards_go_ahead() -> None:
+    """Else the last stage waits for S and T of all ranks before each backward of a last segment."""
+    plain = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4)
+    seconds = {"statistics": 0.25, "loss": 0.5, "forward": 1.0, "backward": 2.0}
+    found = [plain.spread_vocabulary(ahead, **seconds).simulate(**seconds).makespan for ahead in range(3)]
+    assert found[1] < 0.9 * found[0]
+    assert plain.spread_vocabulary(**seconds).simulate(**seconds).makespan == min(found)
+    work = plain.simulate().makespan + 8 * 4 * 0.75
+    assert min(found) < 1.02 * work, "S and T fill no more than their own time"
+
+
+# -- times and bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", random_orders(12), ids=str)
+def test_times(order: Schedule) -> None:
+    """Against times found by going over all units until none can start earlier."""
+    transfer, ends = 0.5, {}
+    kinds = {unit.kind for units in order.ranks for unit in units}
+    seconds = {"F": 1.0, "S": 0.25, "T": 0.375, "B": 2.0, "I": 1.5, "W": 0.5, "E": 0.125, "G": 0.25}
+    while len(ends) < sum(map(len, order.ranks)):
+        before = len(ends)
+        for units in order.ranks:
+            now = 0.0
+            for unit in units:
+                if unit not in ends:
+                    makers = inputs_of(unit, order, kinds)
+                    if not makers <= ends.keys():
+                        break
+                    rank = order.rank_of_stage
+                    come = [ends[m] + transfer * (rank[m.stage] != rank[unit.stage]) for m in makers]
+                    ends[unit] = max([now, *come]) + seconds[unit.kind] * (1 + 0.125 * unit.segment)
+                now = ends[unit]
+        assert len(ends) > before, "the order ends in a circle"
+    durations = [[seconds[unit.kind] * (1 + 0.125 * unit.segment) for unit in units] for units in order.ranks]
+    ample = order.num_microbatches * order.num_segments  # places, so that no sender waits for one
+    run = order.simulate(durations=durations, transfer=transfer, prefetch=ample)
+    for units, times in zip(order.ranks, run.end, strict=True):
+        assert list(times) == [ends[unit] for unit in units]
+    drawn = predecessors(run.timeline)
+    for units in order.ranks:
+        for previous, unit in zip((None, *units), units, strict=False):
+            known = inputs_of(unit, order, kinds)
+            assert set(drawn[unit]) <= known | {previous}, unit
+            assert {i for i in known if {i.kind, unit.kind} & set("STEG")} <= set(drawn[unit]), unit
+
+
+def test_bytes_by_hand() -> None:
+    """A shard holds the logits of the segments between their S and T; each edge has a place of its own kind."""
+    text = "F0.0 F0.1 S0.0 S0.1 T0.0 T0.1 B0.1 B0.0"
+    order = Schedule.from_text(f"{text}\n{text}")
+    memory = StepMemory(activations=10, shard_logits=[7, 8])
+    peak = order.peak_memory(memory, message_bytes=[3, 2], statistics_bytes=1, prefetch=0)
+    assert peak.shard_logits == (15, 15) and peak.activations == (20, 20)
+    # Rank 0: a gradient and two hidden states. Rank 1: two activations, and two hidden gradients, used the other way
+    # round. Statistics: one place each, and one more: both ranks would wait in their second S for the other's first T.
+    assert peak.receive == (3 * (1 + 2) + 1, 3 * (2 + 2) + 2)
+    assert peak.total == (20 + 15 + 10, 20 + 15 + 14)
+
+
+def test_messages_of_statistics_are_small() -> None:
+    order = Schedule.from_text(f"{TWO}\n{TWO}")
+    slow = {"bandwidth": 1.0, "forward": 1.0, "backward": 1.0, "statistics": 1.0, "loss": 1.0}
+    found = [order.simulate(message_bytes=10, statistics_bytes=n, **slow).makespan for n in (2, 30)]
+    # F, activation, F, hidden state, S, T, hidden gradient, B, gradient, B; the last rank waits in its T meanwhile, for
+    # statistics that take as long as the other's T and hidden gradient, or longer.
+    assert found == [6 + 4 * 10, 6 + 4 * 10 + (30 - 10)]
+    with pytest.raises(ValueError, match="statistics_bytes of segment 0 is -1, must be at least 0"):
+        order.simulate(statistics_bytes=-1)

@@ -1,0 +1,507 @@
+"""Does a vocabulary that lies on all ranks give the whole model's losses and gradients, and say what it cannot do?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from order_runs import CONFIG, LENGTH, SIZES, cases
+from orders import random_order
+from processes import PipedProcesses, join_and_run
+from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import nn
+
+from seq1f1b import (
+    LoopbackGroup,
+    PipelineEngine,
+    Schedule,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    build_schedule,
+)
+from seq1f1b.testing import run_ranks
+
+GRID = list(dict.fromkeys(cases()))
+BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+SLICE = list(
+    dict.fromkeys([own[2 * len(own) // 3] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 17])
+)  # CI: every P, M and k appears; and of each family what lies at two thirds of its list
+
+
+def last_without_head(model, index, num_stages):
+    """A stage whose last one returns the hidden state."""
+    stage = stage_of(model, CONFIG, index, num_stages)
+    if index == num_stages - 1:
+        stage.head = nn.Identity()
+    return stage
+
+
+def head_of(model, rank, num_ranks, **options):
+    head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=rank, num_ranks=num_ranks, bias=True, **options)
+    head = head.to(model.head.weight.dtype)
+    head.load_whole(model.head.weight, model.head.bias)
+    return head
+
+
+def embedding_of(model, rank, num_ranks):
+    shard = VocabularyParallelEmbedding(CONFIG.vocab, CONFIG.hidden, rank=rank, num_ranks=num_ranks)
+    shard = shard.to(model.embedding.weight.dtype)
+    shard.load_whole(model.embedding.weight)
+    return shard
+
+
+def join_rows(found):
+    """Gradients by name from those of ranks, rows of shards in order."""
+    gradients = {name: g for own in found for name, g in own.items()}
+    shared = [name for name in gradients if sum(name in own for own in found) > 1]
+    return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
+
+
+def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, embeds=False, **options):
+    """Losses of the last stage, evaluated losses, gradients by name, and reports, after ``steps`` equal steps."""
+
+    def run_rank(group):
+        own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        stages = [last_without_head(model, s, schedule.num_stages) for s in own]
+        if embeds and group.rank == 0:
+            stages[0].embedding = nn.Identity()
+        engine = PipelineEngine(
+            stages,
+            schedule=schedule,
+            num_microbatches=schedule.num_microbatches,
+            num_segments=schedule.num_segments,
+            segment_sizes=sizes,
+            loss_fn=head_of(model, group.rank, schedule.num_ranks, **(head or {})),
+            group=group,
+            embedding=embedding_of(model, group.rank, schedule.num_ranks) if embeds else None,
+            **options,
+        )
+        goal = target if engine.has_last else None
+        for _ in range(steps):
+            losses = engine.step(tokens, target=goal)
+        report = engine.report()
+        evaluated = engine.eval(tokens, target=goal)
+        return losses, evaluated, {name: p.grad for name, p in engine.named_parameters()}, report
+
+    results = run_ranks(schedule.num_ranks, run_rank)
+    losses, evaluated = next((losses, evaluated) for losses, evaluated, *_ in results if losses)
+    return losses, evaluated, join_rows([own for _, _, own, _ in results]), [report for *_, report in results]
+
+
+def check(schedule, uneven, **options):
+    M = schedule.num_microbatches
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, M)
+    sizes = SIZES[schedule.num_segments] if uneven else None
+    losses, evaluated, gradients, reports = run(model, schedule, tokens, target, sizes=sizes, **options)
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    for found in (losses, evaluated):
+        assert max(abs(float(a) - float(b)) for a, b in zip(found, truth[0], strict=True)) <= 1e-12
+    return reports
+
+
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
+def test_slice_of_grid(name, P, M, k, v, uneven):
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    weights, recompute = ("planned", "fill")[(P + M + k) % 2], ("none", "all")[M % 2]
+    check(schedule, uneven, weights=weights, recompute=recompute, embeds=bool(k % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+def test_whole_grid(name, P, M, k, v, uneven):
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    check(schedule, uneven)
+    check(schedule, uneven, weights="fill", recompute="all", embeds=True)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_up_to_eight_segments(k):
+    """17 rows on 2, 3 or 4 ranks: none of these divides it."""
+    for P in (1, 2, 3, 4):
+        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=2, num_segments=k)
+        check(schedule, uneven=False, embeds=bool((P + k) % 2))
+
+
+def orders_with_both(count):
+    """Random orders that go back, with S and T where random durations put them."""
+    rng, found = random.Random(5), []
+    while len(found) < count:
+        order = random_order(rng)
+        if any(unit.kind in "BI" for units in order.ranks for unit in units):
+            seconds = {name: rng.choice((0.1, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
+            found.append(order.spread_vocabulary(rng.randint(0, 3), embedding=True, **seconds))
+    return found
+
+
+@pytest.mark.parametrize("order", orders_with_both(10), ids=str)
+def test_the_engine_runs_the_order_as_it_is(order):
+    reports = check(order, uneven=True, embeds=True)
+    for rank, (report, units) in enumerate(zip(reports, order.ranks, strict=True)):
+        assert tuple(unit for unit, _, _ in report.timeline) == units
+        sizes, live, most = SIZES[order.num_segments], 0, 0
+        for unit in units:
+            live += sizes[unit.segment] * {"S": 1, "T": -1}.get(unit.kind, 0)
+            most = max(most, live)
+        rows = len(range(rank, CONFIG.vocab, order.num_ranks))
+        assert report.logit_bytes == 2 * most * rows * 8, "two sequences of float64"
+
+
+# -- targets and losses ------------------------------------------------------------------------------------------------
+
+
+def test_ignored_segments_and_microbatches():
+    """A segment, and a whole micro-batch, without a counted target: their gradients are zero, and never NaN."""
+    tokens, target = batch(CONFIG, 3, LENGTH)
+    target[:2] = -100
+    target[2:4, :7] = -100
+    model = whole_model(CONFIG)
+    M = 3
+    losses = []
+    for x, y in list(zip(tokens.chunk(M), target.chunk(M), strict=True))[1:]:
+        loss = cross_entropy(model(x), y)
+        (loss / M).backward()
+        losses.append(loss.detach())
+    truth = {name: p.grad.clone() for name, p in model.named_parameters()}
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=3, num_segments=4)
+    found, evaluated, gradients, _ = run(model, schedule, tokens, target)
+    assert gradient_error(gradients, truth) <= 1e-10
+    for each in (found, evaluated):
+        assert each[0] == 0 and max(abs(float(a - b)) for a, b in zip(each[1:], losses, strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.3, 1e-1)])
+def test_label_smoothing_and_z_loss(label_smoothing, z_loss):
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = []
+    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
+        logits, y = model(x).flatten(0, 1), y.flatten()
+        loss = F.cross_entropy(logits, y, label_smoothing=label_smoothing)
+        loss = loss + z_loss * torch.logsumexp(logits, 1)[y != -100].square().mean()
+        (loss / 2).backward()
+        truth.append(loss.detach())
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=2)
+    head = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    losses, evaluated, gradients, _ = run(model, schedule, tokens, target, head=head)
+    assert gradient_error(gradients, expected) <= 1e-10
+    for found in (losses, evaluated):
+        assert max(abs(float(a - b)) for a, b in zip(found, truth, strict=True)) <= 1e-12
+    alone = head_of(model, 0, 1, **head)
+    hidden = model.norm(
+        nn.Sequential(*model.blocks.values())(model.embedding(tokens[:2]) + model.position.weight[:LENGTH])
+    )
+    assert abs(float(alone(hidden, target[:2]).detach() - truth[0])) <= 1e-12
+
+
+def test_sums_and_weights_of_a_step():
+    """A summed loss, and gradients that a given number divides."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)
+    counts = [int((y != -100).sum()) for y in target.chunk(2)]
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3)
+    losses, _, gradients, _ = run(model, schedule, tokens, target, loss_reduction="sum", scale_grads=False)
+    assert max(abs(float(a) - n * float(b)) for a, b, n in zip(losses, truth[0], counts, strict=True)) <= 1e-10
+    model.zero_grad()
+    for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+    assert gradient_error(gradients, {name: p.grad for name, p in model.named_parameters()}) <= 1e-10
+
+
+def test_large_logits_and_16_bit():
+    """Logits of 10^3 overflow no exponential. In bf16 the error is less than twice that of the whole model in bf16."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=2)
+    model = whole_model(CONFIG)
+    with torch.no_grad():
+        model.head.weight *= 1e3
+    truth = run_whole(model, tokens, target, 2)
+    losses, _, gradients, _ = run(model, schedule, tokens, target)
+    assert gradient_error(gradients, truth[1]) <= 1e-10 and float(losses[0]) > 100
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)[1]
+    model = whole_model(CONFIG, torch.bfloat16)
+    whole = gradient_error({n: g.float() for n, g in run_whole(model, tokens, target, 2)[1].items()}, truth)
+    model.zero_grad()
+    _, _, gradients, _ = run(model, schedule, tokens, target)
+    assert gradient_error({n: g.float() for n, g in gradients.items()}, truth) < 2 * whole
+
+
+def test_autocast():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG, torch.float32)
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
+    exact = run_whole(model, tokens, target, 2)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        _, _, gradients, _ = run(model, schedule, tokens, target)
+    error = gradient_error(gradients, exact)
+    assert 1e-4 < error < 0.05, "bf16 products, gradients of float32 parameters"
+    assert {g.dtype for g in gradients.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_verify(k):
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG, torch.float32)
+
+    def run_rank(group):
+        engine = PipelineEngine(
+            last_without_head(model, group.rank, 2),
+            num_microbatches=2,
+            num_segments=k,
+            loss_fn=head_of(model, group.rank, 2),
+            group=group,
+        )
+        return engine.verify(tokens, target=target if engine.has_last else None, show=False)
+
+    for found in run_ranks(2, run_rank):
+        assert found.ok and {f"shard {rank}: head.weight" for rank in (0, 1)} < found.parameters.keys(), found
+
+
+def test_outputs_are_hidden_states():
+    tokens, _ = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+
+    def run_rank(group):
+        engine = PipelineEngine(
+            last_without_head(model, group.rank, 2),
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=head_of(model, group.rank, 2),
+            group=group,
+        )
+        return engine.eval(tokens, return_outputs=True)
+
+    losses, outputs = run_ranks(2, run_rank)[1]
+    with torch.no_grad():
+        logits = torch.cat([head_of(model, rank, 2)(outputs) for rank in range(2)], -1)
+        assert torch.allclose(logits, model(tokens), rtol=0, atol=1e-12)
+    assert losses == []
+
+
+# -- the embedding -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_that_is_the_head():
+    """One parameter on each rank: no messages, and the sum of both gradients."""
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    model.head.weight = model.embedding.weight
+    truth = run_whole(model, tokens, target, 2)
+
+    def run_rank(group):
+        stage, head = last_without_head(model, group.rank, 3), head_of(model, group.rank, 3)
+        embedding = embedding_of(model, group.rank, 3)
+        head.linear.weight = embedding.layer.weight
+        if group.rank == 0:
+            stage.embedding = nn.Identity()
+        engine = PipelineEngine(
+            stage, num_microbatches=2, num_segments=3, loss_fn=head, embedding=embedding, group=group
+        )
+        goal = target if engine.has_last else None
+        found = engine.verify(tokens, target=goal, show=False)
+        assert found.ok, found
+        losses = engine.step(tokens, target=goal)
+        norm = engine.clip_grad_norm_(1e9)
+        return losses, {name: p.grad for name, p in engine.named_parameters()}, float(norm), len(engine.edges)
+
+    results = run_ranks(3, run_rank)
+    gradients = join_rows([own for _, own, *_ in results])
+    assert "head.weight" not in gradients
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    norm = float(torch.stack([g.norm() for g in truth[1].values()]).norm())
+    assert all(found == pytest.approx(norm, rel=1e-12) for _, _, found, _ in results)
+
+
+def test_a_frozen_embedding_gets_no_gradient():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG)
+    truth = run_whole(model, tokens, target, 2)[1]
+
+    def run_rank(group):
+        stage, embedding = last_without_head(model, group.rank, 2), embedding_of(model, group.rank, 2)
+        embedding.requires_grad_(False)
+        if group.rank == 0:
+            stage.embedding = nn.Identity()
+        engine = PipelineEngine(
+            stage,
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=head_of(model, group.rank, 2),
+            embedding=embedding,
+            group=group,
+        )
+        engine.step(tokens, target=target if engine.has_last else None)
+        assert embedding.layer.weight.grad is None
+        return {name: p.grad for name, p in engine.named_parameters() if p.requires_grad}
+
+    gradients = join_rows(run_ranks(2, run_rank))
+    del truth["embedding.weight"]
+    assert gradient_error(gradients, truth) <= 1e-10
+
+
+def test_inputs_that_no_embedding_takes():
+    def engine_of(**options):
+        return PipelineEngine(
+            nn.Linear(4, 4),
+            num_microbatches=1,
+            loss_fn=lambda y, target: y.square().mean(),
+            group=LoopbackGroup(1)[0],
+            embedding=VocabularyParallelEmbedding(9, 4),
+            **options,
+        )
+
+    tokens = torch.tensor([[1, 2, 9]])
+    with pytest.raises(ValueError, match=r"inputs hold 9, must be in 0\.\.8"):
+        engine_of().step(tokens, target=tokens)
+    with pytest.raises(TypeError, match="inputs must be one tensor of token numbers"):
+        engine_of().step(torch.zeros(1, 3), target=tokens)
+    with pytest.raises(ValueError, match="inputs are needed on every rank: the embedding is spread"):
+        engine_of().step(None, target=tokens)
+    with pytest.raises(TypeError, match="embedding must be a VocabularyParallelEmbedding, got Embedding"):
+        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, embedding=nn.Embedding(4, 4), group=LoopbackGroup(1)[0])
+    spread = Schedule.from_text("E0.0 F0.0 B0.0 G0.0")
+    with pytest.raises(ValueError, match="the order spreads the vocabulary over the ranks: give embedding=Vocabulary"):
+        PipelineEngine(nn.Linear(4, 4), schedule=spread, num_microbatches=1, group=LoopbackGroup(1)[0])
+
+
+# -- ranks that are processes ------------------------------------------------------------------------------------------
+
+
+def join(store, world, rank):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def in_processes(world, folder, fn, *arguments):
+    with PipedProcesses(world, join_and_run, partial(join, str(folder / "store"), world), fn, *arguments) as ranks:
+        return [ranks.result(rank) for rank in range(world)]
+
+
+def step_in_process(rank, pipe, transport):
+    """Losses and gradients of two steps, the second after one that failed on every rank."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    stage = last_without_head(model, rank, 3)
+    if rank == 0:
+        stage.embedding = nn.Identity()
+    engine = PipelineEngine(
+        stage,
+        num_microbatches=2,
+        num_segments=3,
+        loss_fn=head_of(model, rank, 3),
+        embedding=embedding_of(model, rank, 3),
+        transport=transport,
+    )
+    goal = target if engine.has_last else None
+    engine.step(tokens, target=goal)
+    wrong = target.clone()
+    wrong[3, 5] = CONFIG.vocab
+    try:
+        engine.step(tokens, target=wrong if engine.has_last else None)
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    for parameter in engine.parameters():
+        parameter.grad = None
+    losses = engine.step(tokens, target=goal)
+    norm = engine.clip_grad_norm_(1e9)
+    gradients = {name: p.grad.numpy() for name, p in engine.named_parameters()}
+    edges = {edge.transport for edge in engine.edges}
+    engine.close()
+    return [float(loss) for loss in losses], gradients, float(norm), message, edges
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_processes(tmp_path, transport):
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    truth = run_whole(model, tokens, target, 2)
+    results = in_processes(3, tmp_path, step_in_process, transport)
+    gradients = join_rows([{n: torch.from_numpy(g) for n, g in own.items()} for _, own, *_ in results])
+    assert gradient_error(gradients, truth[1]) <= 1e-10
+    assert results[2][0] == pytest.approx([float(loss) for loss in truth[0]], abs=1e-12)
+    whole_norm = torch.stack([g.norm() for g in truth[1].values()]).norm()
+    for _, _, norm, message, edges in results:
+        assert norm == pytest.approx(float(whole_norm), rel=1e-12)
+        assert "the target holds 17, must be in 0..16" in message and "[2]F1.1" in message
+        assert edges == {transport}
+
+
+def test_bits_are_equal_from_run_to_run():
+    tokens, target = batch(CONFIG, 2, LENGTH)
+    model = whole_model(CONFIG, torch.float32)
+    schedule = build_schedule("seq1f1b", num_ranks=4, num_microbatches=2, num_segments=4)
+    first = run(model, schedule, tokens, target)
+    for _ in range(3):
+        again = run(model, schedule, tokens, target)
+        assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+        assert all(torch.equal(g, again[2][name]) for name, g in first[2].items())
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_heads_that_cannot_be():
+    with pytest.raises(ValueError, match=r"a vocabulary of 3 rows of 8 has none for each of 4 ranks"):
+        VocabularyParallelHead(8, 3, rank=0, num_ranks=4)
+    with pytest.raises(ValueError, match=r"rank is 4, must be in 0\.\.3"):
+        VocabularyParallelHead(8, 30, rank=4, num_ranks=4)
+    with pytest.raises(ValueError, match=r"label_smoothing is 2, must be in 0\.\.1"):
+        VocabularyParallelHead(8, 30, label_smoothing=2)
+    with pytest.raises(ValueError, match="z_loss is -1, must be at least 0"):
+        VocabularyParallelHead(8, 30, z_loss=-1)
+    head = VocabularyParallelHead(8, 30, rank=1, num_ranks=4)
+    assert (head.rows, head.linear.out_features) == (slice(8, 16), 8)
+    with pytest.raises(
+        RuntimeError, match="a shard of the vocabulary has no loss of its own: give it to PipelineEngine"
+    ):
+        head(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"the weight is \(29, 8\), must be \(30, 8\)"):
+        head.load_whole(torch.zeros(29, 8))
+
+
+def engine_with(loss_fn, schedule="seq1f1b"):
+    group = LoopbackGroup(1)[0]
+    return PipelineEngine(nn.Linear(4, 4), schedule=schedule, num_microbatches=2, loss_fn=loss_fn, group=group)
+
+
+def test_engines_that_cannot_be():
+    with pytest.raises(ValueError, match=r"holds shard 1 of 2, on rank 0 of 1 .*: make it with rank=0, num_ranks=1"):
+        engine_with(VocabularyParallelHead(4, 9, rank=1, num_ranks=2))
+    spread = Schedule.from_text("F0.0 F1.0 S0.0 S1.0 T0.0 T1.0 B0.0 B1.0")
+    with pytest.raises(ValueError, match=r"the order spreads the vocabulary .*: give loss_fn=VocabularyParallelHead"):
+        engine_with(cross_entropy, spread)
+    engine = engine_with(VocabularyParallelHead(5, 9))
+    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"must return the hidden state, \(\.\.\., 5\), .*; it returned \(1, 3, 4\)"):
+        engine.step(x, target=y)
+    engine = engine_with(VocabularyParallelHead(4, 9))
+    with pytest.raises(ValueError, match=r"the target is \(1, 2\), must be whole numbers of the shape \(1, 3\)"):
+        engine.step(x, target=y[:, :2])
+
+
+def make_differing(rank, pipe, options):
+    head = VocabularyParallelHead(4, 9, **options[rank]) if options[rank] is not None else cross_entropy
+    try:
+        PipelineEngine(nn.Linear(4, 4), num_microbatches=1, loss_fn=head)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (({}, {"z_loss": 0.5}), "z_loss=0.0"),
+        (({}, None), "no VocabularyParallelHead on rank 1"),
+    ],
+)
+def test_ranks_that_differ(tmp_path, options, shown):
+    for message in in_processes(2, tmp_path, make_differing, options):
+        assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
