@@ -10,6 +10,7 @@
 #include "../../csrc/model/critical.h"
 #include "../../csrc/model/memory.h"
 #include "../../csrc/model/simulate.h"
+#include "../../csrc/schedules/vocabulary.h"
 
 #include <stdlib.h>
 
@@ -119,6 +120,20 @@ static s1f_status offload(void)
 {
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_offload(given_schedule, NULL, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    s1f_schedule_free(schedule);
+    return status;
+}
+
+static s1f_status spread_vocabulary(void)
+{
+    static double seconds[64];
+    const double *passes[S1F_MAX_PASSES];
+    for (int pass = 0; pass < S1F_MAX_PASSES; pass++)
+        passes[pass] = seconds;
+    s1f_schedule *schedule = NULL;
+    s1f_status status =
+        s1f_schedule_spread_vocabulary(given_schedule, S1F_SPREAD_OUTPUT | S1F_SPREAD_INPUT, 1, passes, &schedule);
     CHECK((status == S1F_OK) == (schedule != NULL));
     s1f_schedule_free(schedule);
     return status;
@@ -236,7 +251,8 @@ static void test_failing_allocations(void)
         "[0]F0.0 [3]F0.0 [3]I0.0 [3]W0.0 [0]I0.0 [0]W0.0\n[1]F0.0 [2]F0.0 [2]I0.0 [1]I0.0 [2]W0.0 [1]W0.0",
         "F0.0 F0.1 R0.1 I0.1 R0.0 I0.0 W0.1 W0.0\nF0.0 R0.0 F0.1 I0.1 I0.0 W0.1 W0.0",
         "[0]F0.0 [0]F1.0 [0]F2.0 [2]F0.0 [2]F1.0 [2]F2.0\n[1]F0.0 [1]F1.0 [1]F2.0 [3]F0.0 [3]F1.0 [3]F2.0",
-        "F0.0 O0.0 F0.1 G0.0 F0.2 I0.2 W0.2 L0.0 I0.1 W0.1 I0.0 W0.0",
+        "F0.0 O0.0 F0.1 A0.0 F0.2 I0.2 W0.2 L0.0 I0.1 W0.1 I0.0 W0.0",
+        "E0.0 F0.0 S0.0 T0.0 B0.0 G0.0\nE0.0 F0.0 S0.0 T0.0 B0.0 G0.0",
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
@@ -252,8 +268,10 @@ static void test_failing_allocations(void)
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
         fail_each_allocation(recompute, 5);
+        if (strchr(orders[i], 'S') == NULL)
+            fail_each_allocation(spread_vocabulary, 15);
         fail_each_allocation(text_and_back, 6);
-        if (strpbrk(orders[i], "RO") == NULL) /* torch has no cell for them */
+        if (strpbrk(orders[i], "ROS") == NULL) /* torch has no cell for them */
             fail_each_allocation(csv_and_back, 6);
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);
