@@ -181,7 +181,7 @@ def state_of(cases: Iterable[Record]) -> str:
 
 
 def is_right(found: Cases, dtype: str, head_dim: int) -> str:
-    """Of our kernels of a shape: all its cases passed, and nothing that looks closer found a flaw."""
+    """Whether all cases of our kernels in a shape passed, and nothing that looks closer found a flaw."""
     closer = [case for name, case in found.get("primitives", {}).items() if not name.startswith("warpgroup")]
     closer += [case for tool, case in found.get("sanitizer", {}).items() if tool != "initcheck"]
     if any(case["state"] == "failed" for case in closer):

@@ -97,7 +97,7 @@ def of_threads(machine: Machine, num_ranks: int, dtype: torch.dtype, transport: 
 
 
 def prepare_stand_ins(seed: int, **options: int) -> None:
-    """Of the driver and of NCCL, in this process."""
+    """Makes the stand-ins for the driver and for NCCL ready, in this process."""
     from stand_in_library import stand_in
 
     os.environ["SEQ1F1B_NCCL"] = stand_in().path

@@ -163,17 +163,25 @@ static s1f_status check_complete(const table *t)
 
 /* -- the vocabulary ------------------------------------------------------------------------------------------------ */
 
-static s1f_status check_shards(const table *t)
+s1f_status s1f_shape_check_shards(const s1f_shape *shape)
 {
-    if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
-        return S1F_OK;
-    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++)
-        if (t->shape.rank_of_stage[rank] != rank)
+    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
+        if (shape->rank_of_stage[rank] != rank)
             return s1f_fail(
                 S1F_ERR_SCHEDULE,
                 "a vocabulary is spread over stages that lie on the ranks of their numbers: stage %d lies on "
                 "rank %d",
-                (int)rank, (int)t->shape.rank_of_stage[rank]);
+                (int)rank, (int)shape->rank_of_stage[rank]);
+    return S1F_OK;
+}
+
+static s1f_status check_shards(const table *t)
+{
+    if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
+        return S1F_OK;
+    s1f_status status = s1f_shape_check_shards(&t->shape);
+    if (status != S1F_OK)
+        return status;
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);

@@ -19,4 +19,7 @@
  * Time and memory are linear in the number of units. Pure. */
 s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_units);
 
+/* Whether rank r holds stage r, as a vocabulary over the ranks needs it. S1F_ERR_SCHEDULE. */
+s1f_status s1f_shape_check_shards(const s1f_shape *shape);
+
 #endif

@@ -14,7 +14,8 @@ static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for trans
 /* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
  * Programming Guide, "Interprocess Communication"). */
 static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
-/* NCCL enqueues a call of a nonblocking communicator in a thread of its own, in less time than a sleep takes. */
+/* NCCL enqueues a call of a nonblocking communicator in a thread of its own, in less time than a sleep takes. Until it
+ * has, no event may be recorded on the stream (NCCL user guide, "Nonblocking Group Operation"). */
 static const int64_t ENQUEUE_NS = 200 * 1000;
 
 static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)

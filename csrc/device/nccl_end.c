@@ -107,7 +107,7 @@ s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_
     s1f_status status = s1f_device_end_init(&end->base, &nccl_mover, control, watchdog);
     if (status == S1F_OK && (status = s1f_device_enter(end->base.device)) == S1F_OK) {
         s1f_nccl_config config = S1F_NCCL_CONFIG;
-        config.blocking = 0;
+        config.blocking = 0; /* a first transfer connects to a peer that may be gone: abortable only so */
         config.min_ctas = 1;
         config.max_ctas = 2; /* a receive that waits for its sender holds these */
         status =

@@ -114,14 +114,8 @@ static s1f_status require_order(const s1f_schedule *schedule, const s1f_shape *s
         return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its vocabulary already: it holds S and T");
     if (what & S1F_SPREAD_INPUT && s1f_shape_makes(shape, S1F_PRODUCT_EMBEDDED))
         return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its embedding already: it holds E and G");
-    for (int32_t rank = 0; rank < shape->num_ranks; rank++)
-        if (shape->rank_of_stage[rank] != rank)
-            return s1f_fail(
-                S1F_ERR_SCHEDULE,
-                "a vocabulary is spread over stages that lie on the ranks of their numbers: stage %d lies on "
-                "rank %d",
-                (int)rank, (int)shape->rank_of_stage[rank]);
-    return s1f_schedule_check(schedule, 0);
+    s1f_status status = s1f_shape_check_shards(shape);
+    return status == S1F_OK ? s1f_schedule_check(schedule, 0) : status;
 }
 
 static s1f_status require_seconds(spreading *s, int64_t num_units)

@@ -671,7 +671,7 @@ class PipelineEngine:
         return step.losses(), step.outputs() if arguments.return_outputs else None
 
     def _shard_steps(self, training: bool) -> tuple[HeadStep | None, EmbeddingStep | None]:
-        """Of the output layer and of the input embedding, where the vocabulary is spread."""
+        """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""
         options, order = self._options, self.schedule.ranks[self.rank]
         head = embedding = None
         if options.head is not None:

@@ -58,7 +58,7 @@ class VocabularyShard(nn.Module):
 
     @property
     def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Of each parameter the first row and the rows of the whole, for checkpoints."""
+        """The first row of each parameter, and how many rows the whole has; for checkpoints."""
         return dict.fromkeys(self.layer.parameters(), (self.first_row, self.vocab))
 
     def _load_rows(self, weight: Tensor) -> None:
@@ -277,7 +277,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all ranks' logits, by token: the logarithm of the softmax's denominator, the target's logit, the sum."""
+    """What the logits of all ranks come to, by token: the log of the softmax's denominator, the target's, the sum."""
 
     log_sum: Tensor
     of_target: Tensor

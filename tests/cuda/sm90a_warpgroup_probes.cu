@@ -4,7 +4,7 @@
  *   D = A B       A 64 x 64; B 64 deep; D[row][column] is element d[column / 8 * 4 + r] of thread t, with
  *                 row = 16 (t / 32) + t % 32 / 4 + 8 (r / 2), column % 8 = 2 (t % 4) + r % 2
  *
- * For sm_90a alone. Of the library that benchmarks/gpu.py takes along, not of the one that is installed. */
+ * For sm_90a alone. The library that benchmarks/gpu.py takes along holds them; the installed one does not. */
 #include "../../csrc/core/dtype.h"
 #include "../../kernels/cuda/kernel_table.h"
 #include "../../kernels/cuda/sm80_tile.cuh"

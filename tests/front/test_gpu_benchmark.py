@@ -135,7 +135,7 @@ def test_results_are_of_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def kernel_records(*changes: tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a run in which all went well and ours were faster at head_dim 128."""
+    """Records of a run in which all went well and ours were faster at head_dim 128."""
     times = {"FA2 forward": "4.0 ms 1 TFLOP/s", "FA2 varlen forward": "2.0 ms 2 TFLOP/s"}
     cases: dict[str, dict[str, dict[str, Any]]] = {
         "doctor": {
