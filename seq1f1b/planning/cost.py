@@ -24,12 +24,14 @@ _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those o
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W."""
+    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W. ``recompute`` is
+    R, which may come on top."""
 
     forward: list[list[float]]
     input: list[list[float]]
     weight: list[list[float]]
     backward: list[list[float]]
+    recompute: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,28 @@ class CostModel:
                     for i, factor in enumerate(factors)
                 ]
             rows.append(by_kind[kind])
-        return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
+        passes = [[row[i] for row in rows] for i in range(len(factors))]
+        forward, back, weight, whole = passes
+        return UnitSeconds(forward, back, weight, whole, self._recompute_seconds(ranges, forward))
+
+    def _recompute_seconds(self, ranges: Sequence[tuple[int, int]], forward: list[list[float]]) -> list[list[float]]:
+        """R of every unit: its F once more, without a head that is in the loss."""
+        again = [[*row] for row in forward]
+        if self.layout.head_in_loss:
+            for segment, tokens in enumerate(ranges):
+                again[-1][segment] -= self._head_seconds(*tokens).forward
+        return again
+
+    def tier_seconds(self, sizes: Sequence[int]) -> list[list[float]]:
+        """What a rank's tier takes for what a unit saves, out or back, [stage][segment].
+
+        Raises:
+            ValueError: the machine has no tier.
+        """
+        rate = self.hardware.tier_bandwidth
+        if not rate:
+            raise ValueError(f"{self.hardware.name} has no tier to which units could move: its tier_bandwidth is 0")
+        return [[saved / rate for saved in row] for row in self._unit_bytes(sizes)[0]]
 
     def _head_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""
@@ -433,6 +456,10 @@ class CostModel:
                 row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
         return held
 
+    def unit_memory(self, sizes: Sequence[int]) -> StepMemory:
+        """Bytes of what units hold, without the cache."""
+        return StepMemory(*self._unit_bytes(sizes))
+
     def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Activations, what W reads of them, and what I leaves to W."""
         if self.profile is not None:
@@ -490,8 +517,9 @@ class CostModel:
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        of_units = StepMemory(*self._unit_bytes(sizes))
-        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes), prefetch=prefetch)
+        peaks = schedule.peak_memory(
+            self.unit_memory(sizes), message_bytes=self.message_bytes(sizes), prefetch=prefetch
+        )
         kv, gradients = self._slot_bytes(schedule, stages_of)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []

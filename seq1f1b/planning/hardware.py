@@ -29,6 +29,8 @@ class Hardware:
         peak: rate of matrix products in the training dtype.
         bandwidth: of its memory.
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
+        tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
+            CPU; 0: none.
         link_efficiency: share of a link's rate that messages and collectives reach.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
         launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
@@ -52,6 +54,7 @@ class Hardware:
     between_bandwidth: float
     inside_latency: float
     between_latency: float
+    tier_bandwidth: float
     link_efficiency: float
     linear_efficiency: float
     attention_forward_efficiency: float
@@ -185,6 +188,6 @@ _MAY_BE_ZERO = frozenset(
     {
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
-        *("allocator_reserve", "context_bytes", "optimizer_bytes"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes", "tier_bandwidth"),
     }
 )
