@@ -276,7 +276,7 @@ class CostModel:
                     for i, factor in enumerate(factors)
                 ]
             rows.append(by_kind[kind])
-        return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
+        return UnitSeconds(*([row[i] for row in rows] for i in range(len(UnitSeconds._fields))))
 
     def _head_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""

@@ -82,9 +82,9 @@ class ProfiledHardware(Hardware):
     Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
 
     Attributes:
-        measured_forward, measured_input, measured_weight, measured_backward, measured_ends: factors on the measured
-            seconds of a layer's F, I, W and B, and of embedding and head; 1, within the spread of the fit and of the
-            runs.
+        measured_forward, measured_input, measured_weight, measured_backward, measured_recompute, measured_ends: factors
+            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, within the spread of
+            the fit and of the runs.
     """
 
     profile: Profile | None = None
@@ -92,6 +92,7 @@ class ProfiledHardware(Hardware):
     measured_input: float = 1.0
     measured_weight: float = 1.0
     measured_backward: float = 1.0
+    measured_recompute: float = 1.0
     measured_ends: float = 1.0
 
     @classmethod
