@@ -98,7 +98,7 @@ static void give_up_pages(const s1f_tier *tier, const load *moved)
 
 static void move_load(s1f_tier *tier, const load *moved)
 {
-    int64_t offset = moved->offset, sum = 0;
+    int64_t offset = moved->offset, sum = 0, start = s1f_now_ns();
     int error = 0;
     for (int32_t i = 0; i < moved->num_parts && error == 0; i++) {
         const s1f_tier_part *part = &moved->parts[i];
@@ -113,10 +113,14 @@ static void move_load(s1f_tier *tier, const load *moved)
     }
     if (error == 0)
         give_up_pages(tier, moved);
+    int64_t took = s1f_now_ns() - start;
     pthread_mutex_lock(&tier->lock);
-    if (error != 0)
+    if (error != 0) {
         tier->failed = (failure){error, moved->comes_in, moved->bytes, sum};
-    *(moved->comes_in ? &tier->facts.bytes_in : &tier->facts.bytes_out) += error == 0 ? sum : 0;
+    } else {
+        *(moved->comes_in ? &tier->facts.bytes_in : &tier->facts.bytes_out) += sum;
+        *(moved->comes_in ? &tier->facts.ns_in : &tier->facts.ns_out) += took;
+    }
     pthread_mutex_unlock(&tier->lock);
 }
 

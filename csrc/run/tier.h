@@ -28,6 +28,7 @@ typedef struct {
     int32_t is_memory;    /* the file system lies in memory */
     int64_t file_bytes;
     int64_t bytes_out, bytes_in; /* of all transfers that have ended well */
+    int64_t ns_out, ns_in;       /* that these took, without the time in which they waited for others */
 } s1f_tier_facts;
 
 /* Makes the file in this directory, tries one block of it, and starts the thread. S1F_ERR_SYSTEM names directory and cause.

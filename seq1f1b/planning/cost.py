@@ -211,7 +211,7 @@ class CostModel:
         forward = max(work.forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention)
         back = max(work.input, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back)
         weight = max(work.weight, hw.launch * hw.weight_kernels)
-        return PassSeconds(forward, back, weight, back + weight)
+        return PassSeconds(forward, back, weight, back + weight, forward)
 
     def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The passes of a part of the profile."""
@@ -262,7 +262,7 @@ class CostModel:
         head = [self._head_seconds(*tokens) for tokens in ranges]
         embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
         split = 1 + hw.split_backward_extra
-        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0)
+        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
         rows = []
         for stage, layers in enumerate(self.layers):
@@ -278,17 +278,7 @@ class CostModel:
                     for i, factor in enumerate(factors)
                 ]
             rows.append(by_kind[kind])
-        passes = [[row[i] for row in rows] for i in range(len(factors))]
-        forward, back, weight, whole = passes
-        return UnitSeconds(forward, back, weight, whole, self._recompute_seconds(ranges, forward))
-
-    def _recompute_seconds(self, ranges: Sequence[tuple[int, int]], forward: list[list[float]]) -> list[list[float]]:
-        """R of every unit: its F once more, without a head that is in the loss."""
-        again = [[*row] for row in forward]
-        if self.layout.head_in_loss:
-            for segment, tokens in enumerate(ranges):
-                again[-1][segment] -= self._head_seconds(*tokens).forward
-        return again
+        return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
 
     def tier_seconds(self, sizes: Sequence[int]) -> list[list[float]]:
         """What a rank's tier takes for what a unit saves, out or back, [stage][segment].
@@ -308,7 +298,7 @@ class CostModel:
             return _NOTHING._replace(forward=passes.total) if self.layout.head_in_loss else passes
         hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
-        return PassSeconds(each, each, each, 2 * each)
+        return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The embedding, whose traffic counts only where it was measured."""

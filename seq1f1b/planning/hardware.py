@@ -85,9 +85,9 @@ class ProfiledHardware(Hardware):
     Memory, links and the optimizer stay those of the machine; activations, cache and messages are measured bytes.
 
     Attributes:
-        measured_forward, measured_input, measured_weight, measured_backward, measured_ends: factors on the measured
-            seconds of a layer's F, I, W and B, and of embedding and head; 1, within the spread of the fit and of the
-            runs.
+        measured_forward, measured_input, measured_weight, measured_backward, measured_recompute, measured_ends: factors
+            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, within the spread of
+            the fit and of the runs.
     """
 
     profile: Profile | None = None
@@ -95,11 +95,12 @@ class ProfiledHardware(Hardware):
     measured_input: float = 1.0
     measured_weight: float = 1.0
     measured_backward: float = 1.0
+    measured_recompute: float = 1.0
     measured_ends: float = 1.0
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
-        """The profile, and of the machine what no profile measures."""
+        """The profile, and of the machine what no profile measures, or this one did not: a tier."""
         spread = dict(machine.spread)
         for passes in (*PassSeconds._fields, "ends"):
             share = min(profile.spread(passes), 0.99)
@@ -110,6 +111,9 @@ class ProfiledHardware(Hardware):
         values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
         values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
         values["split_backward_extra"] = 0.0  # I and W are measured
+        if profile.tier_out is not None and profile.tier_in is not None:
+            values["tier_bandwidth"] = 2 / (1 / profile.tier_out + 1 / profile.tier_in)
+            spread.pop("tier_bandwidth", None)
         return cls(**values, profile=profile)
 
 

@@ -59,6 +59,10 @@ class Tier:
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)
 
+    def totals(self) -> tuple[int, int, int, int]:
+        """Bytes that have gone out, and come back, and the nanoseconds that their transfers took."""
+        return _C.tier_facts(self.handle)[4:]
+
     def close(self) -> None:
         """Gives up the file, once the executors have, too."""
         self.handle = None

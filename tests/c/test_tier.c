@@ -59,6 +59,7 @@ static s1f_status whole_life(void)
         s1f_tier_get_facts(tier, &facts);
         CHECK(facts.file_bytes == 5 * S1F_TIER_ALIGNMENT);
         CHECK(facts.bytes_out == 3 * (5001 + 2 * S1F_TIER_ALIGNMENT) && facts.bytes_in == facts.bytes_out);
+        CHECK(facts.ns_out > 0 && facts.ns_in > 0);
     }
     s1f_tier_free(tier);
     free(rooms);
