@@ -56,6 +56,7 @@ WANTED_INSIDE, WANTED_OF_BEST, WIDEST = 0.9, 1.05, 0.15
 BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose clock ticks at 10 ms
 LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
+KINDS = "FBIW"  # of units of the orders below, which recompute nothing
 
 
 @dataclass(frozen=True)
@@ -299,8 +300,8 @@ def unit_costs(
     copying = [size / MACHINE.inside_bandwidth for size in model.message_bytes(sizes)]
     costs = {}
     for stage, s in itertools.product(range(num_stages), range(len(sizes))):
-        for kind, name in PASSES.items():
-            costs[kind, stage, s] = getattr(seconds, name)[stage][s] + copying[s] * (kind != "W")
+        for kind in KINDS:
+            costs[kind, stage, s] = getattr(seconds, PASSES[kind])[stage][s] + copying[s] * (kind != "W")
     return costs
 
 
@@ -319,7 +320,9 @@ def predict(configuration: Configuration, profiles: Profiles, sizes: Sequence[in
         replay(order, costs, costs, cores=CORES, crowding=profiles.crowding)
         for costs in (unit_costs(configuration, profile, sizes, {}) for profile in (profiles.alone, profiles.together))
     )
-    fits = {f"fit {kind}": {f"measured_{name}": 1 + 2 * getattr(layer, name).residual} for kind, name in PASSES.items()}
+    fits = {
+        f"fit {kind}": {f"measured_{PASSES[kind]}": 1 + 2 * getattr(layer, PASSES[kind]).residual} for kind in KINDS
+    }
     parts = {
         **{name: step(**factor) - middle for name, factor in fits.items()},
         "fit ends": step(measured_ends=1 + 2 * profiles.together.spread("ends")) - middle,

@@ -73,6 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pipeline.add_argument(
         "--recompute", action="store_true", help="run forwards again before backwards, and save only their input"
     )
+    pipeline.add_argument("--offload", metavar="DIR", help="move what forwards save to a file on this disk and back")
     pipeline.add_argument(
         "--data-parallel", type=int, default=1, help="replicas of the pipeline, each over its share of the processes"
     )
@@ -242,6 +243,7 @@ def train(args: argparse.Namespace) -> bool:
         segment_sizes=None if args.even else "balanced",
         model_shape=config.shape,
         recompute="all" if args.recompute else "none",
+        offload=args.offload,
         loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
         group=place.group,
     )

@@ -24,6 +24,7 @@ GATHER_BYTES: int  # most that one rank gives to group_gather
 HEADER_BYTES: int  # of a message, before its payload
 TENSOR_REQUIRES_GRAD: int  # flags of a TensorHeader
 TENSOR_NONE: int
+TIER_ALIGNMENT: int  # bytes: of memory that a tier reads into
 
 _Unit = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
 
@@ -105,7 +106,7 @@ def unit_inputs(
     num_stages: int, num_microbatches: int, num_segments: int, passes: int, unit: _Unit, num_ranks: int = 1, /
 ) -> list[_Unit]: ...
 def unit_lifetimes(
-    num_segments: int, passes: int, unit: _Unit, is_recomputed: bool = False, /
+    num_segments: int, passes: int, unit: _Unit, cell_kind: int = 0, /
 ) -> tuple[tuple[str, ...], tuple[str, ...]]: ...
 
 # ---- schedule.c
@@ -138,6 +139,7 @@ def schedule_units(schedule: Any, rank: int, /) -> list[_Unit]: ...
 def schedule_check(schedule: Any, max_live_units: int, /) -> None: ...
 def schedule_defer_weights(schedule: Any, max_live_units: int, /) -> Any: ...
 def schedule_recompute(schedule: Any, chosen: bytes | None, /) -> Any: ...
+def schedule_offload(schedule: Any, chosen: bytes | None, /) -> Any: ...
 def schedule_spread_vocabulary(
     schedule: Any, what: int, ahead: int, pass_seconds: tuple[Sequence[float], ...], /
 ) -> Any: ...
@@ -163,7 +165,7 @@ def program_simulate(
     program: Any,
     pass_seconds: tuple[Sequence[float] | None, ...],  # as PASSES; None: the order has no such pass
     unit_seconds: Sequence[Sequence[float]] | None,
-    transfer: tuple[Sequence[float], Sequence[float], float],
+    transfer: tuple[Sequence[float], Sequence[float], float, Sequence[float] | None],  # the last: of the tier
     message_bytes: tuple[Sequence[int], Sequence[int]],  # between stages, between shards of the vocabulary
     jitter: tuple[float, float, int, bool],  # of units and messages, seed, whether W fills waits
     steps: tuple[int, bool, Sequence[float]],
@@ -171,19 +173,26 @@ def program_simulate(
     progress: Callable[[int], object] | None,
     /,
 ) -> _Simulation: ...
+
+# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, message_bytes,
+# statistics_bytes
+_Bytes = tuple[Sequence[int] | None, ...]
+
 def program_memory(
     program: Any,
-    activations: Sequence[int] | None,
-    kept_activations: Sequence[int] | None,
-    output_gradients: Sequence[int] | None,
-    kv: Sequence[int] | None,
-    kv_gradients: Sequence[int] | None,
-    inputs: Sequence[int] | None,
-    shard_logits: Sequence[int] | None,
-    message_bytes: Sequence[int] | None,
-    statistics_bytes: Sequence[int] | None,
+    held: _Bytes,
     /,
 ) -> tuple[tuple[int, int, int, int, int, int, int, int, int], ...]: ...
+def program_fit(
+    program: Any,
+    held: _Bytes,
+    room: Sequence[int],
+    recomputes: bool,
+    moves: bool,
+    start: Sequence[Sequence[float]] | None,  # of both
+    tier: Sequence[float] | None,  # the same
+    /,
+) -> bytes: ...  # of each cell of all stages: 0 kept, 1 recomputed, 2 moved
 
 # ---- attention.c
 
@@ -266,6 +275,7 @@ def executor_create(
     /,
 ) -> object: ...
 def executor_set_device(executor: object, device: object, /) -> None: ...
+def executor_set_tier(executor: object, tier: object, /) -> None: ...
 def executor_step(
     executor: object,
     step: int,
@@ -281,7 +291,16 @@ def executor_step(
 def executor_last_unit(executor: object, /) -> _Unit: ...
 def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _Unit, int, int]]: ...
 def executor_fills(executor: object, /) -> list[tuple[_Unit, int, int]]: ...
-def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int]: ...
+def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int, int]: ...
 def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...
 def unit_state() -> Any: ...
 def unit_set_state(state: object, /) -> None: ...
+
+# ---- tier.c
+
+def tier_create(directory: str | bytes, /) -> object: ...
+def tier_out(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[int], /) -> None: ...
+def tier_in(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[int], /) -> None: ...
+def tier_wait(tier: object, group: object, load: int, /) -> None: ...
+def tier_reset(tier: object, /) -> None: ...
+def tier_facts(tier: object, /) -> tuple[str, bool, bool, int, int, int, int, int]: ...

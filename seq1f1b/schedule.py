@@ -34,7 +34,8 @@ class Unit(NamedTuple):
     (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
     stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
     and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
-    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients).
+    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients). What F saved may be moved to
+    a tier, a file: it begins to go at ``"O"``, its memory is free from ``"A"`` on, at ``"L"`` it begins to come back.
     """
 
     kind: str
@@ -81,7 +82,7 @@ class StepMemory:
 
     Attributes:
         activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
-            the unit is recomputed, R saves it.
+            the unit is recomputed, R saves it; if it is moved, it is not held from A to L.
         kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
@@ -201,7 +202,8 @@ class Schedule:
         """The same order with an R just before the backward of each of these units.
 
         R needs no message, so it runs while the gradient that the backward waits for is on its way. A unit that has an
-        R keeps it where it is; from text an order may have its Rs anywhere between F and the backward.
+        R keeps it where it is, and one that is moved to a tier stays so; from text an order may have its Rs anywhere
+        between F and the backward.
 
         Args:
             units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is recomputed.
@@ -209,12 +211,125 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else.
         """
-        check_recompute(units)
+        check_units("recompute", units)
+        return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)))
+
+    def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
+        """The same order, in which what these units save is away, in a tier, while nobody reads it.
+
+        O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit beside the
+        way out, and one beside the way back. A unit stays here if it would not be away while another one runs, or if it
+        is recomputed. From text an order may have them elsewhere: O, A and L in this order between F and the backward,
+        at most one unit of a rank on its way out, and two on their way back.
+
+        Args:
+            units: ``"all"``, ``"none"``, or a callable that is given each unit's F and says whether it is moved.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: ``units`` is something else, or this order moves units already.
+        """
+        check_units("offload_units", units)
+        return self if units == "none" else self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)))
+
+    def fit(
+        self,
+        memory: StepMemory,
+        room: int | Sequence[int],
+        by: Sequence[str] = ("recompute",),
+        *,
+        message_bytes: int | Sequence[int] = 0,
+        statistics_bytes: int | Sequence[int] = 0,
+        prefetch: int = 1,
+        tier: Costs | None = None,
+        **seconds: Any,
+    ) -> Schedule:
+        """The same order, in which as few units as possible are recomputed, or moved to a tier, so that it fits.
+
+        Whenever a rank would hold more than its room, the live unit whose backward is furthest away gives up what its F
+        has saved. With both ways open a unit moves where the tier is back in time for it, and is recomputed elsewhere.
+        If the room is too little for any choice the order still holds more: ``peak_memory`` tells.
+
+        Args:
+            memory: bytes of what units hold.
+            room: bytes that a rank may hold, of the kinds that live in units or in receive places; a number, or one
+                for each rank. Weights, the optimizer and ``memory.logits`` come on top.
+            by: what units may do, ``"recompute"``, ``"offload"``, or both.
+            message_bytes, statistics_bytes, prefetch: as of :meth:`simulate`.
+            tier: seconds of a unit's way out, or back, as of :meth:`simulate`; needed for both ways together.
+            seconds: of the passes, and of messages, as of :meth:`simulate`; used for both ways together.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
+        """
+        if not by or not set(by) <= {"recompute", "offload"}:
+            raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        start = None
+        if len(set(by)) == 2:
+            start = self.simulate(**seconds, message_bytes=message_bytes, prefetch=prefetch).start
+        kinds = _C.program_fit(
+            self._lower(prefetch),
+            self._bytes(memory, sizes, statistics_sizes),
+            self._room(room),
+            "recompute" in by,
+            "offload" in by,
+            start,
+            None if tier is None else self._per_unit(tier, "tier"),
+        )
+        return self._with_kinds(kinds)
+
+    def _room(self, room: int | Sequence[int]) -> list[int]:
+        rooms = per_place(room, "room", self.num_ranks, "rank")
+        if min(rooms) < 0:
+            raise ValueError(f"room holds {min(rooms)} bytes, must be at least 0")
+        return rooms
+
+    def _with_kinds(self, kinds: bytes) -> Schedule:
+        """Of each cell of all stages: 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
+        order = self
+        for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
+            if kind in kinds:
+                order = self._from_handle(change(order.handle, bytes(x == kind for x in kinds)))
+        return order
+
+    def cell_kinds(self) -> tuple[str, ...]:
+        """What becomes of what each unit saves: a text for each stage, with a letter for each segment, and a blank
+        between micro-batches. ``.`` it is kept, ``R`` the unit is recomputed, ``L`` it is moved, and comes back.
+
+        :meth:`with_cell_kinds` is the way back.
+        """
+        rows = [[["."] * self.num_segments for _ in range(self.num_microbatches)] for _ in range(self.num_stages)]
+        for units in self.ranks:
+            for unit in units:
+                if unit.kind in "RL":
+                    rows[unit.stage][unit.microbatch][unit.segment] = unit.kind
+        return tuple(" ".join(map("".join, row)) for row in rows)
+
+    def with_cell_kinds(self, rows: Sequence[str]) -> Schedule:
+        """The same order with an R, or with O, A and L, of the units that :meth:`cell_kinds` names so.
+
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: the texts are not of this order's counts, or it has such units already.
+        """
+        S, M, k = self.num_stages, self.num_microbatches, self.num_segments
+        words = [row.split(" ") for row in rows]
+        if len(rows) != S or any(len(row) != M or set(map(len, row)) != {k} for row in words):
+            raise ValueError(f"units must be {S} texts, one per stage, each of {M} words of {k} letters")
+        letters = "".join(map("".join, words))
+        if not set(letters) <= set(".RL"):
+            raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
+        return self._with_kinds(bytes(".RL".index(letter) for letter in letters))
+
+    def _cells(self) -> Iterator[tuple[int, int, int]]:
+        """Stage, micro-batch and segment of each cell of all stages, as the core numbers them."""
+        return product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
+
+    def _chosen(self, units: str | Callable[[Unit], bool]) -> bytes | None:
+        """A byte for each cell of all stages; None: all."""
         if isinstance(units, str):
-            return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, None))
-        cells = product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
-        chosen = bytes(bool(units(Unit("F", *cell))) for cell in cells)
-        return self._from_handle(_C.schedule_recompute(self.handle, chosen))
+            return None
+        return bytes(bool(units(Unit("F", *cell))) for cell in self._cells())
 
     def spread_vocabulary(
         self, ahead: int | None = None, *, head: bool = True, embedding: bool = False, **seconds: Any
@@ -279,7 +394,7 @@ class Schedule:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
 
         Raises:
-            ValueError: the order recomputes, which torch has no cell for.
+            ValueError: the order recomputes or moves units, which torch has no cell for.
         """
         return _C.schedule_to_csv(self.handle)
 
@@ -304,6 +419,7 @@ class Schedule:
         *,
         input: Costs | None = None,
         recompute: Costs | None = None,
+        tier: Costs = 0.0,
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
@@ -336,6 +452,8 @@ class Schedule:
             weight: W where the order splits ``backward``; default: half of it.
             input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
             recompute: R where the order recomputes; default: ``forward``.
+            tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time,
+                beside the units. A, and the backward of a unit that was moved, wait for it. Not with ``critical``.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -375,7 +493,7 @@ class Schedule:
             program,
             tuple(map(seconds.get, _C.PASSES)),
             durations,
-            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send),
+            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send, self._tier_seconds(tier)),
             (sizes, statistics_sizes),
             (jitter, transfer_jitter, seed, fill),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
@@ -422,6 +540,11 @@ class Schedule:
         with _naming_overflow("bandwidth"):
             return [1.0 / rate for rate in rates]
 
+    def _tier_seconds(self, tier: Costs) -> list[float] | None:
+        """Of every unit, flat; None where moving takes no time."""
+        seconds = self._per_unit(tier, "tier")
+        return seconds if any(seconds) else None
+
     def _pass_seconds(
         self,
         forward: Costs = 1.0,
@@ -451,6 +574,7 @@ class Schedule:
             "I": inputs,
             "W": weights,
             "R": self._per_unit(again, "recompute"),
+            **dict.fromkeys("OAL", self._per_unit(0.0, "moving")),
             "S": self._per_unit(statistics, "statistics"),
             "T": self._per_unit(loss, "loss"),
             "E": self._per_unit(embed, "embed"),
@@ -504,19 +628,30 @@ class Schedule:
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
         nothing = [None] * 8
-        return tuple(peak[1] for peak in _C.program_memory(program, activations, *nothing))
+        return tuple(peak[1] for peak in _C.program_memory(program, (activations, *nothing)))
+
+    def _per_stage(self, values: Any, name: str) -> list[int]:
+        return per_place(values, name, self.num_stages, "stage")
+
+    def _bytes(self, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]) -> tuple[Any, ...]:
+        """What units hold, and their messages, as the core takes them."""
+        kept = given.kept_activations
+        return (
+            self._per_unit(given.activations, "activations"),
+            None if kept is None else self._per_unit(kept, "kept_activations"),
+            self._per_unit(given.output_gradients, "output_gradients"),
+            self._per_stage(given.kv, "kv"),
+            self._per_stage(given.kv_gradients, "kv_gradients"),
+            self._per_unit(given.inputs, "inputs"),
+            self._per_segment(given.shard_logits),
+            sizes,
+            statistics_sizes,
+        )
 
     def _memory(
         self, program: Any, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]
     ) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
-
-        def per_unit(name: str) -> list[int] | None:
-            value = getattr(given, name)
-            return None if value is None else self._per_unit(value, name)
-
-        def per_stage(name: str) -> list[int]:
-            return per_place(getattr(given, name), name, self.num_stages, "stage")
 
         def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
             for value in values:
@@ -529,23 +664,12 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _C.program_memory(
-            program,
-            per_unit("activations"),
-            per_unit("kept_activations"),
-            per_unit("output_gradients"),
-            per_stage("kv"),
-            per_stage("kv_gradients"),
-            per_unit("inputs"),
-            self._per_segment(given.shard_logits),
-            sizes,
-            statistics_sizes,
-        )
+        live = _C.program_memory(program, self._bytes(given, sizes, statistics_sizes))
         units, activations, output_gradients, kv, kv_gradients, inputs, shard_logits, receive, together = zip(
             *live, strict=True
         )
-        weights = per_rank("weights", per_stage("weights"))
-        optimizer = per_rank("optimizer", per_stage("optimizer"))
+        weights = per_rank("weights", self._per_stage(given.weights, "weights"))
+        optimizer = per_rank("optimizer", self._per_stage(given.optimizer, "optimizer"))
         logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
         total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
         return units, PeakMemory(
@@ -589,10 +713,10 @@ def _naming_overflow(name: str) -> Iterator[None]:
         raise ValueError(f"{name} holds a number that is too large: {error}") from None
 
 
-def check_recompute(units: object) -> None:
-    """Raises unless this says which units an order recomputes."""
+def check_units(name: str, units: object) -> None:
+    """Raises unless this says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
-        raise ValueError(f"recompute is {units!r}, must be 'none', 'all' or a callable of a unit")
+        raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
 
 
 def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
@@ -620,9 +744,9 @@ class Simulation:
         makespan: first start to last end over all ranks.
         span: first start to last end of the rank.
         busy: sum of its units.
-        wait: time it waits for messages and for free places of its receivers, between its units and around them.
+        wait: time it waits for messages, for free places of its receivers and for its tier.
         bubble: makespan less busy.
-        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward.
+        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
         peak_tokens: the same in tokens, where segment sizes were given.
         peak_bytes: the same in bytes, where bytes per unit were given.
         memory: peaks of every kind of memory, where these were given.
@@ -755,6 +879,7 @@ def build_schedule(
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
+    offload_units: str | Callable[[Unit], bool] = "none",
 ) -> Schedule:
     """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
 
@@ -780,6 +905,7 @@ def build_schedule(
             whole order from them, and is never worse than a named family within the same cap.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
+        offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
@@ -789,7 +915,8 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
-    return Schedule._from_handle(_C.schedule_build(name, *counts, flat)).recompute(recompute)
+    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, flat))
+    return schedule.recompute(recompute).offload(offload_units)
 
 
 def schedules() -> tuple[str, ...]:

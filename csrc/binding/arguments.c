@@ -6,6 +6,7 @@
 #include "../device/kernel_library.h"
 #include "../run/arena.h"
 #include "../run/kv_cache.h"
+#include "../run/tier.h"
 
 #include <string.h>
 

@@ -38,6 +38,7 @@ extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"
 #define S1F_CAPSULE_DEVICE "seq1f1b.device"
 #define S1F_CAPSULE_WATCHDOG "seq1f1b.watchdog"
+#define S1F_CAPSULE_TIER "seq1f1b.tier"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
 #define S1F_CAPSULE_CUDA_LIBRARY "seq1f1b.cuda_library"
 
@@ -57,6 +58,7 @@ void *s1f_from_capsule(PyObject *capsule, const char *name);
     X(group, GROUP)                                                                                                    \
     X(edge_end, EDGE_END)                                                                                              \
     X(device, DEVICE)                                                                                                  \
+    X(tier, TIER)                                                                                                      \
     X(watchdog, WATCHDOG)                                                                                              \
     X(cuda_library, CUDA_LIBRARY)
 #define S1F_DECLARE_HANDLE(name, NAME)                                                                                 \
@@ -129,5 +131,6 @@ extern PyMethodDef s1f_edge_methods[];
 extern PyMethodDef s1f_device_methods[];
 extern PyMethodDef s1f_executor_methods[];
 extern PyMethodDef s1f_cuda_methods[];
+extern PyMethodDef s1f_tier_methods[];
 
 #endif

@@ -5,6 +5,7 @@
 #include "../core/program.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
+#include "../run/tier.h"
 
 static const struct {
     const char *name;
@@ -13,7 +14,7 @@ static const struct {
     {"KEEP_TIMELINE", S1F_KEEP_TIMELINE}, {"KEEP_CAUSES", S1F_KEEP_CAUSES},
     {"ARENA_BYTES", S1F_ARENA_BYTES},     {"GATHER_BYTES", S1F_GATHER_BYTES},
     {"HEADER_BYTES", S1F_HEADER_BYTES},   {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
-    {"TENSOR_NONE", S1F_TENSOR_NONE},
+    {"TENSOR_NONE", S1F_TENSOR_NONE},     {"TIER_ALIGNMENT", S1F_TIER_ALIGNMENT},
 };
 
 /* Position = number in C. */
@@ -31,8 +32,8 @@ static PyObject *dtype_name(const void *unused, int64_t dtype)
 }
 
 static const char *const opcodes[] = {
-    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT", [S1F_OP_RUN] = "RUN",
-    [S1F_OP_SEND] = "SEND", [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE",
+    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT",       [S1F_OP_RUN] = "RUN",   [S1F_OP_SEND] = "SEND",
+    [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
 };
 _Static_assert(sizeof opcodes / sizeof opcodes[0] == S1F_NUM_OPS, "every opcode has its name");
 

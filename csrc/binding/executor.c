@@ -18,8 +18,8 @@ typedef struct { /* Python's view of the message in one place */
 
 typedef struct {
     s1f_executor *executor;
-    PyObject *program, *group, *cache, *ends, *device; /* keep what the executor borrows */
-    PyObject *dtype_codes;                             /* {torch.dtype: s1f_dtype} */
+    PyObject *program, *group, *cache, *ends, *device, *tier; /* keep what the executor borrows */
+    PyObject *dtype_codes;                                    /* {torch.dtype: s1f_dtype} */
     PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
     int32_t num_edges;
     int32_t *num_places;
@@ -49,6 +49,7 @@ static void handle_free(executor_handle *handle)
     Py_XDECREF(handle->cache);
     Py_XDECREF(handle->ends);
     Py_XDECREF(handle->device);
+    Py_XDECREF(handle->tier);
     Py_XDECREF(handle->dtype_codes);
     Py_XDECREF(handle->name_data_ptr);
     Py_XDECREF(handle->name_dtype);
@@ -454,12 +455,17 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
     measured_step step;
     if (parse_measured(arguments, &step) < 0)
         return NULL;
-    int64_t spent[S1F_NUM_OPS] = {0}, last = step.count - 1;
-    for (int64_t i = 0; i < step.count; i++)
-        spent[step.instructions[i].opcode] += step.spans[i].end_ns - step.spans[i].start_ns;
+    int64_t spent[S1F_NUM_OPS] = {0}, gone = 0, last = step.count - 1;
+    for (int64_t i = 0; i < step.count; i++) {
+        int64_t ns = step.spans[i].end_ns - step.spans[i].start_ns;
+        spent[step.instructions[i].opcode] += ns;
+        if (step.instructions[i].opcode == S1F_OP_RUN && step.instructions[i].unit.pass == S1F_PASS_AWAY)
+            gone += ns; /* a unit that only waits */
+    }
     int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
-    return Py_BuildValue("(LLLLL)", (long long)start, (long long)end, (long long)spent[S1F_OP_RUN],
-                         (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND]);
+    return Py_BuildValue("(LLLLLL)", (long long)start, (long long)end, (long long)(spent[S1F_OP_RUN] - gone),
+                         (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND],
+                         (long long)(spent[S1F_OP_BACK] + gone));
 }
 
 static PyObject *fill_item(const void *fills, int64_t i)
@@ -511,6 +517,22 @@ static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *argu
     Py_RETURN_NONE;
 }
 
+static PyObject *executor_set_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *capsule, *tier_capsule;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &tier_capsule))
+        return NULL;
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    s1f_tier *tier = handle == NULL ? NULL : s1f_from_capsule(tier_capsule, S1F_CAPSULE_TIER);
+    if (tier == NULL)
+        return NULL;
+    s1f_executor_set_tier(handle->executor, tier);
+    Py_INCREF(tier_capsule);
+    Py_XDECREF(handle->tier);
+    handle->tier = tier_capsule;
+    Py_RETURN_NONE;
+}
+
 static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
@@ -529,6 +551,8 @@ PyMethodDef s1f_executor_methods[] = {
      "runs in waits."},
     {"executor_set_device", executor_set_device, METH_VARARGS,
      "executor_set_device(executor, device): the GPU on which units compute"},
+    {"executor_set_tier", executor_set_tier, METH_VARARGS,
+     "executor_set_tier(executor, tier): where moved units are; a load's number is the cell of all stages"},
     {"executor_step", executor_step, METH_VARARGS,
      "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\nrun(pass, "
      "stage, microbatch, segment, received) -> tensors to send. received: None, or a tuple of what make_views made of "
@@ -540,7 +564,8 @@ PyMethodDef s1f_executor_methods[] = {
     {"executor_timeline", executor_timeline, METH_VARARGS,
      "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
     {"executor_totals", executor_totals, METH_VARARGS,
-     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns) of the last step"},
+     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns, tier_ns) of the last step; tier_ns: in A and "
+     "BACK, and not in run_ns"},
     {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
      "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
     {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},

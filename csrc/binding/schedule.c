@@ -4,6 +4,7 @@
 #include "../core/check.h"
 #include "../core/defer.h"
 #include "../core/lower.h"
+#include "../core/offload.h"
 #include "../core/receives.h"
 #include "../core/recompute.h"
 #include "../core/schedule.h"
@@ -296,7 +297,10 @@ static PyObject *schedule_defer_weights(PyObject *Py_UNUSED(module), PyObject *a
     return s1f_new_schedule(status, deferred, NULL);
 }
 
-static PyObject *schedule_recompute(PyObject *Py_UNUSED(module), PyObject *arguments)
+typedef s1f_status change_cells(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out);
+
+/* A schedule changed for the cells of (schedule, chosen). */
+static PyObject *changed(PyObject *arguments, change_cells *change)
 {
     const s1f_schedule *schedule;
     const char *chosen;
@@ -307,9 +311,19 @@ static PyObject *schedule_recompute(PyObject *Py_UNUSED(module), PyObject *argum
     int64_t cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
     if (chosen != NULL && !s1f_require_count("chosen", count, cells))
         return NULL;
-    s1f_schedule *recomputed = NULL;
-    s1f_status status = s1f_schedule_recompute(schedule, (const unsigned char *)chosen, &recomputed);
-    return s1f_new_schedule(status, recomputed, NULL);
+    s1f_schedule *other = NULL;
+    s1f_status status = change(schedule, (const unsigned char *)chosen, &other);
+    return s1f_new_schedule(status, other, NULL);
+}
+
+static PyObject *schedule_recompute(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    return changed(arguments, s1f_schedule_recompute);
+}
+
+static PyObject *schedule_offload(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    return changed(arguments, s1f_schedule_offload);
 }
 
 static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -516,6 +530,8 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_recompute", schedule_recompute, METH_VARARGS,
      "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
      "[(stage * num_microbatches + microbatch) * num_segments + segment] is not 0; None: of all."},
+    {"schedule_offload", schedule_offload, METH_VARARGS,
+     "schedule_offload(schedule, chosen): the same order with O, A and L of these cells, given in the same way."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},

@@ -72,23 +72,23 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
     unsigned int passes;
     PyObject *tuple;
     s1f_unit unit;
-    int is_recomputed = 0;
-    if (!PyArg_ParseTuple(arguments, "iIO!|p", &shape.num_segments, &passes, &PyTuple_Type, &tuple, &is_recomputed) ||
-        !read_unit(tuple, &unit))
+    int kind = S1F_CELL_KEPT;
+    if (!PyArg_ParseTuple(arguments, "iIO!|i", &shape.num_segments, &passes, &PyTuple_Type, &tuple, &kind) ||
+        !read_unit(tuple, &unit) || !s1f_require_index("cell_kind", kind, S1F_NUM_CELL_KINDS))
         return NULL;
     shape.products = s1f_products_of_passes(passes);
     s1f_lifetime_table table = s1f_lifetimes_of(&shape);
     int is_first = unit.segment == 0, is_last = unit.segment == shape.num_segments - 1;
-    s1f_lifetimes lifetimes = table.of[is_recomputed][unit.pass][is_first][is_last];
+    s1f_lifetimes lifetimes = table.of[kind][unit.pass][is_first][is_last];
     return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
 }
 
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
      "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit waits for, in "
-     "an order of these passes (bits 1 << pass); where two passes may make an input, both are named, and R where the unit may "
-     "have one. num_ranks: shards of the vocabulary."},
+     "an order of these passes (bits 1 << pass); where two passes may make an input, both are named, and R and L where the "
+     "unit may have one. num_ranks: shards of the vocabulary."},
     {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
-     "unit_lifetimes(num_segments, passes, unit, is_recomputed=False): (takes, frees), the names of what the unit holds from "
-     "its start on, and of what is free at its end."},
+     "unit_lifetimes(num_segments, passes, unit, cell_kind=0): (takes, frees), the names of what the unit holds from its start "
+     "on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."},
     {NULL, NULL, 0, NULL}};

@@ -13,7 +13,7 @@ typedef struct {
     s1f_shape shape;
     int shows_stages;
     s1f_lifetime_table lifetimes;
-    unsigned char *recomputed;            /* of the shape */
+    uint16_t *optional;                   /* of the shape */
     int64_t num_cells;                    /* of all stages */
     int64_t *number_of[S1F_MAX_PRODUCTS]; /* [cell of all stages]: 1 + position, in the order of its rank, of the unit
                                              that makes the product; 0: absent */
@@ -128,6 +128,24 @@ static s1f_status fail_too_few(const table *t, int64_t total)
     return fail_missing(t, unit_of_cell(t, missing), S1F_PRODUCT_OUTPUT);
 }
 
+/* What leaves is gone and comes back; and is never what R makes again. */
+static s1f_status check_optional(const table *t, int64_t i)
+{
+    const uint32_t moved = 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;
+    if (!(t->optional[i] & moved))
+        return S1F_OK;
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        if (moved >> product & 1 && !(t->optional[i] >> product & 1))
+            return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
+    if (!(t->optional[i] >> S1F_PRODUCT_RECOMPUTED & 1))
+        return S1F_OK;
+    char out[UNIT_TEXT_BYTES], again[UNIT_TEXT_BYTES];
+    describe(t, maker_of(t, S1F_PRODUCT_LEAVING, unit_of_cell(t, i)), out);
+    describe(t, maker_of(t, S1F_PRODUCT_RECOMPUTED, unit_of_cell(t, i)), again);
+    return s1f_fail(S1F_ERR_SCHEDULE, "a unit is recomputed or moved away: rank %d runs both %s and %s",
+                    rank_of(t, unit_of_cell(t, i)), again, out);
+}
+
 static s1f_status check_complete(const table *t)
 {
     for (int64_t i = 0; i < t->num_cells; i++)
@@ -135,6 +153,11 @@ static s1f_status check_complete(const table *t)
             if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
                 t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
+    for (int64_t i = 0; t->optional != NULL && i < t->num_cells; i++) {
+        s1f_status status = check_optional(t, i);
+        if (status != S1F_OK)
+            return status;
+    }
     return S1F_OK;
 }
 
@@ -291,12 +314,46 @@ static const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
 /* The first unit of a rank that takes what is still held at position `now`. */
 static s1f_unit oldest_live(const table *t, const s1f_unit *units, int64_t now)
 {
-    s1f_product last = s1f_shape_has_backward(&t->shape) ? S1F_PRODUCT_WEIGHT_GRADIENT : S1F_PRODUCT_OUTPUT;
-    int64_t i = 0;
-    while (!(s1f_unit_lifetimes(&t->lifetimes, units[i]).takes & live_bit) ||
-           (last != S1F_PRODUCT_OUTPUT && t->number_of[last][cell(t, units[i])] <= now))
-        i++;
-    return units[i];
+    for (int64_t i = 0; i < now; i++) {
+        int is_away =
+            s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT) && s1f_cell_has(&t->shape, units[i], S1F_PRODUCT_COMING);
+        s1f_product last = is_away                             ? S1F_PRODUCT_AWAY
+                           : s1f_shape_has_backward(&t->shape) ? S1F_PRODUCT_WEIGHT_GRADIENT
+                                                               : S1F_PRODUCT_OUTPUT;
+        if (s1f_unit_lifetimes(&t->lifetimes, units[i]).takes & live_bit &&
+            (last == S1F_PRODUCT_OUTPUT || t->number_of[last][cell(t, units[i])] > now))
+            return units[i];
+    }
+    return units[now];
+}
+
+static s1f_status fail_on_way(const table *t, int32_t rank, s1f_unit unit, int most, const char *way)
+{
+    char text[UNIT_TEXT_BYTES];
+    describe(t, unit, text);
+    return s1f_fail(S1F_ERR_SCHEDULE, "at most %d of a rank's units are on their way %s: rank %d has %d at %s", most,
+                    way, rank, most + 1, text);
+}
+
+/* What is neither here nor in the tier is bounded. */
+static s1f_status check_ways(const table *t)
+{
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
+        int64_t num_units;
+        int leaving = 0, coming = 0;
+        const s1f_unit *units = units_of(t, rank, &num_units);
+        for (int64_t i = 0; i < num_units; i++) {
+            leaving += s1f_pass_makes(units[i].pass, S1F_PRODUCT_LEAVING);
+            leaving -= s1f_pass_makes(units[i].pass, S1F_PRODUCT_AWAY);
+            coming += s1f_pass_makes(units[i].pass, S1F_PRODUCT_COMING);
+            coming -= s1f_reads_moved(&t->shape, units[i]);
+            if (leaving > S1F_MOST_LEAVING)
+                return fail_on_way(t, rank, units[i], S1F_MOST_LEAVING, "out");
+            if (coming > S1F_MOST_COMING)
+                return fail_on_way(t, rank, units[i], S1F_MOST_COMING, "back");
+        }
+    }
+    return S1F_OK;
 }
 
 static s1f_status check_live_units(const table *t, int64_t max_live_units)
@@ -347,8 +404,8 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
             next += t.num_cells;
         }
 
-    s1f_status status = s1f_schedule_find_recomputed(schedule, &t.recomputed);
-    t.shape.recomputed = t.recomputed;
+    s1f_status status = s1f_schedule_find_optional(schedule, &t.optional);
+    t.shape.optional = t.optional;
     t.lifetimes = s1f_lifetimes_of(&t.shape);
     if (status == S1F_OK)
         status = fill_once(&t);
@@ -359,10 +416,12 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     if (status == S1F_OK)
         status = check_program_order(&t);
     if (status == S1F_OK)
+        status = check_ways(&t);
+    if (status == S1F_OK)
         status = check_no_cycle(&t);
     if (status == S1F_OK && max_live_units > 0)
         status = check_live_units(&t, max_live_units);
-    free(t.recomputed);
+    free(t.optional);
     free(numbers);
     return status;
 }

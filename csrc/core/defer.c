@@ -50,6 +50,8 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int6
         if (d->live >= most)
             status = append_oldest(d);
         d->live += !(lifetimes.frees & live_bit); /* an order that does not go back holds nothing */
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY)) {
+        d->live--;
     } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
         unit.pass = S1F_PASS_BACKWARD_INPUT;
         d->pending[d->end++] = unit;
@@ -81,12 +83,12 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
     s1f_shape shape = s1f_schedule_shape(schedule);
     size_t cells = (size_t)shape.num_stages * (size_t)shape.num_microbatches * (size_t)shape.num_segments;
     s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once, and each is there */
-    unsigned char *recomputed = NULL;
+    uint16_t *optional = NULL;
     if (status == S1F_OK)
-        status = s1f_schedule_find_recomputed(schedule, &recomputed);
+        status = s1f_schedule_find_optional(schedule, &optional);
     if (status != S1F_OK)
         return status;
-    shape.recomputed = recomputed;
+    shape.optional = optional;
     deferral d = {.pending = malloc(cells * sizeof *d.pending), .lifetimes = s1f_lifetimes_of(&shape)};
     int64_t most = max_live_units;
     for (int32_t rank = 0; rank < shape.num_ranks && max_live_units == 0; rank++) {
@@ -102,7 +104,7 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
                                      shape.rank_of_stage, &d.schedule);
     if (status == S1F_OK)
         status = defer(schedule, &d, most);
-    free(recomputed);
+    free(optional);
     free(d.pending);
     if (status != S1F_OK) {
         s1f_schedule_free(d.schedule);

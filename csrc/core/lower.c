@@ -237,6 +237,8 @@ static void write_unit(writer *w, s1f_unit unit)
     s1f_lifetimes lifetimes = s1f_unit_lifetimes(&l->lifetimes, unit);
     for (int32_t i = 0; i < uses->in.count; i++)
         write(w, S1F_OP_WAIT, uses->in.edges[i], unit, *sequence_of(l, uses->in.edges[i], unit));
+    if (s1f_reads_moved(&l->program->shape, unit))
+        write(w, S1F_OP_BACK, -1, unit, -1);
     write_run(w, unit, lifetimes);
     for (int32_t i = 0; i < uses->out.count; i++)
         write(w, S1F_OP_SEND, uses->out.edges[i], unit, *sequence_of(l, uses->out.edges[i], unit));
@@ -254,7 +256,7 @@ static int64_t count_instructions(const lowering *l, const s1f_rank_program *own
 {
     int64_t count = 0;
     for (int64_t i = 0; i < own->num_units; i++)
-        count += 2 + edges_of(l, own->units[i])->out.count; /* RUN, FREE and SENDs */
+        count += 3 + edges_of(l, own->units[i])->out.count; /* BACK, RUN, FREE and SENDs */
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         if (l->program->edges->edges[e].destination_rank == rank)
             count += 2 * l->program->edges->edges[e].num_messages; /* POST and WAIT */
@@ -293,8 +295,8 @@ static void fill_send_places(const lowering *l)
 
 static s1f_status copy_order(const s1f_schedule *schedule, s1f_program *program)
 {
-    s1f_status status = s1f_schedule_find_recomputed(schedule, &program->recomputed);
-    program->shape.recomputed = program->recomputed;
+    s1f_status status = s1f_schedule_find_optional(schedule, &program->optional);
+    program->shape.optional = program->optional;
     if (status != S1F_OK)
         return status;
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {

@@ -42,7 +42,7 @@ void s1f_program_free(s1f_program *program)
     s1f_edges_free(program->edges);
     free(program->peaks);
     free(program->rank_of_stage);
-    free(program->recomputed);
+    free(program->optional);
     free(program);
 }
 

@@ -12,12 +12,13 @@ typedef enum {
     S1F_OP_SEND = 3,    /* sender: message `sequence` is the result of `unit`, which has just run */
     S1F_OP_FREE = 4,    /* `unit`, which has just run, is the last to read its segment's saved state and places */
     S1F_OP_RECEIVE = 5, /* receiver: message `sequence`, an input of `unit`, may start to come (receives.h) */
-    S1F_NUM_OPS = 6
+    S1F_OP_BACK = 6,    /* what `unit`, the next RUN, reads has come back from the tier: its L has run before */
+    S1F_NUM_OPS = 7
 } s1f_opcode;
 
 typedef struct {
     int32_t opcode;    /* s1f_opcode */
-    int32_t edge;      /* index into edges, -1 for RUN and FREE */
+    int32_t edge;      /* index into edges, -1 for RUN, FREE and BACK */
     s1f_unit unit;     /* POST, RECEIVE, WAIT: the consuming unit; SEND: the producing unit */
     int32_t place;     /* POST, RECEIVE, WAIT, SEND; -1 otherwise */
     int32_t kv_slot;   /* RUN: slot of the micro-batch's KV cache, -1 where the unit uses none (S1F_HOLDS_KV) */
@@ -25,10 +26,9 @@ typedef struct {
     int64_t sequence;  /* POST, RECEIVE, WAIT, SEND: number of the message on its edge; -1 otherwise */
 } s1f_instruction;
 
-typedef struct { /* peaks of one stage, in units and slots */
-    int32_t
-        live_units; /* units between F, or R where they are recomputed, and the end of their backward; in a forward-only
-                           program: 1 */
+typedef struct {        /* peaks of one stage, in units and slots */
+    int32_t live_units; /* units between F, or R where they are recomputed, and the end of their backward, but for those
+                       that are away; in a forward-only program: 1 */
     int32_t kv_slots;   /* micro-batches whose KV cache is held */
     int32_t grad_slots; /* micro-batches whose dK/dV are held */
 } s1f_stage_peak;
@@ -43,8 +43,8 @@ typedef struct {
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
 typedef struct {
     s1f_shape shape;
-    int32_t *rank_of_stage;    /* what the shape points to, as is */
-    unsigned char *recomputed; /* NULL: none */
+    int32_t *rank_of_stage; /* what the shape points to, as is */
+    uint16_t *optional;     /* the same; NULL: no optional product */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */

@@ -14,8 +14,9 @@ static s1f_status copy_with(const s1f_schedule *schedule, const s1f_shape *shape
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units && status == S1F_OK; i++) {
             int64_t cell = s1f_cell_of_all(shape, units[i]);
-            int has_one = shape->recomputed != NULL && shape->recomputed[cell];
-            if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && !has_one &&
+            int stays = s1f_cell_has(shape, units[i], S1F_PRODUCT_RECOMPUTED) ||
+                        s1f_cell_has(shape, units[i], S1F_PRODUCT_COMING);
+            if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && !stays &&
                 (chosen == NULL || chosen[cell])) {
                 s1f_unit again = units[i];
                 again.pass = S1F_PASS_RECOMPUTE;
@@ -31,18 +32,18 @@ static s1f_status copy_with(const s1f_schedule *schedule, const s1f_shape *shape
 s1f_status s1f_schedule_recompute(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    unsigned char *recomputed = NULL;
+    uint16_t *optional = NULL;
     s1f_schedule *copy = NULL;
     s1f_status status = s1f_schedule_check(schedule, 0);
     if (status == S1F_OK)
-        status = s1f_schedule_find_recomputed(schedule, &recomputed);
-    shape.recomputed = recomputed;
+        status = s1f_schedule_find_optional(schedule, &optional);
+    shape.optional = optional;
     if (status == S1F_OK)
         status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
                                      shape.rank_of_stage, &copy);
     if (status == S1F_OK)
         status = copy_with(schedule, &shape, chosen, copy);
-    free(recomputed);
+    free(optional);
     if (status != S1F_OK) {
         s1f_schedule_free(copy);
         return status;

@@ -170,23 +170,25 @@ s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
     };
 }
 
-s1f_status s1f_schedule_find_recomputed(const s1f_schedule *schedule, unsigned char **out)
+s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **out)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
+    uint32_t optional = 0;
     *out = NULL;
-    if (!s1f_shape_makes(&shape, S1F_PRODUCT_RECOMPUTED))
+    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
+        optional |= s1f_product_is_optional((s1f_product)product) ? 1u << product : 0;
+    if (!(shape.products & optional))
         return S1F_OK;
     int64_t num_cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
-    unsigned char *recomputed = calloc((size_t)num_cells, 1);
-    if (recomputed == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld recomputed units", (long long)num_cells);
+    uint16_t *found = calloc((size_t)num_cells, sizeof *found);
+    if (found == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for what becomes of %lld units", (long long)num_cells);
     for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
         for (int64_t i = 0; i < schedule->orders[rank].count; i++) {
             s1f_unit unit = schedule->orders[rank].units[i];
-            if (s1f_pass_makes(unit.pass, S1F_PRODUCT_RECOMPUTED))
-                recomputed[s1f_cell_of_all(&shape, unit)] = 1;
+            found[s1f_cell_of_all(&shape, unit)] |= (uint16_t)(s1f_pass_products(unit.pass) & optional);
         }
-    *out = recomputed;
+    *out = found;
     return S1F_OK;
 }
 

@@ -94,10 +94,11 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
-/* Counts, placement and products of the order as it stands. Its placement is borrowed; `recomputed` is for the caller. */
+/* Counts, placement and products of the order as it stands. Its placement is borrowed; `optional` is for the caller. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
-/* Which cells of all stages hold an R, 1 or 0, for a shape's `recomputed`. *out: free(); NULL: none. S1F_ERR_MEMORY. */
-s1f_status s1f_schedule_find_recomputed(const s1f_schedule *schedule, unsigned char **out);
+/* Which optional products the order makes for which cells of all stages, for a shape's `optional`. *out: free(); NULL: none
+ * for any. S1F_ERR_MEMORY. */
+s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **out);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 

@@ -168,7 +168,8 @@ static s1f_status parse_ours(const token *t, parsed_unit *out)
     if ((names_stage && !(read_number(&at, end, &unit.stage) && read_character(&at, end, ']'))) ||
         !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &unit.microbatch) ||
         !read_character(&at, end, '.') || !read_number(&at, end, &unit.segment) || at != end)
-        return fail_at(t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R), micro-batch, segment");
+        return fail_at(
+            t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment");
     *out = (parsed_unit){.unit = unit, .rank = t->rank, .names_stage = names_stage, .where = *t};
     return S1F_OK;
 }

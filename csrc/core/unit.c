@@ -14,6 +14,9 @@
 #define T BIT(S1F_PASS_LOSS)
 #define E BIT(S1F_PASS_EMBED)
 #define G BIT(S1F_PASS_EMBED_GRADIENT)
+#define O BIT(S1F_PASS_OUT)
+#define A BIT(S1F_PASS_AWAY)
+#define L BIT(S1F_PASS_LOAD)
 
 #define OUTPUT S1F_PRODUCT_OUTPUT
 #define INPUT_GRADIENT S1F_PRODUCT_INPUT_GRADIENT
@@ -23,7 +26,11 @@
 #define LOSS S1F_PRODUCT_LOSS
 #define EMBEDDED S1F_PRODUCT_EMBEDDED
 #define EMBED_GRADIENT S1F_PRODUCT_EMBED_GRADIENT
+#define LEAVING S1F_PRODUCT_LEAVING
+#define AWAY S1F_PRODUCT_AWAY
+#define COMING S1F_PRODUCT_COMING
 #define GRADIENTS (BIT(INPUT_GRADIENT) | BIT(WEIGHT_GRADIENT))
+#define OPTIONAL (BIT(RECOMPUTED) | BIT(LEAVING) | BIT(AWAY) | BIT(COMING))
 
 /* -- passes -------------------------------------------------------------------------------------------------------- */
 
@@ -41,6 +48,9 @@ static const struct {
     [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
     [S1F_PASS_EMBED] = {'E', BIT(EMBEDDED)},
     [S1F_PASS_EMBED_GRADIENT] = {'G', BIT(EMBED_GRADIENT)},
+    [S1F_PASS_OUT] = {'O', BIT(LEAVING)},
+    [S1F_PASS_AWAY] = {'A', BIT(AWAY)},
+    [S1F_PASS_LOAD] = {'L', BIT(COMING)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
 _Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
@@ -86,14 +96,14 @@ uint32_t s1f_products_of_passes(uint32_t those)
         products |= BIT(STATISTICS) | BIT(LOSS);
     if (products & BIT(EMBED_GRADIENT))
         products |= BIT(EMBEDDED);
-    if (products & (GRADIENTS | BIT(RECOMPUTED) | BIT(EMBED_GRADIENT))) /* R and G are for a backward */
+    if (products & (GRADIENTS | OPTIONAL | BIT(EMBED_GRADIENT))) /* R, L and G are for a backward */
         products |= GRADIENTS | (products & BIT(EMBEDDED) ? BIT(EMBED_GRADIENT) : 0);
     return products;
 }
 
 int s1f_pass_is_forward(int32_t pass)
 {
-    return (s1f_pass_products(pass) & (GRADIENTS | BIT(RECOMPUTED) | BIT(EMBED_GRADIENT))) == 0;
+    return (s1f_pass_products(pass) & (GRADIENTS | OPTIONAL | BIT(EMBED_GRADIENT))) == 0;
 }
 
 static int32_t first_maker(s1f_product product)
@@ -110,6 +120,7 @@ static int32_t first_maker(s1f_product product)
 typedef enum {
     SAME_CELL,
     SAME_CELL_IF_RECOMPUTED,
+    SAME_CELL_IF_MOVED,
     SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments */
     SAME_CELL_OF_EARLIER_SEGMENT, /* the same cell, where it is not */
     SEGMENT_BEFORE,
@@ -140,6 +151,10 @@ static const struct {
     {B | I, OUTPUT, SAME_CELL_OF_EARLIER_SEGMENT, S1F_COMES_SAVED, 0, 0, "a segment goes back after its own forward"},
     {R, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "a unit is recomputed after its own forward"},
     {B | I, RECOMPUTED, SAME_CELL_IF_RECOMPUTED, S1F_COMES_SAVED, 0, 0, "a unit goes back after its recomputation"},
+    {O, OUTPUT, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saves leaves after its forward"},
+    {A, LEAVING, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved is gone after it left"},
+    {L, AWAY, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved comes back after it is gone"},
+    {B | I, COMING, SAME_CELL_IF_MOVED, S1F_COMES_SAVED, 0, 0, "what was moved away comes back before it is read"},
     {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
@@ -170,7 +185,8 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
-    case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_is_recomputed(shape, *unit);
+    case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_cell_has(shape, *unit, RECOMPUTED);
+    case SAME_CELL_IF_MOVED: return i == 0 && s1f_cell_has(shape, *unit, COMING);
     case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
     case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
     case SEGMENT_BEFORE: return i == 0 && unit->segment-- > 0;
@@ -213,7 +229,7 @@ typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
     IF_RECOMPUTED,
-    TAKEN_BY_R_IF_RECOMPUTED
+    AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
 } when;
 
 #define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
@@ -224,10 +240,8 @@ static const struct {
     uint32_t used_by; /* products whose makers read or write it */
     when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
-    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
-                         TAKEN_BY_R_IF_RECOMPUTED},
-    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | GRADIENTS,
-                              TAKEN_BY_R_IF_RECOMPUTED},
+    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
+    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | GRADIENTS, AS_SAVED},
     [S1F_HOLDS_OUTPUT_GRADIENT] = {INPUT_GRADIENT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, GRADIENTS,
                                    BETWEEN_TWO_PASSES},
     [S1F_HOLDS_KV] = {OUTPUT, INPUT_GRADIENT, FIRST_SEGMENT, FIRST_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
@@ -238,7 +252,7 @@ static const struct {
     [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
 };
 
-static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int is_recomputed, int32_t pass, int is_first, int is_last)
+static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)
 {
     const int is_at[] = {[EACH_SEGMENT] = 1, [FIRST_SEGMENT] = is_first, [LAST_SEGMENT] = is_last};
     s1f_lifetimes found = {0, 0, 0};
@@ -250,14 +264,19 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, int is_recomputed, int
             freed_by = taken_by;
             freed_at = freed_at == FIRST_SEGMENT ? LAST_SEGMENT : freed_at;
         }
-        if (is_recomputed && lifetimes[h].when == TAKEN_BY_R_IF_RECOMPUTED)
-            taken_by = RECOMPUTED;
-        if ((lifetimes[h].when == IF_RECOMPUTED && !is_recomputed) ||
+        uint32_t takers = BIT(taken_by), freers = BIT(freed_by);
+        if (lifetimes[h].when == AS_SAVED && kind == S1F_CELL_RECOMPUTED)
+            takers = BIT(RECOMPUTED);
+        if (lifetimes[h].when == AS_SAVED && kind == S1F_CELL_MOVED) {
+            takers |= BIT(COMING);
+            freers |= BIT(AWAY);
+        }
+        if ((lifetimes[h].when == IF_RECOMPUTED && kind != S1F_CELL_RECOMPUTED) ||
             (lifetimes[h].when == BETWEEN_TWO_PASSES && (made & BIT(taken_by)) && (made & BIT(freed_by))))
             continue;
-        found.takes |= made & BIT(taken_by) && is_at[lifetimes[h].taken_at] ? BIT(h) : 0;
+        found.takes |= made & takers && is_at[lifetimes[h].taken_at] ? BIT(h) : 0;
         found.uses |= made & lifetimes[h].used_by ? BIT(h) : 0;
-        found.frees |= made & BIT(freed_by) && is_at[freed_at] ? BIT(h) : 0;
+        found.frees |= made & freers && is_at[freed_at] ? BIT(h) : 0;
     }
     return found;
 }
@@ -266,7 +285,8 @@ s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape)
 {
     s1f_lifetime_table table = {.shape = *shape};
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        for (int i = 0; i < 8; i++)
-            table.of[i / 4][pass][i / 2 % 2][i % 2] = lifetimes_at(shape, i / 4, pass, i / 2 % 2, i % 2);
+        for (int i = 0; i < 4 * S1F_NUM_CELL_KINDS; i++)
+            table.of[i / 4][pass][i / 2 % 2][i % 2] =
+                lifetimes_at(shape, (s1f_cell_kind)(i / 4), pass, i / 2 % 2, i % 2);
     return table;
 }

@@ -22,7 +22,10 @@ typedef enum {
     S1F_PASS_STATISTICS = 5,      /* S: logits of a shard of the vocabulary, and what the others need to know of them */
     S1F_PASS_LOSS = 6,            /* T: from everyone's statistics the loss, and the shard's gradients */
     S1F_PASS_EMBED = 7,           /* E: a shard's rows of the input embedding, for the first stage */
-    S1F_PASS_EMBED_GRADIENT = 8   /* G: their gradients */
+    S1F_PASS_EMBED_GRADIENT = 8,  /* G: their gradients */
+    S1F_PASS_OUT = 9,             /* O: what F saved begins to go to the tier, a file */
+    S1F_PASS_AWAY = 10,           /* A: it has gone, its memory is free */
+    S1F_PASS_LOAD = 11            /* L: there is room for it again, and it begins to come back */
 } s1f_pass;
 enum { S1F_MAX_PASSES = 16 };        /* room in tables that have a row per pass */
 extern const int32_t s1f_num_passes; /* passes are 0 .. s1f_num_passes - 1 */
@@ -32,7 +35,7 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
-/* The letter of a pass: F, B, I, W, R, S, T, E or G; and back, -1 for another letter. */
+/* The letter of a pass: F, B, I, W, R, S, T, E, G, O, A or L; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
 /* Whether torch's pipelining has the pass, too, under the same letter. */
@@ -51,7 +54,10 @@ typedef enum {
     S1F_PRODUCT_LOSS = 5,            /* and a shard's part of the gradient of the last stage's output: T */
     S1F_PRODUCT_EMBEDDED = 6,        /* rows of the embedding: E */
     S1F_PRODUCT_EMBED_GRADIENT = 7,  /* of them: G */
-    S1F_MAX_PRODUCTS = 8
+    S1F_PRODUCT_LEAVING = 8,         /* what F saved is on its way out: O */
+    S1F_PRODUCT_AWAY = 9,            /* it is in the tier alone: A */
+    S1F_PRODUCT_COMING = 10,         /* it is on its way back: L */
+    S1F_MAX_PRODUCTS = 16
 } s1f_product;
 
 /* Bits (1 << s1f_product) of what a pass makes; 0 for a number that is no pass. */
@@ -70,14 +76,20 @@ int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
  * everywhere. */
 uint32_t s1f_products_of_passes(uint32_t passes);
+/* Whether an order may make a product for some cells only; all others it makes for every cell. */
+static inline int s1f_product_is_optional(s1f_product product)
+{
+    return product == S1F_PRODUCT_RECOMPUTED || product == S1F_PRODUCT_LEAVING || product == S1F_PRODUCT_AWAY ||
+           product == S1F_PRODUCT_COMING;
+}
 
-/* Counts of an order, where its stages are, which products it makes, and which cells have an R. The last is what makes a
- * unit a recomputed one: its F saves nothing. */
+/* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last is
+ * what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
 typedef struct {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
     uint32_t products;
-    const int32_t *rank_of_stage;    /* [num_stages]; borrowed, as is */
-    const unsigned char *recomputed; /* [cell of all stages] 1: there is an R; NULL: of all, if it makes the product */
+    const int32_t *rank_of_stage; /* [num_stages]; borrowed, as is */
+    const uint16_t *optional;     /* [cell of all stages] bits of optional products; NULL: all that the order makes */
 } s1f_shape;
 
 static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
@@ -97,7 +109,7 @@ static inline int s1f_shape_has_backward(const s1f_shape *shape)
 /* Whether an order must make a product, which it makes somewhere, in the cells of a stage, too. */
 static inline int s1f_shape_needs(const s1f_shape *shape, s1f_product product, int32_t stage)
 {
-    return s1f_shape_makes(shape, product) && product != S1F_PRODUCT_RECOMPUTED &&
+    return s1f_shape_makes(shape, product) && !s1f_product_is_optional(product) &&
            (!s1f_product_is_of_shard(product) || stage < shape->num_ranks);
 }
 /* Number of a unit's cell within its stage; cells of one stage are 0 .. num_microbatches * num_segments - 1. */
@@ -110,10 +122,20 @@ static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
 {
     return (int64_t)unit.stage * shape->num_microbatches * shape->num_segments + s1f_cell(shape, unit);
 }
-static inline int s1f_is_recomputed(const s1f_shape *shape, s1f_unit unit)
+static inline int s1f_cell_has(const s1f_shape *shape, s1f_unit unit, s1f_product optional)
 {
-    return s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) &&
-           (shape->recomputed == NULL || shape->recomputed[s1f_cell_of_all(shape, unit)]);
+    return s1f_shape_makes(shape, optional) &&
+           (shape->optional == NULL || shape->optional[s1f_cell_of_all(shape, unit)] >> optional & 1);
+}
+
+/* What becomes of what F of a cell saves. */
+typedef enum { S1F_CELL_KEPT, S1F_CELL_RECOMPUTED, S1F_CELL_MOVED, S1F_NUM_CELL_KINDS } s1f_cell_kind;
+
+static inline s1f_cell_kind s1f_kind_of_cell(const s1f_shape *shape, s1f_unit unit)
+{
+    return s1f_cell_has(shape, unit, S1F_PRODUCT_RECOMPUTED) ? S1F_CELL_RECOMPUTED
+           : s1f_cell_has(shape, unit, S1F_PRODUCT_COMING)   ? S1F_CELL_MOVED
+                                                             : S1F_CELL_KEPT;
 }
 /* Row of a unit's stage and pass in tables with S1F_MAX_PASSES rows per stage. */
 static inline int64_t s1f_kind(s1f_unit unit)
@@ -165,10 +187,21 @@ static inline s1f_inputs s1f_inputs_of(const s1f_shape *shape, s1f_unit unit)
 }
 int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input); /* 0: no more */
 
+/* Whether the unit reads what its cell's L brings back. */
+static inline int s1f_reads_moved(const s1f_shape *shape, s1f_unit unit)
+{
+    return s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT) && s1f_cell_has(shape, unit, S1F_PRODUCT_COMING);
+}
+
+/* At once on their way out of one rank, from O to A, and back, from L to the backward: bounds the bytes that are neither
+ * here nor there. Two may come: the one that is read next, and the one behind it. */
+enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
+
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
 
 /* What a stage holds from the begin of one unit to the end of another. */
 typedef enum {
+    /* Both but while they are away: from the end of A to L. */
     S1F_HOLDS_SAVED = 0,           /* what F, or R, saved and W does not read: to the end of B or I */
     S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
     S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
@@ -184,10 +217,10 @@ typedef struct { /* bits (1 << s1f_holding) */
 } s1f_lifetimes;
 
 /* Lifetimes of all units of an order: they depend on the pass, on whether the segment is the first and the last, and on
- * whether the unit is recomputed. */
+ * what becomes of what F saves. */
 typedef struct {
     s1f_shape shape;
-    s1f_lifetimes of[2][S1F_MAX_PASSES][2][2]; /* [is recomputed][pass][is first][is last] */
+    s1f_lifetimes of[S1F_NUM_CELL_KINDS][S1F_MAX_PASSES][2][2]; /* [kind of cell][pass][is first][is last] */
 } s1f_lifetime_table;
 
 /* Where an order does not go back, what F saved ends with F, and keys and values with F of the last segment. What the
@@ -196,7 +229,7 @@ s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
 static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)
 {
     int is_first = unit.segment == 0, is_last = unit.segment == table->shape.num_segments - 1;
-    return table->of[s1f_is_recomputed(&table->shape, unit)][unit.pass][is_first][is_last];
+    return table->of[s1f_kind_of_cell(&table->shape, unit)][unit.pass][is_first][is_last];
 }
 
 #endif

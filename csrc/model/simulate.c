@@ -36,6 +36,7 @@ typedef struct {
     int64_t next_own;        /* of weights: whose place comes next */
     int64_t next_fill;       /* of weights: that fills the next wait */
     double filled;           /* seconds of it that have run */
+    double tier_free;        /* when the tier has moved all that it was given */
     double *start, *end;     /* [i] of the first step, NULL: not kept */
     unsigned char *recorded; /* [i] causes, the same */
 } rank_state;
@@ -48,6 +49,7 @@ typedef struct {
     int32_t has_transfer_jitter;
     double *kind_seconds;  /* [kind][segment], where given by what a unit is */
     double *message_bytes; /* [segment], and once more for statistics */
+    double *tier_end;      /* [cell of all stages]: when the tier has moved its unit, out or back; NULL: at once */
     link *links;           /* [edge] */
     rank_state *ranks;     /* [rank] */
     int32_t num_through;   /* ranks that wait for the others before their optimizer */
@@ -161,6 +163,22 @@ static double left_of(rank_state *r, int64_t i, double seconds)
     return fmax(seconds, 0);
 }
 
+/* The tier of a rank moves one unit at a time, in the order of its Os and Ls. */
+static void wait_for_tier(const simulator *s, rank_state *r, s1f_unit unit)
+{
+    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->program->shape, unit))
+        wait_until(r, s->tier_end[s1f_cell_of_all(&s->program->shape, unit)], 0);
+}
+
+static void start_tier(const simulator *s, rank_state *r, s1f_unit unit)
+{
+    if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_LEAVING) && !s1f_pass_makes(unit.pass, S1F_PRODUCT_COMING))
+        return;
+    double seconds = s->costs->tier_seconds[(int64_t)unit.stage * s->walk.num_segments + unit.segment];
+    r->tier_free = fmax(r->now, r->tier_free) + seconds;
+    s->tier_end[s1f_cell_of_all(&s->program->shape, unit)] = r->tier_free;
+}
+
 static inline void run(void *context, const s1f_stand *at)
 {
     simulator *s = context;
@@ -175,6 +193,8 @@ static inline void run(void *context, const s1f_stand *at)
         wait_until(r, *arrived, S1F_CAUSE_MESSAGE);
         *arrived = NOT_COME;
     }
+    if (s->tier_end != NULL)
+        wait_for_tier(s, r, *at->unit);
     double seconds = seconds_of(s, r, i, &r->random);
     if (r->weights != NULL)
         seconds = left_of(r, i, seconds);
@@ -184,6 +204,8 @@ static inline void run(void *context, const s1f_stand *at)
     r->now += seconds;
     r->busy += seconds;
     r->last_end = r->now;
+    if (s->tier_end != NULL)
+        start_tier(s, r, *at->unit);
     if (r->start != NULL) {
         r->start[i] = begin;
         r->end[i] = r->now;
@@ -347,6 +369,10 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
     if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "transfer_jitter is %g, must be in 0..1: a share of a message's seconds",
                         costs->transfer_jitter);
+    int64_t num_kinds = (int64_t)shape->num_stages * shape->num_segments;
+    for (int64_t i = 0; costs->tier_seconds != NULL && i < num_kinds; i++)
+        if ((status = require_cost("the time of the tier", costs->tier_seconds[i])) != S1F_OK)
+            return status;
     if (costs->num_steps < 0)
         return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
     for (int32_t rank = 0; costs->optimizer != NULL && rank < shape->num_ranks; rank++)
@@ -433,6 +459,9 @@ static int create_arrays(simulator *s)
     if (s->costs->unit_seconds == NULL &&
         (s->kind_seconds = calloc(num_cells, S1F_MAX_PASSES * sizeof *s->kind_seconds)) == NULL)
         return 0;
+    if (s->costs->tier_seconds != NULL &&
+        (s->tier_end = calloc(num_cells * (size_t)shape->num_microbatches, sizeof *s->tier_end)) == NULL)
+        return 0;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
         r->units = s->program->ranks[rank].units;
@@ -508,6 +537,8 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         return status;
     if (costs->fills && keep >= S1F_KEEP_CAUSES)
         status = s1f_fail(S1F_ERR_ARG, "slack is not known where W fills waits: its causes are many");
+    if (costs->tier_seconds != NULL && keep >= S1F_KEEP_CAUSES)
+        status = s1f_fail(S1F_ERR_ARG, "slack is not known where the tier takes time");
     if (status == S1F_OK)
         status = s1f_walk_create(program->edges, &program->shape, &s.walk);
     if (status == S1F_OK && !create_arrays(&s))
@@ -525,6 +556,7 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
     }
     for (int32_t rank = 0; s.ranks != NULL && rank < num_ranks; rank++)
         free(s.ranks[rank].weights);
+    free(s.tier_end);
     free(s.message_bytes);
     free(s.kind_seconds);
     free(s.step_end);

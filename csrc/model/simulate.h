@@ -19,6 +19,9 @@ typedef struct {
     const int64_t *message_bytes;    /* [segment]: activation and gradient alike; NULL: 0 */
     const int64_t *statistics_bytes; /* [segment]: a message from shard to shard of the vocabulary; NULL: 0 */
     double send;                     /* seconds that a sender itself spends on each SEND */
+    /* [stage][segment] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A and
+     * the backward of a moved unit wait for it. NULL: 0. Not with S1F_KEEP_CAUSES. */
+    const double *tier_seconds;
     /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit i
      * of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
     double jitter;
@@ -65,7 +68,7 @@ typedef struct { /* of the first step, but for `period` */
     double period;           /* last end of the last step less that of the first, per step; 0 for one step */
     double *span;            /* [rank] first start to last end of the rank */
     double *busy;            /* [rank] sum of its units */
-    double *wait;            /* [rank] time in WAIT and in SEND before the credit */
+    double *wait;            /* [rank] time in WAIT, in SEND before the credit, and for the tier */
     int64_t *num_units;      /* [rank] */
     double **start, **end;   /* [rank][i], units in run order; first start of all is 0; NULL: not kept */
     unsigned char **causes;  /* [rank][i] bits; NULL: not kept */

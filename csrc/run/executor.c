@@ -24,6 +24,7 @@ struct s1f_executor {
     s1f_lifetime_table lifetimes;
     int32_t num_slots;
     s1f_device *device; /* NULL: none */
+    s1f_tier *tier;     /* NULL: none */
     s1f_span *spans;
     s1f_late_weight *weights; /* numbers of instructions, RUNs */
     s1f_fill *fills;          /* room for one of each wait and each weight */
@@ -416,6 +417,14 @@ static s1f_status send(s1f_executor *executor, const s1f_instruction *instructio
     return status == S1F_OK ? release_sent(executor, instruction->edge) : status;
 }
 
+/* What L of the unit's cell asked for. */
+static s1f_status wait_back(s1f_executor *executor, s1f_unit unit)
+{
+    if (executor->tier == NULL)
+        return s1f_fail(S1F_ERR_STATE, "the order moves units, and there is no tier that they could come back from");
+    return s1f_tier_wait(executor->tier, executor->group, s1f_cell_of_all(&executor->lifetimes.shape, unit));
+}
+
 static s1f_status walk(s1f_executor *executor)
 {
     for (int64_t i = 0; i < executor->num_instructions; i++) {
@@ -437,6 +446,7 @@ static s1f_status walk(s1f_executor *executor)
         case S1F_OP_RUN: status = run(executor, i); break;
         case S1F_OP_SEND: status = send(executor, instruction); break;
         case S1F_OP_FREE: free_unit(executor, instruction->unit); break;
+        case S1F_OP_BACK: status = wait_back(executor, instruction->unit); break;
         }
         executor->spans[i].end_ns = s1f_now_ns();
         if (status != S1F_OK)
@@ -498,6 +508,11 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 void s1f_executor_set_device(s1f_executor *executor, s1f_device *device)
 {
     executor->device = device;
+}
+
+void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier)
+{
+    executor->tier = tier;
 }
 
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor)

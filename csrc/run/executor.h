@@ -11,6 +11,7 @@
 #include "current_unit.h"
 #include "kv_cache.h"
 #include "p2p.h"
+#include "tier.h"
 
 typedef struct { /* what a unit hands to other stages */
     int32_t num_tensors;
@@ -63,6 +64,9 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
 /* The GPU on which units compute, borrowed; NULL, as at first: none. */
 void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
+/* Where moved units are, borrowed: BACK waits for the load whose number is the unit's cell of all stages. NULL, as at
+ * first: none, and BACK is S1F_ERR_STATE. */
+void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
 /* Runs one step. sequence_length 0: learn it from the first message. sizes[num_segments]: of the segments, NULL with 0.
  * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */

@@ -186,12 +186,12 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
     static const s1f_clock_rules rules = {.choose = choose, .start = start, .all_look = 1};
     s1f_shape shape = s1f_schedule_shape(schedule);
     s1f_status status = require_order(schedule, &shape, what, ahead);
-    unsigned char *recomputed = NULL;
+    uint16_t *optional = NULL;
     if (status == S1F_OK)
-        status = s1f_schedule_find_recomputed(schedule, &recomputed);
+        status = s1f_schedule_find_optional(schedule, &optional);
     if (status != S1F_OK)
         return status;
-    shape.recomputed = recomputed;
+    shape.optional = optional;
     uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
                       (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
                       (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
@@ -210,7 +210,7 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
     for (int queue = 0; queue < NUM_QUEUES; queue++)
         free(s.cells[queue]);
     s1f_board_free(&s.board);
-    free(recomputed);
+    free(optional);
     if (status != S1F_OK) {
         s1f_schedule_free(s.out);
         return status;

@@ -54,6 +54,9 @@ def add(commands: Any) -> None:
         "--repeats", type=int, default=5, metavar="N", help="measured steps for each number of segments (default: 5)"
     )
     command.add_argument(
+        "--offload", metavar="DIR", help="also measure how fast a file there takes what units save, and gives it back"
+    )
+    command.add_argument(
         "--output", metavar="FILE", required=True, help="the profile to write, for plan --profile FILE"
     )
 
@@ -71,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
         "processes": options.processes,
         "threads": options.threads,
         "bf16": options.dtype == "bf16",
+        "offload": options.offload,
     }
     print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
     with progress_bar(1.0, "the work") as progress:

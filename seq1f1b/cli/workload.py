@@ -38,7 +38,7 @@ def add_order_options(command: argparse.ArgumentParser, *, recomputes_units: boo
     """The counts and costs of draw, simulate and compare."""
     command.epilog = (
         "F is the forward of a micro-batch, B its backward; a split backward is I (inputs) and W (weights). "
-        "R runs F once more before the backward."
+        "R runs F once more before the backward. What F saved leaves at O, is gone at G, and comes back from L on."
     )
     command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
     command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
@@ -68,6 +68,13 @@ def add_order_options(command: argparse.ArgumentParser, *, recomputes_units: boo
         about += f"; {UNITS}, also without --model: the order holds an R before the backward of every unit"
     kinds = (*RECOMPUTE, UNITS) if recomputes_units else RECOMPUTE
     costs.add_argument("--recompute", choices=kinds, default="none", help=about)
+    if recomputes_units:
+        command.add_argument(
+            "--offload",
+            type=float,
+            metavar="S",
+            help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
+        )
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
@@ -119,7 +126,7 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
 
 def check_costs(options: argparse.Namespace) -> None:
     """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
-    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer"):
+    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "offload"):
         seconds = getattr(options, name, None)
         if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
@@ -216,10 +223,12 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
     recompute = "all" if options.recompute == UNITS else "none"
+    moved = "none" if getattr(options, "offload", None) is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
-            return schedule.recompute(recompute)
+            moves = any(unit.kind == "O" for order in schedule.ranks for unit in order)  # as it says itself
+            return schedule.recompute(recompute).offload("none" if moves else moved)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
     known = next(family for family in families() if family.name == name)
     stages = known.stages_per_rank if options.stages is None else options.stages
@@ -232,7 +241,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
     return seq1f1b.build_schedule(
-        name, num_microbatches=options.microbatches, options=given, recompute=recompute, **counts
+        name, num_microbatches=options.microbatches, options=given, recompute=recompute, offload_units=moved, **counts
     )
 
 
@@ -280,6 +289,7 @@ def units_per_microbatch(schedule: Schedule) -> int:
 def simulation_arguments(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
     """What :meth:`Schedule.simulate` is given. Without a model all segments cost the same, and so do all stages."""
     arguments = {name: getattr(options, name) for name in ("jitter", "transfer_jitter", "seed")}
+    arguments["tier"] = (getattr(options, "offload", None) or 0.0) / units_per_microbatch(schedule)
     optimizer = getattr(options, "optimizer", None)
     if options.model is None:
         parts = units_per_microbatch(schedule)

@@ -44,6 +44,7 @@ class LiveUnit:
     tape: Any = None  # of a unit whose backward is split: what I leaves to W
     kept: Any = None  # of a unit that is recomputed, from F to R: what R starts from
     is_again = False  # True while R runs
+    aside: Any = None  # of a unit that is moved: what its graph saves
     kept_bytes = gradient_bytes = 0  # of it, in the steps that measure: inputs of layers, and their outputs' gradients
 
     def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
@@ -61,7 +62,7 @@ class LiveUnit:
     def forget(self) -> None:
         """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
-        self.kept = None
+        self.kept = self.aside = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
         self.saved_bytes = 0
 

@@ -16,15 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b.ops.attention as ops
+from seq1f1b import _C
 from seq1f1b.partition import ModelShape
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
+    MOVED_WORK,
     SEGMENTS,
     WARM_UP,
+    WAYS,
     Measured,
     cuts_of,
     make_profile,
     measure_stage,
+    moved_cut,
 )
 
 __all__ = ["check_decoder", "expected_seconds", "profile_decoder", "profile_model"]
@@ -88,11 +92,14 @@ def profile_model(
     seq_len: int,
     layers: int = 2,
     repeats: int = 5,
+    offload: str | os.PathLike[str] | None = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
     """Measures a decoder of this shape: a stage of ``layers`` layers, the embedding, and norm, head and loss.
 
+    Args:
+        offload: a directory, whose rates as a tier are measured as well.
     Returns:
         What ``make_profile`` takes, by name; no ends where the shape has no vocabulary.
     Raises:
@@ -100,7 +107,13 @@ def profile_model(
     """
     check_decoder(model, seq_len)
     blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
-    settings: dict[str, Any] = {"seq_len": seq_len, "repeats": repeats, "wait": wait, "progress": progress}
+    settings: dict[str, Any] = {
+        "seq_len": seq_len,
+        "repeats": repeats,
+        "offload": offload,
+        "wait": wait,
+        "progress": progress,
+    }
 
     def hidden(tokens: int) -> Tensor:
         return torch.randn(1, tokens, model.hidden)
@@ -122,15 +135,15 @@ _STARTUP = 6.0  # seconds until the processes have imported torch, and of the fi
 _BESIDE_PRODUCTS = 1.5  # time of a pass over that of its products at the rate of a product alone
 
 
-def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int) -> list[float]:
+def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int, moves: bool) -> list[float]:
     """FLOP of everything that :func:`profile_model` measures, an entry for each call of its ``progress``."""
     cuts = cuts_of(seq_len, SEGMENTS)
 
     flops = [model._replace(layers=layers, vocab=0).flops(0, seq_len)]
     if model.vocab:
         flops += [0.0, 2.0 * model.hidden * model.vocab * seq_len]  # an embedding multiplies nothing
-    orders = 2  # one with a whole B, one with I and W; each has F, and a backward of twice as much
-    return [orders * 3 * (WARM_UP + repeats) * each for each in flops for _ in cuts]
+    work = [sum(WAYS.values()) + MOVED_WORK * (moves and k == moved_cut(cuts)) for k in cuts]
+    return [forwards * (WARM_UP + repeats) * each for each in flops for forwards in work]
 
 
 def expected_seconds(
@@ -142,12 +155,16 @@ def expected_seconds(
     processes: int = 1,
     threads: int = 1,
     bf16: bool = False,
+    offload: str | os.PathLike[str] | None = None,
 ) -> float:
     """About how long :func:`profile_decoder` takes: its FLOP at the rate of a matrix product, timed here and now.
 
+    A tier that is slower than the units takes longer.
+
     Raises:
-        ValueError: as :func:`profile_decoder`.
+        ValueError, OSError: as :func:`profile_decoder`.
     """
+    _check_tier(offload)
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
@@ -165,7 +182,8 @@ def expected_seconds(
         torch.set_num_threads(before)
     rate = 2.0 * rows * model.hidden * inner / min(times)
     sharing = max(1.0, processes * threads / (os.cpu_count() or 1))
-    return _STARTUP + _BESIDE_PRODUCTS * sharing * sum(_work_in_order(model, seq_len, layers, repeats)) / rate
+    work = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
+    return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -180,9 +198,11 @@ def _start_worker(barrier: Any, done: Any, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _work(model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool) -> dict[str, Measured]:
+def _work(
+    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, offload: str | None
+) -> dict[str, Measured]:
     torch.manual_seed(0)
-    done = itertools.accumulate(_work_in_order(model, seq_len, layers, repeats))
+    done = itertools.accumulate(_work_in_order(model, seq_len, layers, repeats, offload is not None))
 
     def progress() -> None:
         _done.value = max(_done.value, next(done))
@@ -190,7 +210,13 @@ def _work(model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return profile_model(
-                model, seq_len=seq_len, layers=layers, repeats=repeats, wait=_barrier.wait, progress=progress
+                model,
+                seq_len=seq_len,
+                layers=layers,
+                repeats=repeats,
+                offload=offload,
+                wait=_barrier.wait,
+                progress=progress,
             )
     except BaseException:
         _barrier.abort()  # the others wait for this one
@@ -203,6 +229,12 @@ def _check_counts(**counts: int) -> None:
             raise ValueError(f"{name} is {value}, must be at least 1")
 
 
+def _check_tier(directory: str | os.PathLike[str] | None) -> None:
+    """Raises where no tier can be made, before anything is measured."""
+    if directory is not None:
+        _C.tier_create(os.fspath(directory))
+
+
 def profile_decoder(
     model: ModelShape,
     *,
@@ -212,6 +244,7 @@ def profile_decoder(
     processes: int = 1,
     threads: int = 1,
     bf16: bool = False,
+    offload: str | os.PathLike[str] | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Profile:
     """Runs :func:`profile_model` in several processes at the same time.
@@ -222,18 +255,22 @@ def profile_decoder(
     Args:
         threads: of each process.
         bf16: measure under autocast.
+        offload: a directory, whose rates as a tier are measured as well: all processes move units there at once.
         progress: called now and then with the share of the work that is done.
     Raises:
         ValueError: a count below 1; or as :func:`profile_model`.
+        OSError: the directory takes no file, or fails.
     """
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
-    total = sum(_work_in_order(model, seq_len, layers, repeats))
+    _check_tier(offload)
+    total = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     barrier, done = context.Barrier(processes), context.Value("d", 0.0)
     with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, threads)) as pool:
-        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16) for _ in range(processes)]
+        where = None if offload is None else os.fspath(offload)
+        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, where) for _ in range(processes)]
         while wait(tasks, timeout=0.5).not_done:
             if progress is not None:
                 progress(done.value / total)

@@ -18,8 +18,8 @@ from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
-_FORMAT = "seq1f1b profile 2"
-PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+_FORMAT = "seq1f1b profile 3"
+PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
 
 
@@ -40,12 +40,16 @@ class Fit(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split."""
+    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split.
+
+    ``recompute`` is what R adds to a unit.
+    """
 
     forward: float
     input: float
     weight: float
     backward: float
+    recompute: float = 0.0
 
     @property
     def total(self) -> float:
@@ -56,7 +60,7 @@ class PassSeconds(NamedTuple):
 class Sample(NamedTuple):
     """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage.
 
-    The passes come in the order of ``PASSES``.
+    The passes come in the order of ``PASSES``; ``recompute`` is as in :class:`Part`.
     """
 
     begin: int
@@ -65,6 +69,7 @@ class Sample(NamedTuple):
     backward: float
     input: float
     weight: float
+    recompute: float
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,14 @@ class Part:
         forward, backward: F and the whole B, as the engine runs them.
         input, weight: I and W, as the engine runs them in an order that splits every backward. W reads no keys or
             values, so it has no cost per pair.
+        recompute: R, less what F saves of its own time because it builds no graph then: ``forward`` and this one are
+            the seconds of both together, as the engine runs them.
         noise: from run to run, half the interquartile range over the median, median over the samples.
         saved_bytes, saved_token_bytes: kept by the graph of a unit from F to B, or to I: floor, and per token.
         kept_token_bytes: the part of these that W reads and that stays until W, per token.
         gradient_token_bytes: what I adds to it, which are gradients of layers' outputs, per token.
+        moved_token_bytes: what goes to the tier when a unit is moved, per token; the rest of what is saved stays. 0
+            where no tier was measured.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
         message_bytes: of what the stage returns, per token.
     """
@@ -89,11 +98,13 @@ class Part:
     backward: Fit
     input: Fit
     weight: Fit
+    recompute: Fit
     noise: float
     saved_bytes: float
     saved_token_bytes: float
     kept_token_bytes: float
     gradient_token_bytes: float
+    moved_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
@@ -123,6 +134,8 @@ class Profile:
         step_overhead: around a step.
         layer, embedding, head: None: the model has no such end, or it is part of the others. The head's backward is
             its own B; where it is in the loss the engine runs it at the end of F.
+        tier_out, tier_in: bytes per second of a process on their way to its tier and back, while all processes compute
+            and move. None: no tier was measured.
     """
 
     machine: str
@@ -138,6 +151,8 @@ class Profile:
     layer: Part
     embedding: Part | None = None
     head: Part | None = None
+    tier_out: float | None = None
+    tier_in: float | None = None
 
     def parts(self) -> dict[str, Part]:
         """Those that there are, by name."""
@@ -190,6 +205,11 @@ class Profile:
             f"{layer.kept_token_bytes + layer.gradient_token_bytes:.0f} to W; {layer.kv_bytes:.0f} in the cache "
             f"and {layer.kv_gradient_bytes:.0f} in its gradients; its message has {layer.message_bytes:.0f}"
         )
+        if self.tier_out is not None and self.tier_in is not None:
+            lines.append(
+                f"a token of a layer moves {layer.moved_token_bytes:.0f} bytes; a process's tier takes "
+                f"{self.tier_out / 1e9:.3g} GB/s and gives back {self.tier_in / 1e9:.3g} GB/s"
+            )
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -231,15 +251,17 @@ _PART = {
     **dict.fromkeys(PASSES.values(), Fit),
     "layers": int,
     **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
-    **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
+    **dict.fromkeys(("moved_token_bytes", "kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,
 }
+_TIER = ("tier_out", "tier_in")
 _PROFILE = {
     **dict.fromkeys(("machine", "torch", "dtype"), str),
     **dict.fromkeys(("threads", "processes", "seq_len"), int),
     **dict.fromkeys(("seconds", "unit_overhead", "step_overhead"), float),
     "model": ModelShape,
     **dict.fromkeys(("layer", "embedding", "head"), Part),
+    **dict.fromkeys(_TIER, object),  # a number, or null
 }
 
 
@@ -252,6 +274,13 @@ def _read_profile(data: Any) -> Profile:
     for name in ("layer", "embedding", "head"):
         if values[name] is not None or name == "layer":
             values[name] = _read_part(values[name], name)
+    if (values["tier_out"] is None) != (values["tier_in"] is None):
+        raise ValueError("profile: one of tier_out and tier_in is missing")
+    for name in _TIER:
+        if values[name] is not None:
+            values |= _fields({name: values[name]}, {name: float}, "profile")
+            if values[name] == 0:
+                raise ValueError(f"profile: {name} is 0: measure again")
     return Profile(**values)
 
 

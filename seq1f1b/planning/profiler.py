@@ -33,6 +33,9 @@ __all__ = [
 
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate
+WAYS = {"whole": 3, "split": 3, "recomputed": 4}
+"""What is measured of each cut, and its work in forwards: B counts as two of them, and so do I and W."""
+MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
 
 
@@ -40,11 +43,14 @@ class Measured(NamedTuple):
     """What one process measured of a stage; plain numbers. Seconds of the whole stage, one list entry per repetition.
 
     Attributes:
-        units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``.
+        units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``; under ``R`` those of R
+            and of the F before it, which builds no graph, together.
         saved: tokens and units that were live together, and the bytes of their graphs.
         left: bytes per token that I leaves to W, one entry for each cut: what F saved of them, and what I added.
         kv, kv_gradients, message: bytes per token.
         unit_overhead, step_overhead: seconds, one per repetition.
+        moved: bytes per token that a unit sent to its tier, 0 without one.
+        tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
     """
 
     layers: int
@@ -56,6 +62,8 @@ class Measured(NamedTuple):
     message: float
     unit_overhead: list[float]
     step_overhead: list[float]
+    moved: float
+    tier: list[tuple[float, float]]
 
 
 class _Feed(nn.Module):
@@ -85,16 +93,17 @@ def measure_stage(
     make_target: Callable[[int], Tensor] | None = None,
     segments: Sequence[int] = SEGMENTS,
     repeats: int = 5,
+    offload: str | os.PathLike[str] | None = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Runs a stage in the engine, over lengths and offsets, and times its units.
 
     The sequence is cut into each number of equal segments in turn: F and B of every segment are a sample, with what
-    came before in the cache. The same cut then runs once more with every B split into I and W. Where the inputs are
-    floating-point, a stage before takes their gradients; where there is no loss, a stage after takes the outputs.
-    Gradients of parameters are added to ``.grad``, as in a step's later units. Run it with the threads, and under the
-    autocast, of the training.
+    came before in the cache. The same cut then runs with every B split into I and W, and with every unit recomputed.
+    Where the inputs are floating-point, a stage before takes their gradients; where there is no loss, a stage after
+    takes the outputs. Gradients of parameters are added to ``.grad``, as in a step's later units. Run it with the
+    threads, and under the autocast, of the training.
 
     Args:
         make_inputs: tokens -> inputs of one micro-batch of that length: token ids, or what a stage before would send.
@@ -102,10 +111,13 @@ def measure_stage(
         loss_fn, make_target: of the last stage; the target is made as the inputs are.
         segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
         repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
-            this thread did not run. wait: called before each, to keep several processes together.
+            this thread did not run.
+        offload: a directory. One cut more, of a middle number of segments, is run with units that move to a tier there.
+        wait: called before each, to keep several processes together.
         progress: called when a number of segments is through.
     Raises:
         ValueError: a count below 1, no cut that leaves enough tokens, or a loss without a target.
+        OSError: the tier's file cannot be made, written or read.
     """
     for name, value in (("seq_len", seq_len), ("layers", layers), ("repeats", repeats)):
         if value < 1:
@@ -113,10 +125,13 @@ def measure_stage(
     cuts = cuts_of(seq_len, segments)
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
-    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [])
+    case = _Case(stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
+    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [])
     for k in cuts:
-        for split in (False, True):
-            result = _measure_cut(stage, make_inputs, loss_fn, make_target, seq_len, k, split, repeats, wait, result)
+        for way in WAYS:
+            result = _measure_cut(case, k, way, result)
+        if offload is not None and k == moved_cut(cuts):
+            result = _measure_cut(case, k, "moved", result)
         progress()
     for parameter in stage.parameters():
         parameter.grad = None
@@ -138,6 +153,24 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
     return cuts
 
 
+def moved_cut(cuts: Sequence[int]) -> int:
+    """The number of segments whose units move to the tier."""
+    return cuts[len(cuts) // 2]
+
+
+class _Case(NamedTuple):
+    """What :func:`measure_stage` was given."""
+
+    stage: nn.Module
+    make_inputs: Callable[[int], Tensor | tuple[Tensor, ...]]
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    make_target: Callable[[int], Tensor] | None
+    seq_len: int
+    repeats: int
+    offload: str | os.PathLike[str] | None
+    wait: Callable[[], object]
+
+
 def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     return tuple(x.detach().requires_grad_() if x.is_floating_point() else x for x in given)
@@ -155,64 +188,80 @@ def _order(num_stages: int, k: int, split: bool) -> Schedule:
     return Schedule([[part for unit in order.ranks[0] for part in parts(unit)]])
 
 
-def _measure_cut(
-    stage: nn.Module,
-    make_inputs: Callable[[int], Tensor | tuple[Tensor, ...]],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    make_target: Callable[[int], Tensor] | None,
-    seq_len: int,
-    k: int,
-    split: bool,
-    repeats: int,
-    wait: Callable[[], object],
-    result: Measured,
-) -> Measured:
-    sizes = partition_sequence(seq_len, k, strategy="even")
-    inputs, sink = _leaves(make_inputs(seq_len)), _Sink()
+def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
+    """Adds what steps in ``k`` segments tell, with units run in one of ``WAYS``."""
+    sizes = partition_sequence(case.seq_len, k, strategy="even")
+    inputs, sink = _leaves(case.make_inputs(case.seq_len)), _Sink()
     feeds = any(x.requires_grad for x in inputs)
-    modules: list[nn.Module] = [_Feed()] * feeds + [stage] + [sink] * (loss_fn is None)
+    modules: list[nn.Module] = [_Feed()] * feeds + [case.stage] + [sink] * (case.loss_fn is None)
+
+    def is_measured(unit: Unit) -> bool:
+        return unit.stage == feeds
+
     engine = PipelineEngine(
         modules,
-        schedule=_order(len(modules), k, split),
+        schedule=_order(len(modules), k, way == "split"),
         num_microbatches=1,
         num_segments=k,
         segment_sizes=sizes,
-        loss_fn=loss_fn or (lambda output, _: output),
+        loss_fn=case.loss_fn or (lambda output, _: output),
+        recompute=is_measured if way == "recomputed" else "none",
+        offload=case.offload if way == "moved" else None,
+        offload_units=is_measured if way == "moved" else None,
         group=LoopbackGroup(1)[0],
     )
-    target = torch.zeros(inputs[0].shape[0], seq_len) if make_target is None else make_target(seq_len)
-    starts = [sum(sizes[:s]) for s in range(k)]
+    target = (
+        torch.zeros(inputs[0].shape[0], case.seq_len) if case.make_target is None else case.make_target(case.seq_len)
+    )
     steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
     try:
-        for repetition in range(WARM_UP + repeats):
-            wait()
+        for repetition in range(WARM_UP + case.repeats):
+            case.wait()
+            moved_before = _moved_so_far(engine)
             sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
             whole, report = time.perf_counter() - begin, engine.report()
             held = engine.last_step.activations.get(int(feeds)) if engine.last_step is not None else None
             if repetition == 0 and held is not None:  # the first step of a shape counts the bytes of graphs
-                if split:
+                if way == "split":
                     result.left.append((held.kept, held.gradients))
-                else:
-                    result.saved.append((seq_len, k, held.peak_saved))
+                elif way == "whole":
+                    result.saved.append((case.seq_len, k, held.peak_saved))
             if repetition < WARM_UP:
                 continue
             steps.append((whole - (time.thread_time() - ran), whole, report))
+            moved = [after - before for after, before in zip(_moved_so_far(engine), moved_before, strict=True)]
+            if all(moved):
+                result.tier.append((moved[0] / moved[2] * 1e9, moved[1] / moved[3] * 1e9))
+        if way == "moved":
+            tokens = sum(sizes[unit.segment] for unit, _, _ in report.timeline if unit.kind == "O")
+            return result._replace(moved=report.moved_bytes / max(1, tokens))
         steps.sort(key=lambda step: step[0])
-        for _, whole, report in steps[: (repeats + 1) // 2]:
-            for unit, start, end in report.timeline:
-                if unit.stage == feeds:
-                    key = starts[unit.segment], sizes[unit.segment]
-                    result.units.setdefault(key, {kind: [] for kind in PASSES})[unit.kind].append(end - start)
+        for _, whole, report in steps[: (case.repeats + 1) // 2]:
+            found = {
+                (unit.kind, unit.segment): end - start for unit, start, end in report.timeline if is_measured(unit)
+            }
+            for s, size in enumerate(sizes):
+                times = result.units.setdefault((sum(sizes[:s]), size), {kind: [] for kind in PASSES})
+                if way == "recomputed":
+                    times["R"].append(found["F", s] + found["R", s])
+                else:
+                    for kind in "FB" if way == "whole" else "FIW":
+                        times[kind].append(found[kind, s])
             result.unit_overhead.append((report.seconds - report.busy) / len(report.timeline))
             result.step_overhead.append(whole - report.seconds)
         return result._replace(
-            kv=report.planned_kv_bytes / seq_len,
-            kv_gradients=report.planned_grad_bytes / seq_len,
-            message=sink.bytes / seq_len,
+            kv=report.planned_kv_bytes / case.seq_len,
+            kv_gradients=report.planned_grad_bytes / case.seq_len,
+            message=sink.bytes / case.seq_len,
         )
     finally:
         engine.close()
+
+
+def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
+    """Bytes out and in, and their nanoseconds; zeros where the engine has no tier."""
+    return engine._tier.totals() if engine._tier is not None else (0, 0, 0, 0)
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
@@ -251,14 +300,21 @@ def _joined(measured: Sequence[Measured]) -> Measured:
         units={k: {kind: [t for m in measured for t in m.units[k][kind]] for kind in PASSES} for k in first.units},
         unit_overhead=[t for m in measured for t in m.unit_overhead],
         step_overhead=[t for m in measured for t in m.step_overhead],
+        tier=[rates for m in measured for rates in m.tier],
     )
+
+
+def _sample(key: tuple[int, int], times: dict[str, list[float]]) -> Sample:
+    medians = {kind: statistics.median(times[kind]) for kind in PASSES}
+    medians["R"] = max(0.0, medians["R"] - medians["F"])
+    return Sample(*key, *medians.values())
 
 
 def fit_part(measured: Sequence[Measured]) -> Part:
     """One layer of what one process, or several at a time, measured of the same stage."""
     all_ = _joined(measured)
     layers, median = all_.layers, statistics.median
-    samples = [Sample(*key, *(median(times[kind]) for kind in PASSES)) for key, times in sorted(all_.units.items())]
+    samples = [_sample(key, times) for key, times in sorted(all_.units.items())]
 
     def fit(name: str) -> Fit:
         rows = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens), getattr(s, name)) for s in samples]
@@ -275,6 +331,7 @@ def fit_part(measured: Sequence[Measured]) -> Part:
         saved_token_bytes=saved[1] / layers,
         kept_token_bytes=kept / layers,
         gradient_token_bytes=gradients / layers,
+        moved_token_bytes=all_.moved / layers,
         kv_bytes=all_.kv / layers,
         kv_gradient_bytes=all_.kv_gradients / layers,
         message_bytes=all_.message,
@@ -322,6 +379,8 @@ def make_profile(
         layer=fit_part(layer),
         embedding=None if embedding is None else fit_part(embedding),
         head=None if head is None else fit_part(head),
+        tier_out=statistics.median(rate for rate, _ in all_.tier) if all_.tier else None,
+        tier_in=statistics.median(rate for _, rate in all_.tier) if all_.tier else None,
     )
 
 

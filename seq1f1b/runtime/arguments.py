@@ -19,7 +19,7 @@ from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
-from seq1f1b.schedule import Schedule, Unit, check_recompute
+from seq1f1b.schedule import Schedule, Unit, check_units
 
 __all__: list[str] = []
 
@@ -49,6 +49,8 @@ class Options:
     weights: str
     shard: Shard
     recompute: str | Callable[[Unit], bool] = "none"
+    offload: str | os.PathLike[str] | None = None
+    offload_units: str | Callable[[Unit], bool] | None = None
     unchecked: bool = False
     embedding: nn.Module | None = None
 
@@ -75,7 +77,13 @@ class Options:
             raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
         if self.weights not in ("planned", "fill"):
             raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
-        check_recompute(self.recompute)
+        check_units("recompute", self.recompute)
+        if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
+            raise TypeError(f"offload must be a directory, got {type(self.offload).__name__}")
+        if self.offload_units is not None:
+            check_units("offload_units", self.offload_units)
+            if self.offload is None:
+                raise ValueError("offload_units says which units move; say where by offload=, a directory")
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
@@ -227,6 +235,9 @@ def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> di
         found[name] = (repr(getattr(options, name)),) * 2
     asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
     found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
+    moved = options.offload_units if not callable(options.offload_units) else "a callable"
+    found["offload_units"] = (repr(moved),) * 2
+    found["offload"] = ("a directory" if options.offload is not None else "None",) * 2  # each rank may have its own
     found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
     spread = options.embedding_shard
     found["embedding"] = ("no VocabularyParallelEmbedding" if spread is None else spread.settings,) * 2

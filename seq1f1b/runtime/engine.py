@@ -26,6 +26,7 @@ from seq1f1b.runtime.arguments import (
     order_of,
 )
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
@@ -103,6 +104,12 @@ class PipelineEngine:
             ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
             itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
             holds the head runs once.
+        offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
+            before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
+            process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
+        offload_units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see
+            :meth:`seq1f1b.Schedule.offload`. None: those that the schedule itself moves, by O, A and L, or all if it
+            moves none. Units that are recomputed stay.
         shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
             parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
             each segment. The mean of their losses and gradients is that of the whole, as in data parallelism: put the
@@ -144,6 +151,8 @@ class PipelineEngine:
         spin_us: float | None = None,
         weights: str = "planned",
         recompute: str | Callable[[Unit], bool] = "none",
+        offload: str | os.PathLike[str] | None = None,
+        offload_units: str | Callable[[Unit], bool] | None = None,
         shard: tuple[int, int] = (0, 1),
         plan: Plan | str | os.PathLike[str] | None = None,
         unchecked: bool = False,
@@ -175,6 +184,8 @@ class PipelineEngine:
                 spin_us=spin_us,
                 weights=weights,
                 recompute=recompute,
+                offload=offload,
+                offload_units=offload_units,
                 shard=shard,
                 unchecked=unchecked,
                 embedding=embedding,
@@ -411,6 +422,8 @@ class PipelineEngine:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
         self._closed = True
         self._executor = self._eval_executor = None
+        if self._tier is not None:
+            self._tier.close()
         self._ends.clear()
         if self._device_edges is not None:
             self._device_edges.close()
@@ -436,6 +449,7 @@ class PipelineEngine:
                 shard.check_place(self.rank, self.num_ranks)
         self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
 
+        self._tier = self._make_tier()
         self._stages = self._make_stages(modules)
         self._tied = TiedParameters(self.modules(), self._group)
         self._cache = _C.kv_cache_create()
@@ -458,14 +472,22 @@ class PipelineEngine:
                 order=self.schedule.ranks[self.rank],
                 unchecked=self._options.unchecked,
                 is_whole=is_whole,
-                shares_random=self._group.is_thread and self._recomputes(),
+                shares_random=self._group.is_thread and self._has_units("R"),
+                tier=self._tier,
                 spreads_vocabulary=self._options.head is not None,
             )
             for index, module in zip(self.stages, modules, strict=True)
         }
 
-    def _recomputes(self) -> bool:
-        return any(unit.kind == "R" for order in self.schedule.ranks for unit in order)
+    def _make_tier(self) -> Tier | None:
+        if self._options.offload is None:
+            return None
+        if self.device.type != "cpu":
+            raise ValueError(f"offload= moves what stages on the CPU save, and this one is on {self.device}")
+        return Tier(self._options.offload, self._group.group, self.num_microbatches * self.num_segments)
+
+    def _has_units(self, kind: str) -> bool:
+        return _has_units(self.schedule, kind)
 
     def _agree(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
@@ -491,17 +513,30 @@ class PipelineEngine:
             )
         schedule.check()
         schedule = schedule.recompute(self._options.recompute)
-        kinds = {unit.kind for order in schedule.ranks for unit in order}
-        if "W" not in kinds and self._options.weights == "fill":
+        if not _has_units(schedule, "W") and self._options.weights == "fill":
             schedule = schedule.defer_weights()
+        return self._with_moves(self._with_shards(schedule))
+
+    def _with_shards(self, schedule: Schedule) -> Schedule:
+        """The order, with the passes of a vocabulary that is spread."""
         spreads = {"S": self._options.head is not None, "E": self._options.embedding is not None}
         for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
-            if kind in kinds and not spreads[kind]:
+            if _has_units(schedule, kind) and not spreads[kind]:
                 raise ValueError(f"the order spreads the vocabulary over the ranks: give {name}(...)")
-        missing = {kind: spreads[kind] and kind not in kinds for kind in spreads}
+        missing = {kind: spreads[kind] and not _has_units(schedule, kind) for kind in spreads}
         if any(missing.values()):
             schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
         return schedule
+
+    def _with_moves(self, schedule: Schedule) -> Schedule:
+        """The order, with what ``offload_units`` moves."""
+        options, moves = self._options, _has_units(schedule, "O")
+        if options.offload is None:
+            if moves:
+                raise ValueError("the schedule moves units (O, A, L): say by offload= in which directory they lie")
+            return schedule
+        default = "none" if moves else "all"
+        return schedule.offload(default if options.offload_units is None else options.offload_units)
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
@@ -540,6 +575,8 @@ class PipelineEngine:
         )
         if self._device_edges is not None:
             self._device_edges.set_on(executor)
+        if self._tier is not None:
+            _C.executor_set_tier(executor, self._tier.handle)
         return executor
 
     def _eval_parts(self) -> tuple[Any, Any]:
@@ -604,6 +641,8 @@ class PipelineEngine:
                     self._tied.end_step()
             finally:
                 self._leave_grad_dtype(accumulators)
+                if self._tier is not None:
+                    self._tier.reset()
                 step.end()
             self._group.end_step(failed=False)
         except BaseException as error:
@@ -626,6 +665,7 @@ class PipelineEngine:
             self.num_stages,
             dict(self._activations),
             step.deferred_weights(),
+            step.moved_bytes(),
             step.logit_bytes(),
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
@@ -708,6 +748,10 @@ class PipelineEngine:
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
         self._group.end_step(failed=True)
         return explained
+
+
+def _has_units(schedule: Schedule, kind: str) -> bool:
+    return any(unit.kind == kind for order in schedule.ranks for unit in order)
 
 
 def _last_unit(executor: Any) -> str:

@@ -31,7 +31,7 @@ class Idle:
         host: what is added where every unit comes later by the engine's own time, spread evenly over a rank's units,
             and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit.
         transfer: what the measured step idles beyond that: messages on their way, their copies, places that are not
-            free, and ranks that wake late from a wait.
+            free, ranks that wake late from a wait, and waits for the tier (``Report.tier``).
 
     The mean of a cause over the ranks is what it adds to the makespan. A cause may be negative: a rank with a slow
     stage waits less than the others, and unequal segments may fit an order better than equal ones. Where two causes

@@ -38,6 +38,7 @@ class StepRecord:
     num_stages: int
     activations: dict[int, Activations]  # by stage; empty where not measured
     deferred_weights: dict[int, int]  # by stage
+    moved_bytes: int
     logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
 
 
@@ -100,6 +101,8 @@ class Report:
         busy: in the units, parts of W in waits included.
         wait: for messages, without what filled the waits.
         send: for credits and copies.
+        tier: for what moves to the tier and back, in G and before the backwards that read it.
+        moved_bytes: sent to the tier, and brought back.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
@@ -131,7 +134,20 @@ class Report:
     timeline: tuple[tuple[Unit, float, float], ...]
     fills: tuple[tuple[Unit, float, float], ...]
     edges: tuple[EdgeReport, ...]
+    tier: float = 0.0
+    moved_bytes: int = 0
     logit_bytes: int = 0
+
+    @property
+    def moved_units(self) -> int:
+        """Units whose saved activations were away for a while."""
+        return sum(unit.kind == "O" for unit, _, _ in self.timeline)
+
+    @property
+    def kept_units(self) -> int:
+        """Units that were neither recomputed nor moved."""
+        forwards = sum(unit.kind == "F" for unit, _, _ in self.timeline)
+        return forwards - self.recomputed_units - self.moved_units
 
     @property
     def recomputed_units(self) -> int:
@@ -204,7 +220,7 @@ class PipelineReport:
         return StepTimes(
             schedule=schedule,
             units=[list(_unit_seconds(r).values()) for r in self.ranks],
-            own=[max(r.seconds - r.busy - r.wait - r.send, 0.0) for r in self.ranks],
+            own=[max(r.seconds - r.busy - r.wait - r.send - r.tier, 0.0) for r in self.ranks],
             late=[max(r.start - first, 0.0) for r in self.ranks],
             makespan=self.makespan,
             fill=any(r.fills for r in self.ranks),
@@ -218,8 +234,14 @@ class PipelineReport:
         for rank, idle in zip(self.ranks, self.idle, strict=True):
             busy = self.makespan - idle.total
             rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        moves = [
+            f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
+            f"({r.moved_bytes / 2**20:.4g} MiB), for which it waited {r.tier:.3g} s\n"
+            for r in self.ranks
+            if r.recomputed_units + r.moved_units
+        ]
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
-        return f"{step}\n{table_text(rows)}{self.advice}"
+        return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.
@@ -313,8 +335,8 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
 
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
-    """Seconds of every unit in run order, in and out of waits."""
-    seconds = {unit: end - start for unit, start, end in report.timeline}
+    """Seconds of every unit in run order, in and out of waits. G only waits."""
+    seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in report.timeline}
     for unit, start, end in report.fills:
         seconds[unit] += end - start
     return seconds
@@ -323,7 +345,7 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
-    start, end, run, wait, send = _C.executor_totals(record.executor, rank)
+    start, end, run, wait, send, tier = _C.executor_totals(record.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9)
@@ -359,6 +381,8 @@ def _rank_report(
         timeline=timeline,
         fills=fills,
         edges=edges,
+        tier=tier * 1e-9,
+        moved_bytes=record.moved_bytes,
         logit_bytes=record.logit_bytes,
     )
 
@@ -406,7 +430,7 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         ]
 
     saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
-    _, activations, output_gradients, *_ = _C.program_memory(
-        record.program, saved, kept, gradients, None, None, None, None, None, None
-    )[rank]
+    _, activations, output_gradients, *_ = _C.program_memory(record.program, (saved, kept, gradients, *[None] * 6))[
+        rank
+    ]
     return activations, output_gradients

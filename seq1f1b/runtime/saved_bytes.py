@@ -43,14 +43,19 @@ class SavedBytes:
             known += [*module.parameters(), *module.buffers()]
         self._seen = {_storage(t).data_ptr() for t in known}
         self.bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> Any:
+        """What the graph keeps in place of the tensor."""
         storage = _storage(tensor)
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.bytes += storage.nbytes()
         return tensor.detach()  # an output, kept as it is, would keep its own graph
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor, for a backward."""
+        return kept  # type: ignore[no-any-return]
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()

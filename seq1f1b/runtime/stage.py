@@ -16,6 +16,7 @@ from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
+from seq1f1b.runtime.offload import Aside, Tier
 from seq1f1b.runtime.recompute import Kept, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
@@ -44,6 +45,7 @@ class Stage:
         unchecked: bool = False,
         is_whole: bool = False,
         shares_random: bool = False,
+        tier: Tier | None = None,
         spreads_vocabulary: bool = False,
     ) -> None:
         self.module = module
@@ -60,6 +62,8 @@ class Stage:
         self.forwards = [key for kind, key in own if kind == "F"]
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
         self.recomputed = {key for kind, key in own if kind == "R"}
+        self.moved = {key for kind, key in own if kind == "O"}
+        self.tier = tier  # where they go
         self.shares_random = shares_random  # other ranks are threads that draw from the same generators
         # After it all gradients of weights are there: B, or W.
         self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
@@ -151,6 +155,7 @@ class StageStep:
         self._measures = arguments.measures and stage.shows_saved_bytes
         self._looks = arguments.looks and not any(map(is_compiled, stage.modules))
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
+        self.moved_bytes = 0  # of all units, on their way out
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
         trained = (p.requires_grad for module in stage.modules for p in module.parameters())
@@ -165,7 +170,8 @@ class StageStep:
     def passes(self) -> tuple[Callable[[int, int, Received], tuple[Any, ...] | None], ...]:
         """A method for each pass; position = the pass's number in C (``csrc/core/unit.h``)."""
         passes = (self.forward, self.backward, self.backward, self.weight, self.recompute)
-        return tuple(map(one_at_a_time, passes)) if self.stage.shares_random else passes
+        moves = (self.move_out, self.wait_until_out, self.load)
+        return (*map(one_at_a_time, passes), *moves) if self.stage.shares_random else (*passes, *moves)
 
     @property
     def losses(self) -> dict[int, Tensor]:
@@ -208,6 +214,9 @@ class StageStep:
         if self.training and key in self.stage.recomputed:
             unit.kept = Kept(inputs, self._kwargs(unit), self.stage.device, self._trains)
             around = unit.kept.first()
+        if self.training and key in self.stage.moved:
+            unit.aside = Aside(self.stage.modules if self._measures else (), inputs)
+            around = around if self._measures else unit.aside
         with around:
             result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
@@ -251,15 +260,18 @@ class StageStep:
     def _measured(self, key: int, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """The same, counting the bytes that the unit's graph keeps."""
         self._head_bytes = 0
-        with SavedBytes(self.stage.modules, inputs) as saved:
+        with SavedBytes(self.stage.modules, inputs) if unit.aside is None else unit.aside as saved:
             result = self._compute(key, unit, inputs)
         if unit.kept is None:  # else R saves
             unit.saved_bytes = saved.bytes
             self.saved_bytes += saved.bytes
             self.saved_tokens += self.arguments.sizes[unit.segment]
-        live = sum(other.saved_bytes + other.kept_bytes for other in self.units.values())
-        self.peak_saved_bytes = max(self.peak_saved_bytes, live + self._head_bytes)
+        self._note_saved(self._head_bytes)
         return result
+
+    def _note_saved(self, more: int = 0) -> None:
+        live = sum(other.saved_bytes + other.kept_bytes for other in self.units.values())
+        self.peak_saved_bytes = max(self.peak_saved_bytes, live + more)
 
     def _inputs(self, key: int, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         if self.embedding is not None:
@@ -441,6 +453,34 @@ class StageStep:
                 "a stage that is recomputed must do the same both times"
             )
 
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    def move_out(self, m: int, s: int, received: Received) -> None:
+        """O(m.s): what F has saved begins to go to the tier."""
+        aside, tier, number = self._moving(m, s)
+        aside.out(tier, number)
+        self.moved_bytes += aside.moved_bytes
+
+    def wait_until_out(self, m: int, s: int, received: Received) -> None:
+        """A(m.s): it has gone."""
+        aside, tier, number = self._moving(m, s)
+        aside.gone(tier, number)
+        unit = self.units[m * self._num_segments + s]
+        unit.saved_bytes -= aside.moved_bytes if self._measures else 0
+
+    def load(self, m: int, s: int, received: Received) -> None:
+        """L(m.s): there is room for it, and it begins to come back."""
+        aside, tier, number = self._moving(m, s)
+        aside.load(tier, number)
+        if self._measures:
+            self.units[m * self._num_segments + s].saved_bytes += aside.moved_bytes
+            self._note_saved()
+
+    def _moving(self, m: int, s: int) -> tuple[Aside, Tier, int]:
+        key, tier = m * self._num_segments + s, self.stage.tier
+        assert tier is not None
+        return self.units[key].aside, tier, tier.number(self.stage.index, key)
+
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...] | None:
@@ -453,6 +493,8 @@ class StageStep:
         unit.forward = False
         roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[s])
         enter(unit)
+        if unit.aside is not None:
+            unit.aside.back()
         if unit.tape is not None:
             unit.tape.is_open = True
         if roots and self._parallel is None:

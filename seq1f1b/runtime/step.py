@@ -33,7 +33,7 @@ from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
 
 __all__: list[str] = []
 
-_IN_AUTOCAST = ("F", "R", "S", "E")
+_OUTSIDE_AUTOCAST = ("B", "I", "W", "T", "G")
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,15 @@ class Step:
             part.shards = self._shards if stage.is_last else None
             part.embedding = self._embedding if stage.is_first else None
             of_head = (None, None) if self._shards is None else (self._shards.statistics, self._shards.loss)
-            of_embedding = () if self._embedding is None else (self._embedding.embed, self._embedding.gradient)
+            of_embedding = (
+                (None, None) if self._embedding is None else (self._embedding.embed, self._embedding.gradient)
+            )
             # Autocast is for forwards: a backward runs in the dtypes of its forward.
+            forward, input, whole, weight, recompute, *moves = part.passes
+            methods = (forward, input, whole, weight, recompute, *of_head, *of_embedding, *moves)
             self._passes[index] = tuple(
-                run if not self._autocast or kind in _IN_AUTOCAST else self._outside_autocast(run)
-                for kind, run in zip(_C.PASSES, (*part.passes, *of_head, *of_embedding), strict=False)
+                self._outside_autocast(run) if self._autocast and kind in _OUTSIDE_AUTOCAST else run
+                for kind, run in zip(_C.PASSES, methods, strict=True)
             )
         for index, part in self._parts.items():
             part.previous, part.following = self._parts.get(index - 1), self._parts.get(index + 1)
@@ -283,6 +287,10 @@ class Step:
     def deferred_weights(self) -> dict[int, int]:
         """Elements of the weights whose gradients W made, by stage."""
         return {index: sum(part.deferred_weights.values()) for index, part in self._parts.items()}
+
+    def moved_bytes(self) -> int:
+        """Bytes that units have sent to the tier."""
+        return sum(part.moved_bytes for part in self._parts.values())
 
     def logit_bytes(self) -> int:
         """Most bytes of logits that this rank's shard of the vocabulary held at once."""

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 
 _IN_WAITS = ":"  # fills parts of W that ran in waits
-_FILL = {
-    letter: {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^", "S": ".", "T": "%", "E": "'", "G": '"'}.get(letter, "*")
-    for letter in style.PASSES
-}
+_FILL = {letter: dict(zip("FBIWRSTEGOAL", "-=~+^.%'\">|<", strict=True)).get(letter, "*") for letter in style.PASSES}
 
 
 def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None = None) -> str:

@@ -124,12 +124,12 @@ class _Lifetimes:
     def __init__(self, units: Iterable[Unit], num_segments: int) -> None:
         units = list(units)
         self._passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
-        self._recomputed = {unit[1:] for unit in units if unit.kind == "R"}
+        self._kinds = {unit[1:]: 1 + "RL".index(unit.kind) for unit in units if unit.kind in "RL"}  # of cells, as in C
         self._num_segments = num_segments
-        self._known: dict[tuple[str, int, bool], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._known: dict[tuple[str, int, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def of(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        key = unit.kind, unit.segment, unit[1:] in self._recomputed
+        key = unit.kind, unit.segment, self._kinds.get(unit[1:], 0)
         if key not in self._known:
             number = _C.PASSES.index(unit.kind), 0, 0, unit.segment
             self._known[key] = _C.unit_lifetimes(self._num_segments, self._passes, number, key[2])

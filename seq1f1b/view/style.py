@@ -23,6 +23,9 @@ _NAMES = {
     "T": "loss and gradients of a shard",
     "E": "rows of the embedding",
     "G": "gradients of the embedding",
+    "O": "move out",
+    "A": "wait until away",
+    "L": "load",
 }
 PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
 

@@ -4,6 +4,7 @@
 #include "../../csrc/core/check.h"
 #include "../../csrc/core/defer.h"
 #include "../../csrc/core/lower.h"
+#include "../../csrc/core/offload.h"
 #include "../../csrc/core/recompute.h"
 #include "../../csrc/core/schedule.h"
 #include "../../csrc/model/critical.h"
@@ -110,6 +111,15 @@ static s1f_status recompute(void)
 {
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_recompute(given_schedule, NULL, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    s1f_schedule_free(schedule);
+    return status;
+}
+
+static s1f_status offload(void)
+{
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_offload(given_schedule, NULL, &schedule);
     CHECK((status == S1F_OK) == (schedule != NULL));
     s1f_schedule_free(schedule);
     return status;
@@ -241,10 +251,14 @@ static void test_failing_allocations(void)
         "[0]F0.0 [3]F0.0 [3]I0.0 [3]W0.0 [0]I0.0 [0]W0.0\n[1]F0.0 [2]F0.0 [2]I0.0 [1]I0.0 [2]W0.0 [1]W0.0",
         "F0.0 F0.1 R0.1 I0.1 R0.0 I0.0 W0.1 W0.0\nF0.0 R0.0 F0.1 I0.1 I0.0 W0.1 W0.0",
         "[0]F0.0 [0]F1.0 [0]F2.0 [2]F0.0 [2]F1.0 [2]F2.0\n[1]F0.0 [1]F1.0 [1]F2.0 [3]F0.0 [3]F1.0 [3]F2.0",
+        "F0.0 O0.0 F0.1 A0.0 F0.2 I0.2 W0.2 L0.0 I0.1 W0.1 I0.0 W0.0",
         "E0.0 F0.0 S0.0 T0.0 B0.0 G0.0\nE0.0 F0.0 S0.0 T0.0 B0.0 G0.0",
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
+    CHECK_STATUS(s1f_schedule_from_text("F0.0 F0.1 F0.2 I0.2 W0.2 I0.1 W0.1 I0.0 W0.0", &given_schedule), S1F_OK, "");
+    fail_each_allocation(offload, 8);
+    s1f_schedule_free(given_schedule);
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
     fail_each_allocation(build_auto, 40);
@@ -257,7 +271,7 @@ static void test_failing_allocations(void)
         if (strchr(orders[i], 'S') == NULL)
             fail_each_allocation(spread_vocabulary, 15);
         fail_each_allocation(text_and_back, 6);
-        if (strpbrk(orders[i], "RS") == NULL) /* torch has no cell for them */
+        if (strpbrk(orders[i], "ROS") == NULL) /* torch has no cell for them */
             fail_each_allocation(csv_and_back, 6);
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from orders import random_order, small_schedule, with_recomputation
+from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
 from seq1f1b.schedule import unit_of
@@ -43,6 +43,7 @@ class Replay:
         self.slots: dict[tuple[str, int, int], int] = {}  # (cache, stage, slot) -> micro-batch
         self.slots_peak: dict[tuple[str, int], int] = {}
         self.ran: list[list[Unit]] = [[] for _ in lowered.ranks]
+        self.coming: set[tuple[int, int, int]] = set()  # cells, from L until they are back
         self.live = [0] * self.schedule.num_stages
         self.live_peak = [0] * self.schedule.num_stages
         self.at = [0] * len(lowered.ranks)
@@ -57,7 +58,7 @@ class Replay:
         stage = unit.stage - 1 if unit.kind == "F" else unit.stage + 1
         rank_of_stage = self.schedule.rank_of_stage
         if (
-            unit.kind in "WR"
+            unit.kind in "WROAL"
             or not 0 <= stage < self.schedule.num_stages
             or rank_of_stage[stage] == rank_of_stage[unit.stage]
         ):
@@ -100,13 +101,18 @@ class Replay:
             self.in_place[e][place] = unit
             self.sent[e] += 1
         elif op == "WAIT":
-            assert self.edges[e][3] == rank and self.lowered.ranks[rank][self.at[rank] + 1][:3] == ("RUN", -1, unit)
+            follows = next(i[0] for i in self.lowered.ranks[rank][self.at[rank] + 1 :] if i[0] != "BACK")
+            assert self.edges[e][3] == rank and follows in ("WAIT", "RUN")
+            assert self.lowered.ranks[rank][self.at[rank] + 1][2] == unit
             assert self.in_place[e][place] == self.producer(unit), "another message than expected"
             self.read_from[e, unit] = place
         elif op == "RUN":
             self.run(rank, unit, kv_slot, grad_slot)
         elif op == "FREE":
             self.free(rank, unit)
+        elif op == "BACK":
+            assert self.lowered.ranks[rank][self.at[rank] + 1][:3] == ("RUN", -1, unit) and unit.kind in "BI"
+            self.coming.remove(unit[1:])
         else:
             raise AssertionError(op)
         self.at[rank] += 1
@@ -114,6 +120,10 @@ class Replay:
 
     def run(self, rank: int, unit: Unit, kv_slot: int, grad_slot: int) -> None:
         last_segment = self.schedule.num_segments - 1
+        if unit.kind in "OAL":
+            self.move(rank, unit, kv_slot, grad_slot)
+            return
+        assert unit.kind not in "BI" or unit[1:] not in self.coming, f"{unit} runs before what it reads is back"
         self.still_there(unit._replace(kind="F"))
         self.still_there(unit if unit.kind != "W" else unit._replace(kind="I"))
         saves = "R" if unit._replace(kind="R") in self.schedule.ranks[rank] else "F"
@@ -131,7 +141,20 @@ class Replay:
         else:
             assert grad_slot == -1
 
+    def move(self, rank: int, unit: Unit, kv_slot: int, grad_slot: int) -> None:
+        assert kv_slot == grad_slot == -1
+        before = unit._replace(kind={"O": "F", "A": "O", "L": "A"}[unit.kind])
+        assert before in self.ran[rank]
+        self.ran[rank].append(unit)
+        if unit.kind == "L":
+            self.coming.add(unit[1:])
+            self.live[unit.stage] += 1
+            self.live_peak[unit.stage] = max(self.live_peak[unit.stage], self.live[unit.stage])
+
     def free(self, rank: int, unit: Unit) -> None:
+        if unit.kind == "A":
+            self.live[unit.stage] -= 1
+            return
         assert unit == self.ran[rank][-1] and unit.kind != "I" and (self.has_backward or unit.kind == "F")
         self.live[unit.stage] -= 1
         for message_of in {unit._replace(kind="F"), unit if unit.kind == "B" else unit._replace(kind="I")}:
@@ -157,7 +180,7 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
             unfinished.remove(rank)
 
     assert tuple(map(tuple, walk.ran)) == schedule.ranks
-    assert not walk.slots and not any(walk.live) and not walk.read_from
+    assert not walk.coming and not walk.slots and not any(walk.live) and not walk.read_from
     for e, edge in enumerate(lowered.edges):
         assert walk.sent[e] == len(walk.granted[e]) == edge[6] and not walk.in_place[e]
     for stage in range(schedule.num_stages):
@@ -191,6 +214,17 @@ def test_recomputed_units_replay_in_any_interleaving() -> None:
     rng = random.Random(2)
     for _ in range(100):
         replay(Lowered(with_recomputation(random_order(rng), rng), rng.randint(0, 2)), rng.choice)
+
+
+def test_moved_units_replay_in_any_interleaving() -> None:
+    rng = random.Random(12)
+    moved = 0
+    for number in range(120):
+        order = random_order(rng)
+        order = with_moves(with_recomputation(order, rng, 0.3) if number % 2 else order, rng)
+        moved += "O" in order.to_text()
+        replay(Lowered(order, rng.randint(0, 2)), rng.choice)
+    assert moved > 40
 
 
 def test_program_of_two_ranks() -> None:

@@ -78,7 +78,7 @@ def test_units_and_schedules_as_values() -> None:
 
 # -- errors say where --------------------------------------------------------------------------------------------------
 
-HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R), micro-batch, segment"
+HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment"
 HOW_CSV = "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read"
 
 

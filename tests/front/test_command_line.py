@@ -71,6 +71,27 @@ def test_orders_that_recompute_their_units(tmp_path, capsys):
     assert recomputed["memory"]["kv"] == kept["memory"]["kv"]
 
 
+def test_orders_that_move_their_units(tmp_path, capsys):
+    """A tier that is quick enough costs nothing; a slow one is waited for."""
+    makespans = []
+    for more in ([], ["--offload", "0.5"], ["--offload", "6"]):
+        assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--segments", "1", *more]) == 0
+        name, makespan, _, units, _ = capsys.readouterr().out.splitlines()[1].split()
+        assert (name, units) == ("gpipe", "3" if more else "8")
+        makespans.append(float(makespan))
+    assert makespans[0] == makespans[1] == 3 * 8 + 3 < makespans[2]
+    text = tmp_path / "order.txt"
+    text.write_text("F0.0 O0.0 F1.0 A0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
+    assert main(["simulate", str(text), "--offload", "4"]) == 0
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[1]) == 3 * 3 + 3, (
+        "G waits 3 s, the way back is hidden"
+    )
+    assert main(["draw", str(text), "--width", "60"]) == 0
+    assert "move out" in capsys.readouterr().out
+    assert main(["simulate", "gpipe", "--offload", "-1"]) == 2
+    assert "--offload is -1, must be finite and at least 0" in capsys.readouterr().err
+
+
 def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="PNG timelines need the optional matplotlib")
     assert main(["draw", "seq1f1b", "--ranks", "2", "--microbatches", "2", "--segments", "2"]) == 0

@@ -68,7 +68,7 @@ def profile(data: bytes) -> None:
         assert Profile.from_json(found.to_json()) == found
         if all(character.isprintable() for character in found.machine + found.torch + found.dtype):
             _require_no_nan(found.to_text().removeprefix(found.machine))
-        for passes in ("forward", "backward", "input", "weight", "ends"):
+        for passes in ("forward", "backward", "input", "weight", "recompute", "ends"):
             assert found.spread(passes) >= 0
         with _refusing():  # costs may add up to more than a double holds
             sizes = partition_sequence(64, 4, strategy="profiled", profile=found)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from orders import random_order, with_recomputation
+from orders import random_order, with_moves, with_recomputation
 
 from seq1f1b import _C, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
@@ -173,13 +173,13 @@ class Reference:
 
     def target(self, unit: Unit) -> tuple[int, int] | None:
         """The edge on which its message leaves."""
-        step = {"F": 1, "B": -1, "I": -1, "W": 0, "R": 0}[unit.kind]
+        step = {"F": 1, "B": -1, "I": -1}.get(unit.kind, 0)
         edge = (unit.stage, unit.stage + step)
         return edge if edge in self.edges else None
 
     def source(self, unit: Unit) -> Unit | None:
         """The unit whose message it waits for."""
-        stage = unit.stage + {"F": -1, "B": 1, "I": 1, "W": 0, "R": 0}[unit.kind]
+        stage = unit.stage + {"F": -1, "B": 1, "I": 1}.get(unit.kind, 0)
         if (stage, unit.stage) not in self.edges:
             return None
         kinds = ["F"] if unit.kind == "F" else ["B", "I"]
@@ -231,12 +231,27 @@ class Reference:
         optimizer: list[float] | None = None,
         sync: bool = False,
         scales: dict[tuple[int, int], list[float]] | None = None,
+        tier: list[list[float]] | None = None,
     ) -> tuple[list[list[list[tuple[float, float]]]], list[float]]:
         """Start and end of every unit, [step][rank][i], for seconds [step][rank][i]; the first step's waits.
 
         Latency and seconds per byte of the edges between stages s and s + 1 are those at [s]; ``scales`` multiply
         both for every message of an edge, counted over all steps."""
         ranks, where = self.schedule.ranks, self.where
+        moves = [[unit for unit in order if unit.kind in "OL"] for order in ranks]
+
+        @cache
+        def moved(step: int, unit: Unit) -> float:
+            """When the tier is through with this O or L, one of a rank after the other."""
+            mine = moves[where[unit][0]]
+            i = mine.index(unit)
+            before = moved(step, mine[i - 1]) if i else moved(step - 1, mine[-1]) if step else 0.0
+            return max(end(step, unit), before) + (tier[unit.stage][unit.segment] if tier else 0.0)
+
+        def at_tier(step: int, unit: Unit) -> float:
+            """When what the unit reads, or has to be gone, is there."""
+            awaited = unit._replace(kind={"A": "O", "B": "L", "I": "L"}.get(unit.kind, "-"))
+            return moved(step, awaited) if awaited in where else 0.0
 
         def scale(step: int, unit: Unit) -> float:
             return self.message_scale(scales, step, unit) if scales else 1.0
@@ -261,6 +276,7 @@ class Reference:
             return max(
                 left(step, ranks[rank][i - 1]) if i > 0 else begin(step, rank),
                 arrived(step, message) if message is not None else 0.0,
+                at_tier(step, unit),
             )
 
         @cache
@@ -305,8 +321,10 @@ class Reference:
 class RandomCase:
     """A random order with random costs: the arguments of ``simulate`` and what the reference makes of them."""
 
-    def __init__(self, rng: random.Random, *, recomputes: bool = False) -> None:
+    def __init__(self, rng: random.Random, *, recomputes: bool = False, moves: bool = False) -> None:
         self.schedule = with_recomputation(random_order(rng), rng) if recomputes else random_order(rng)
+        if moves:
+            self.schedule = with_moves(self.schedule, rng)
         S, k = self.schedule.num_stages, self.schedule.num_segments
 
         def costs(scale: float) -> list[list[float]]:
@@ -339,9 +357,13 @@ class RandomCase:
             table["I"] = [[b - w for b, w in zip(*rows, strict=True)] for rows in zip(backward, weight, strict=True)]
             self.arguments |= {"forward": forward, "backward": backward, "weight": weight}
             table["R"] = forward
+            table |= dict.fromkeys("OAL", [[0.0] * k] * S)
             if recomputes and rng.random() < 0.5:
                 table["R"] = self.arguments["recompute"] = costs(1.0)
             self.seconds = [[table[u.kind][u.stage][u.segment] for u in order] for order in self.schedule.ranks]
+        self.tier = costs(1.0) if moves else None
+        if moves:
+            self.arguments["tier"] = self.tier
         self.reference = Reference(self.schedule, prefetch)
 
 
@@ -351,10 +373,10 @@ def close(value: object) -> object:
 
 def test_random_orders_and_costs() -> None:
     rng = random.Random(4)
-    for number in range(350):
-        case = RandomCase(rng, recomputes=number >= 250)
+    for number in range(450):
+        case = RandomCase(rng, recomputes=number >= 250 and number % 2 == 0, moves=number >= 350)
         simulation = case.schedule.simulate(**case.arguments)
-        (times,), waits = case.reference.simulate([case.seconds], *case.transfers)
+        (times,), waits = case.reference.simulate([case.seconds], *case.transfers, tier=case.tier)
         for track, expected in zip(simulation.timeline, times, strict=True):
             assert [pair for _, *pair in track] == [close(list(pair)) for pair in expected]
         ends = [row[-1][1] for row in times]
@@ -505,7 +527,8 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
         if again is not None:  # until then the input alone
             total[4] += inputs[stage][s] * (begin <= now <= middle)
             begin = again
-        if begin <= now <= end:
+        gone, load = (number.get(forward._replace(kind=kind), -1) for kind in "AL")
+        if begin <= now <= end and not gone < now < load:
             total[0] += activation if now <= middle else kept
         if split and middle <= now <= end:
             total[1] += given.output_gradients[stage][s]
@@ -519,10 +542,12 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
 
 def test_peaks_of_every_kind_of_memory() -> None:
     rng = random.Random(8)
-    for number in range(300):
+    for number in range(350):
         schedule = random_order(rng)
         if number >= 200:
-            schedule = with_recomputation(schedule, rng)
+            schedule = with_recomputation(schedule, rng, 0.6 if number < 250 else 0.2)
+        if number >= 250:
+            schedule = with_moves(schedule, rng)
         S, k = schedule.num_stages, schedule.num_segments
         activations = [[rng.randint(0, 99) for _ in range(k)] for _ in range(S)]
         weights, optimizer, kv, kv_gradients = ([rng.randint(0, 99) for _ in range(S)] for _ in range(4))
@@ -560,6 +585,26 @@ def test_memory_by_hand() -> None:
         weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
         total=(4000 + 4 + 300 + 17 + 8, 5050 + 4 + 300 + 17 + 8), inputs=(0, 0), shard_logits=(0, 0),
     )  # fmt: skip
+
+
+def test_moves_by_hand() -> None:
+    """Beside each way one unit runs: a tier that takes longer than that is waited for."""
+    order = Schedule.from_text("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0").offload()
+    assert order.to_text() == "F0.0 O0.0 F0.1 A0.0 F0.2 B0.2 L0.0 B0.1 B0.0\n"
+    assert order.simulate(tier=1.0).makespan == order.simulate().makespan == 9
+    assert order.simulate(tier=1.5).wait == (0.5,), "A waits; B takes 2, so the way back is hidden"
+    slow = order.simulate(tier=3.0)
+    assert slow.makespan == 12 and slow.wait == (3,)
+    assert [start for unit, start, _ in slow.timeline[0] if unit.kind in "AB"] == [4, 5, 7, 10]
+    with pytest.raises(ValueError, match="slack is not known where the tier takes time"):
+        order.simulate(tier=1.0, critical=True)
+    assert order.simulate(critical=True).slack is not None
+    for bad in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="the time of the tier is"):
+            order.simulate(tier=bad)
+    with pytest.raises(ValueError, match="tier must be a number or hold 1 stages of 3 segments each"):
+        order.simulate(tier=[[1.0]])
+    assert order.simulate(memory=StepMemory(activations=10)).memory.activations == (20,)
 
 
 def test_recomputation_by_hand() -> None:

@@ -26,22 +26,25 @@ MACHINE = load_hardware("cpu-zen5")
 
 
 def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
-    """One whose costs are given, in seconds: (floor, per token, per pair). I is a tenth dearer than B less W."""
+    """One whose costs are given, in seconds: (floor, per token, per pair). I is a tenth dearer than B less W, R a tenth
+    cheaper than F."""
     values = {
         "layers": 2,
         "forward": Fit(*forward, 0.03),
         "backward": Fit(*backward, 0.04),
         "input": Fit(*(1.1 * (b - w) for b, w in zip(backward, weight, strict=True)), 0.05),
         "weight": Fit(*weight, 0.06),
+        "recompute": Fit(*(0.9 * f for f in forward), 0.07),
         "noise": 0.0,
         "saved_bytes": 100.0,
         "saved_token_bytes": 7.5,
         "kept_token_bytes": 2.5,
         "gradient_token_bytes": 1.5,
+        "moved_token_bytes": 6.5,
         "kv_bytes": 256.0,
         "kv_gradient_bytes": 512.0,
         "message_bytes": 128.0,
-        "samples": (Sample(0, 64, 1.0, 2.0, 1.25, 0.75), Sample(64, 64, 1.5, 2.5, 1.75, 0.75)),
+        "samples": (Sample(0, 64, 1.0, 2.0, 1.25, 0.75, 0.9), Sample(64, 64, 1.5, 2.5, 1.75, 0.75, 1.25)),
     }
     return Part(**{**values, **changes})
 
@@ -131,11 +134,14 @@ def test_a_synthetic_stage_is_measured():
         for kind, least in (("F", 1e-3 + 20e-6 * tokens), ("B", 2e-3 + 40e-6 * tokens), ("I", 2e-3 + 40e-6 * tokens)):
             assert least <= min(times[kind]) < least + 2e-3
         assert 0 < min(times["W"]) < 1e-3  # there is no linear layer
+        assert 2 * (1e-3 + 20e-6 * tokens) <= min(times["R"]) < 2 * (1e-3 + 20e-6 * tokens) + 2e-3  # F, and R
     least = {key: {kind: [min(t)] for kind, t in times.items()} for key, times in measured.units.items()}
     found = fit_part([measured._replace(units=least)])
     assert found.layers == 2 and found.kv_bytes == 0.0
     assert found.message_bytes == 12.0
     assert found.forward.per_pair == 0.0  # there is no attention to see pairs
+    assert all(abs(s.recompute - s.forward) < 2e-3 for s in found.samples)
+    assert (measured.moved, measured.tier, found.moved_token_bytes) == (0.0, [], 0.0)
 
 
 def test_a_real_stage_is_measured():
@@ -161,7 +167,41 @@ def test_a_real_stage_is_measured():
     assert found.weight.seconds(64, 0.0) > 0 and found.weight.per_pair == 0.0
     assert found.input.seconds(64, visible_pairs(0, 64)) > 0
     assert found.forward.seconds(64, visible_pairs(0, 64)) > 0
+    assert found.recompute.seconds(64, visible_pairs(0, 64)) > 0
     assert len(found.samples) == 7
+
+
+def test_a_tier_is_measured(tmp_path):
+    """What moves is all that a unit saves, less the parts that are small or that somebody holds."""
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from tiny_model import Config, Stage
+
+    from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage
+
+    stage = Stage(Config(), 1, 3).requires_grad_(True)
+    arguments = {"seq_len": 256, "segments": (1, 2, 4), "repeats": 3, "offload": tmp_path}
+    measured = measure_stage(stage, lambda tokens: torch.randn(2, tokens, 32), **arguments)
+    assert len(measured.tier) == 3 and all(rate > 0 for rates in measured.tier for rate in rates)
+    found = fit_part([measured, measured])
+    assert 0.5 * found.saved_token_bytes < found.moved_token_bytes <= found.saved_token_bytes
+    made = make_profile(SHAPE, [measured, measured], seq_len=256, threads=1, dtype="float32", seconds=1.0)
+    assert min(out for out, _ in measured.tier) <= made.tier_out <= max(out for out, _ in measured.tier)
+    assert min(back for _, back in measured.tier) <= made.tier_in <= max(back for _, back in measured.tier)
+    assert Profile.from_json(made.to_json()) == made and not any(tmp_path.iterdir())
+
+
+def test_what_never_moves_has_no_rates(tmp_path):
+    """Of an embedding only the tokens are saved, and those are the stage's input."""
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from seq1f1b.planning.profiler import measure_stage
+
+    arguments = {"seq_len": 64, "segments": (1, 2, 4), "repeats": 1, "offload": tmp_path}
+    measured = measure_stage(torch.nn.Embedding(9, 8), lambda tokens: torch.randint(9, (1, tokens)), **arguments)
+    assert (measured.moved, measured.tier) == (0.0, [])
+    with pytest.raises(OSError, match="no file can be made there"):
+        measure_stage(
+            torch.nn.Linear(4, 4), lambda tokens: torch.zeros(1, tokens, 4), **{**arguments, "offload": "/proc"}
+        )
 
 
 def test_bad_measurements():
@@ -187,7 +227,7 @@ def test_bad_measurements():
 
 
 def test_a_file_says_the_same_again(tmp_path):
-    for written in (profile(), profile(embedding=None, head=None)):
+    for written in (profile(), profile(embedding=None, head=None), profile(tier_out=1.5e9, tier_in=2e9)):
         written.save(tmp_path / "p.json")
         assert Profile.load(tmp_path / "p.json") == written
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
@@ -212,7 +252,7 @@ def test_bad_files(tmp_path):
         ("{", "a profile must be JSON"),
         ("[]", 'whose "format" is'),
         (json.dumps({**good, "format": "seq1f1b plan 1"}), 'whose "format" is'),
-        (json.dumps({**good, "format": "seq1f1b profile 1"}), "has the format 'seq1f1b profile 1'.*: measure again"),
+        (json.dumps({**good, "format": "seq1f1b profile 2"}), "has the format 'seq1f1b profile 2'.*: measure again"),
         (changed(["torch"], None), r"missing fields \['torch'\]"),
         (changed(["torch"], 2), "torch is 2, must be a text"),
         (changed(["speed"], 1), r"unknown fields \['speed'\]"),
@@ -230,7 +270,14 @@ def test_bad_files(tmp_path):
         (changed(["layer", "backward", "per_pair"], "fast"), "layer: backward: per_pair is 'fast'"),
         (changed(["head", "samples"], {}), "head: samples is {}, must be a list"),
         (changed(["head", "samples", 1], [1, 2]), r"head: samples\[1\] is \[1, 2\], must be \['begin'"),
-        (changed(["head", "samples", 1], [1, 2, -3.0, 4.0, 5.0, 6.0]), r"head: samples\[1\]: forward is -3.0"),
+        (changed(["head", "samples", 1], [1, 2, -3.0, 4.0, 5.0, 6.0, 7.0]), r"head: samples\[1\]: forward is -3.0"),
+        (changed(["head", "recompute"], None), r"head: unknown fields \[\], missing fields \['recompute'\]"),
+        (changed(["layer", "moved_token_bytes"], -1), "layer: moved_token_bytes is -1.0, must be"),
+        (changed(["tier_out"], None), r"missing fields \['tier_out'\]"),
+        (changed(["tier_out"], 1e9), "one of tier_out and tier_in is missing"),
+        (json.dumps({**good, "tier_out": 1e9, "tier_in": "fast"}), "tier_in is 'fast', must be a finite number"),
+        (json.dumps({**good, "tier_out": math.nan, "tier_in": 1e9}), "tier_out is nan, must be a finite number"),
+        (json.dumps({**good, "tier_out": 1e9, "tier_in": 0}), "tier_in is 0: measure again"),
         (changed(["layer", "layers"], 0), "layer: layers is 0, must be at least 1"),
         (
             changed(["layer", "forward"], dict.fromkeys(Fit._fields, 0.0)),
@@ -323,6 +370,7 @@ def test_uncertain_factors_scale_their_passes():
     assert spread["measured_backward"] == pytest.approx((0.96, 1.04))
     assert spread["measured_input"] == pytest.approx((0.95, 1.05))
     assert spread["measured_weight"] == pytest.approx((0.94, 1.06))
+    assert spread["measured_recompute"] == pytest.approx((0.93, 1.07))
 
 
 def test_split_and_whole_backwards_have_their_own_costs():
@@ -436,10 +484,13 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     model, file, order = tmp_path / "m.json", tmp_path / "p.json", tmp_path / "plan.json"
     model.write_text(json.dumps(SHAPE._asdict()))
     measure = ["profile", *SIZES, "--seq", "128", "--repeats", "1", "--dtype", "bf16", "--processes", "2"]
+    measure += ["--offload", str(tmp_path)]
     assert main([*measure, "--output", str(file)]) == 0
     text, told = capfd.readouterr()
     assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n", told)
     assert "bfloat16 autocast, 1 threads in 2 processes" in text and "\nhead       backward" in text
+    assert "\nlayer      recompute" in text
+    assert re.search(r"a token of a layer moves \d+ bytes; a process's tier takes \S+ GB/s and gives back", text)
     found = Profile.load(file)
     assert found.model == SHAPE._replace(layers=1) and found.layer.layers == 2 and found.seconds > 0
     asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
@@ -465,6 +516,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
         ([*SIZES, "--heads", "3"], "heads is 3, must divide hidden 32"),
         ([*SIZES, "--processes", "0"], "processes is 0, must be at least 1"),
         (["--model", "qwen3-30b-a3b"], "the model has 128 experts"),
+        ([*SIZES, "--offload", "/nowhere"], "offload directory /nowhere: no file can be made there"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, tmp_path, capfd):

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from seq1f1b import Schedule, Unit, build_schedule
+from seq1f1b import Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import families
 
 
@@ -59,3 +59,24 @@ def with_recomputation(schedule: Schedule, rng: random.Random, share: float = 0.
                 places = range(order.index(back._replace(kind="F")) + 1, order.index(back) + 1)
                 order.insert(rng.choice(places), back._replace(kind="R"))
     return Schedule(ranks)
+
+
+def with_moves(schedule: Schedule, rng: random.Random, share: float = 0.6) -> Schedule:
+    """The same order, in which some of its units go away and come back, anywhere that the rules allow."""
+    for rank, order in enumerate(schedule.ranks):
+        recomputed = {unit[1:] for unit in order if unit.kind == "R"}
+        for back in [unit for unit in order if unit.kind in "BI" and unit[1:] not in recomputed]:
+            if rng.random() < share:
+                ranks = [list(each) for each in schedule.ranks]
+                own = ranks[rank]
+                begin, end = own.index(back._replace(kind="F")) + 1, own.index(back)
+                places = sorted(rng.randint(begin, end) for _ in "OAL")
+                for i, kind in enumerate("OAL"):
+                    own.insert(places[i] + i, back._replace(kind=kind))
+                try:
+                    changed = Schedule(ranks)
+                    changed.check()
+                    schedule = changed
+                except ScheduleError:  # too many on their way at once
+                    pass
+    return schedule

@@ -31,14 +31,14 @@ def test_memory_curves_have_the_peaks_of_the_lowered_program(name: str) -> None:
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        for recompute in ("none", "all", lambda unit: unit.microbatch % 2 == 0):
-            order = schedule.recompute(recompute)
+        for recompute in ("none", "all", lambda unit: unit.microbatch % 2 == 0, "moves"):
+            order = schedule.offload() if recompute == "moves" else schedule.recompute(recompute)
             run = order.simulate()
             curves = [live_units(track) for track in run.timeline]
             assert tuple(max(live for _, live in curve) for curve in curves) == run.peak
             for curve, track in zip(curves, run.timeline, strict=True):
                 assert curve[0][1] == 1 and curve[-1] == (track[-1][2], 0)
-                assert recompute != "none" or curve[0][0] == track[0][1]
+                assert recompute not in ("none", "moves") or curve[0][0] == track[0][1]
                 assert [moment for moment, _ in curve] == sorted({moment for moment, _ in curve})
 
 
@@ -56,7 +56,7 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         schedule = small_schedule(name, P, M, k)
         if schedule is None:
             continue
-        for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1)):
+        for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1), schedule.offload()):
             timeline = order.simulate(0.75, 2.0, 0.5, prefetch=M * k).timeline
             ends = {unit: end for track in timeline for unit, _, end in track}
             after = predecessors(timeline)

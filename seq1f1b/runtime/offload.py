@@ -1,0 +1,179 @@
+"""Offload: what F of a unit has saved goes to a tier, a file, and comes back before its backward reads it.
+
+The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at A, begins to come back at L, and is back
+before the backward. A thread of the C core moves the bytes (``csrc/run/tier.h``). Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.runtime.saved_bytes import SavedBytes
+
+__all__: list[str] = []
+
+_SMALLEST = 4096  # bytes of a storage that moves: the tier's blocks are as large
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Tier:
+    """The tier of one rank.
+
+    Args:
+        directory: where its file lies.
+        group: the handle of the rank's group, whose failures end a wait.
+        num_cells: micro-batches times segments.
+    Raises:
+        OSError: no file can be made, written and read there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], group: object, num_cells: int) -> None:
+        self.handle: Any = _C.tier_create(os.fspath(directory))
+        self._group, self._num_cells = group, num_cells
+        file_system, _, is_memory, *_ = _C.tier_facts(self.handle)
+        if is_memory:
+            warnings.warn(
+                f"offload={os.fspath(directory)!r} lies in memory ({file_system}): what moves there frees none",
+                RuntimeWarning,
+                stacklevel=5,  # where the engine is made
+            )
+
+    def number(self, stage: int, key: int) -> int:
+        """The unit's cell of all stages, by which the executor waits for it as well."""
+        return stage * self._num_cells + key
+
+    def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
+        _C.tier_out(self.handle, number, [s.data_ptr() for s in storages], [s.nbytes() for s in storages])
+
+    def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
+        _C.tier_in(self.handle, number, addresses, sizes)
+
+    def wait(self, number: int) -> None:
+        _C.tier_wait(self.handle, self._group, number)
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """Bytes that have gone out, and come back, and the nanoseconds that their transfers took."""
+        return _C.tier_facts(self.handle)[4:]
+
+    def close(self) -> None:
+        """Gives up the file, once the executors have, too."""
+        self.handle = None
+
+    def reset(self) -> None:
+        """Ends what is under way. Until then memory that was given to it must stay."""
+        _C.tier_reset(self.handle)
+
+
+class Saved:
+    """What a graph keeps in place of a tensor: the tensor, or where it lay in a storage that is away."""
+
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+        self.is_changed = False
+
+    def look(self) -> bool:
+        """Whether the tensor is as it was saved."""
+        self.is_changed |= self.tensor is not None and self.tensor._version != self._version
+        return not self.is_changed
+
+    def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
+        """The tensor lies in this storage now, as it lay in its own, behind so many bytes."""
+        itemsize = self._dtype.itemsize
+        tensor = torch.empty(0, dtype=self._dtype, device="cpu")
+        self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
+        self._version = self.tensor._version
+
+
+class Aside(SavedBytes):
+    """What the graph of one unit saves, from F to its backward. Inside, as a context, it collects.
+
+    A storage moves once, however many tensors lie in it. It stays if it is small, if somebody else holds it, so that
+    memory would not fall (parameters, what F received, a state that it carried out, a cast that autocast keeps), or if
+    one of its tensors was changed in place after it was saved, which is an error only if the backward reads it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+        super().__init__(modules, excluded)  # for the count alone
+        self._saved: list[weakref.ref[Saved]] = []
+        self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
+        self.moved_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        tensor = super().pack(tensor)
+        if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return tensor
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor
+        saved = Saved(tensor)
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, Saved):
+            return kept  # type: ignore[no-any-return]
+        if not kept.look():
+            raise RuntimeError(
+                "a tensor that the stage's backward needs was changed in place after F had saved it: let the stage "
+                "work on a copy"
+            )
+        assert kept.tensor is not None, "read while it is away"
+        return kept.tensor
+
+    def out(self, tier: Tier, number: int) -> None:
+        """O: begins to send out what nobody else holds."""
+        by_storage: dict[int, list[Saved]] = {}
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and saved.tensor is not None:
+                by_storage.setdefault(saved.tensor.untyped_storage().data_ptr(), []).append(saved)
+        self._saved.clear()
+        storages = []
+        for own in by_storage.values():
+            assert own[0].tensor is not None
+            storage = own[0].tensor.untyped_storage()
+            if storage.nbytes() >= _SMALLEST and _holders(storage) == len(own) and all(s.look() for s in own):
+                storages.append(storage)
+                self._moved.append((storage.nbytes(), own))
+        self.moved_bytes = sum(size for size, _ in self._moved)
+        tier.out(number, storages)
+
+    def gone(self, tier: Tier, number: int) -> None:
+        """A: waits until it is out, and lets go of its memory."""
+        tier.wait(number)
+        for _, own in self._moved:
+            for saved in own:
+                saved.look()
+                saved.tensor = None
+
+    def load(self, tier: Tier, number: int) -> None:
+        """L: asks for memory, and begins to read."""
+        addresses = []
+        for size, own in self._moved:
+            room = torch.empty(size + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8, device="cpu")
+            skipped = -room.data_ptr() % _C.TIER_ALIGNMENT
+            addresses.append(room.data_ptr() + skipped)
+            for saved in own:
+                saved.place(room.untyped_storage(), skipped)
+        tier.load(number, addresses, [size for size, _ in self._moved])
+
+    def back(self) -> None:
+        """Before the backward, which frees each tensor after its last use."""
+        self._moved.clear()
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """Tensors and others that hold the storage, without the object given."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1

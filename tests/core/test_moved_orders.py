@@ -1,0 +1,137 @@
+"""Do orders hold moves to the tier by the rules, and do they survive being written, read, built and deferred?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from orders import random_order, small_schedule, with_moves, with_recomputation
+
+from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
+
+
+def test_round_trips() -> None:
+    rng = random.Random(16)
+    for _ in range(50):
+        order = with_moves(random_order(rng), rng)
+        assert Schedule.from_text(order.to_text()) == order
+    with pytest.raises(ValueError, match=r"torch's CSV has no cell for \[0\]O0.0 of rank 0: write the order as text"):
+        Schedule.from_text("F0.0 O0.0 A0.0 L0.0 B0.0").to_csv()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("F0.0 O0.0 O0.0 A0.0 L0.0 B0.0", "each unit runs once: O0.0 stands twice in the order of rank 0"),
+        ("F0.0 O0.0 A0.0 B0.0", "each unit runs once: L0.0 is missing in the order of rank 0"),
+        ("F0.0 L0.0 B0.0", "each unit runs once: O0.0 is missing in the order of rank 0"),
+        ("F0.0 O0.0 L0.0 B0.0", "each unit runs once: A0.0 is missing in the order of rank 0"),
+        ("F0.0 O0.0 A0.0 L0.0", "each unit runs once: B0.0 is missing in the order of rank 0"),
+        ("O0.0 F0.0 A0.0 L0.0 B0.0", "what a unit saves leaves after its forward: on rank 0 O0.0 comes before F0.0"),
+        ("F0.0 A0.0 O0.0 L0.0 B0.0", "what a unit saved is gone after it left: on rank 0 A0.0 comes before O0.0"),
+        ("F0.0 O0.0 L0.0 A0.0 B0.0", "what a unit saved comes back after it is gone: on rank 0 L0.0 comes before A0.0"),
+        ("F0.0 O0.0 A0.0 B0.0 L0.0", "what was moved away comes back before it is read: on rank 0 B0.0 comes"),
+        ("F0.0 O0.0 A0.0 I0.0 L0.0 W0.0", "what was moved away comes back before it is read: on rank 0 I0.0"),
+        ("F0.0 O0.0 A0.0 L0.0 R0.0 B0.0", "a unit is recomputed or moved away: rank 0 runs both R0.0 and O0.0"),
+        (
+            "F0.0 O0.0 F1.0 O1.0 A0.0 A1.0 L0.0 B0.0 L1.0 B1.0",
+            "at most 1 of a rank's units are on their way out: rank 0 has 2 at O1.0",
+        ),
+        (
+            "F0.0 O0.0 A0.0 F1.0 O1.0 A1.0 F2.0 O2.0 A2.0 L0.0 L1.0 L2.0 B0.0 B1.0 B2.0",
+            "at most 2 of a rank's units are on their way back: rank 0 has 3 at L2.0",
+        ),
+    ],
+)  # fmt: skip
+def test_rules(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text(text).check()
+    assert message in str(error.value)
+
+
+def test_a_moved_unit_is_live_but_while_it_is_away() -> None:
+    order = Schedule.from_text("F0.0 O0.0 A0.0 F1.0 B1.0 L0.0 B0.0")
+    order.check(max_live_units=1)
+    order = Schedule.from_text("F0.0 O0.0 F1.0 A0.0 F2.0 B1.0 B2.0 L0.0 B0.0")
+    order.check(max_live_units=2)
+    with pytest.raises(ScheduleError, match=r"at most 1 live units: rank 0 holds 2 from F0.0 to F1.0"):
+        order.check(max_live_units=1)
+    order = Schedule.from_text("F0.0 O0.0 A0.0 F1.0 L0.0 B0.0 B1.0")
+    with pytest.raises(ScheduleError, match=r"at most 1 live units: rank 0 holds 2 from F1.0 to L0.0"):
+        order.check(max_live_units=1)
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_every_family_moves(name: str) -> None:
+    """All else stays where it was; whoever is moved is away while another unit runs, with one beside each way."""
+    for P, M, k in itertools.product((1, 2, 4), (2, 4), (1, 2, 4)):
+        plain = small_schedule(name, P, M, k)
+        if plain is None:
+            continue
+        cells = [unit for order in plain.ranks for unit in order if unit.kind == "F"]
+        chosen = {unit for unit in cells if unit.microbatch != 1}
+        for units, wanted in (("all", set(cells)), (chosen.__contains__, chosen), ("none", set())):
+            order = plain.offload(units)
+            order.check()
+            for before, after in zip(plain.ranks, order.ranks, strict=True):
+                assert tuple(unit for unit in after if unit.kind not in "OAL") == before
+                for forward in [unit for unit in before if unit.kind == "F"]:
+                    back = next(u for u in before if u.kind in "BI" and u[1:] == forward[1:])
+                    i, j = before.index(forward), before.index(back)
+                    moves = [forward._replace(kind=kind) for kind in "OAL"]
+                    assert (moves[0] in after) == (forward in wanted and j - i >= 4)
+                    if moves[0] in after:
+                        out, gone, load = map(after.index, moves)
+                        assert after.index(forward) < out < after.index(before[i + 1]) < gone < load
+                        assert gone < after.index(before[i + 2]) and load < after.index(before[j - 1])
+        assert plain.forward_only().offload() == plain.forward_only()
+        assert plain.offload().forward_only() == plain.forward_only()
+
+
+def test_with_recomputation() -> None:
+    """A recomputed unit saves nothing that could be moved; the others are moved beside it."""
+    order = build_schedule(
+        "gpipe", num_ranks=1, num_microbatches=6, recompute=lambda unit: unit.microbatch < 2, offload_units="all"
+    )
+    assert order.to_text() == (
+        "F0.0 F1.0 F2.0 O2.0 F3.0 A2.0 O3.0 F4.0 A3.0 O4.0 F5.0 A4.0 O5.0 "
+        "R0.0 A5.0 B0.0 R1.0 L2.0 B1.0 L3.0 B2.0 L4.0 B3.0 L5.0 B4.0 B5.0\n"
+    )
+
+
+def test_a_moved_unit_is_not_recomputed_as_well() -> None:
+    order = Schedule.from_text("F0.0 O0.0 F1.0 A0.0 F2.0 B2.0 L0.0 B1.0 B0.0")
+    assert order.recompute().to_text() == "F0.0 O0.0 F1.0 A0.0 F2.0 R2.0 B2.0 L0.0 R1.0 B1.0 B0.0\n"
+
+
+def test_choices_that_are_none() -> None:
+    order = build_schedule("gpipe", num_ranks=1, num_microbatches=6, offload_units="all")
+    with pytest.raises(ValueError, match="the order moves units already"):
+        order.offload()
+    for bad in ("half", 3, None):
+        with pytest.raises(ValueError, match=r"offload_units is .*, must be 'none', 'all' or a callable of a unit"):
+            build_schedule("gpipe", num_ranks=1, num_microbatches=6, offload_units=bad)
+
+
+def test_late_weights_hold_no_more_than_the_order() -> None:
+    rng = random.Random(19)
+    changes = {"F": 1, "A": -1, "L": 1, "R": 1, "B": -1, "W": -1}
+    orders = [build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4, offload_units="all")]
+    while len(orders) < 40:
+        order = with_moves(with_recomputation(random_order(rng), rng, 0.3), rng)
+        if any(unit.kind in "BI" for units in order.ranks for unit in units):
+            orders.append(order)
+    for order in orders:
+
+        def most(units: tuple[Unit, ...]) -> int:
+            again = {unit[1:] for unit in units if unit.kind == "R"}
+            steps = [changes.get(u.kind, 0) for u in units if not (u.kind == "F" and u[1:] in again)]
+            return max(itertools.accumulate(steps), default=0)
+
+        late = order.defer_weights()
+        cap = max(map(most, order.ranks))
+        late.check(max_live_units=cap)
+        for before, after in zip(order.ranks, late.ranks, strict=True):
+            assert most(after) <= cap
+            assert [u for u in after if u.kind in "FROAL"] == [u for u in before if u.kind in "FROAL"]
