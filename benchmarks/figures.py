@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,11 +121,13 @@ class Dot:
     high: float
 
 
-def _write_names(axis: Any, dots: Sequence[Dot], named: dict[str, Dot]) -> None:
-    """Writes each name in the first place near its dot where it covers neither a dot nor another name."""
+def _write_names(axis: Any, dots: Sequence[Dot], named: dict[str, Dot], line: Any) -> None:
+    """Writes each name in the first place near its dot where it covers no dot, no other name and not the line."""
     renderer, inside = axis.figure.canvas.get_renderer(), axis.get_window_extent()
     centres = [axis.transData.transform((dot.size, dot.seconds)) for dot in dots]
     boxes = [matplotlib.transforms.Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
+    corners = itertools.pairwise(line.get_path().transformed(axis.transData).vertices)
+    boxes += [matplotlib.transforms.Bbox([a.tolist(), b.tolist()]).padded(1) for a, b in corners]
     places = [(dx, dy * up) for dy in (7, 18, 30, 42, 54) for dx in (6, -6) for up in (1, -1)]
     for name, dot in named.items():
         for dx, dy in places:
@@ -153,10 +156,10 @@ def trade_off(path: str, ours: dict[str, Dot], peers: dict[str, Dot], *, base: s
         for name, dot in sorted(ours.items(), key=lambda entry: (entry[1].size, entry[1].seconds)):
             if not best or dot.seconds < min(other.seconds for other in best.values()):
                 best[name] = dot
-        right = 1.05 * max(dot.size for dot in (*ours.values(), *peers.values()))
+        right = 1.1 * max(dot.size for dot in (*ours.values(), *peers.values()))
         sizes = [*(dot.size for dot in best.values()), right]
         seconds = [dot.seconds for dot in best.values()]
-        axis.step(sizes, [*seconds, seconds[-1]], where="post", color=COLOURS[0], linewidth=1.6)
+        [line] = axis.step(sizes, [*seconds, seconds[-1]], where="post", color=COLOURS[0], linewidth=1.6)
         for name, dot in (*ours.items(), *peers.items()):
             colour = COLOURS[0] if name in ours else COLOURS[1]
             axis.errorbar(
@@ -174,11 +177,11 @@ def trade_off(path: str, ours: dict[str, Dot], peers: dict[str, Dot], *, base: s
         upper = axis.secondary_xaxis("top", functions=(lambda x: x / unit, lambda x: x * unit))
         upper.set_xlabel(f"the same over that of {base}")
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-        caption += "; hollow: ours, and another one of ours is faster in less memory"
+        caption += "\nhollow: another one of ours is faster in less memory"
         figure.supxlabel(caption, fontsize=6, color="#555555")
         figure.canvas.draw()  # places the axes, from which names take their room
         figure.set_layout_engine("none")
-        _write_names(axis, [*ours.values(), *peers.values()], {**best, **peers})
+        _write_names(axis, [*ours.values(), *peers.values()], {**best, **peers}, line)
         figure.savefig(path)
         plt.close(figure)
 
