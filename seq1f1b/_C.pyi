@@ -173,19 +173,26 @@ def program_simulate(
     progress: Callable[[int], object] | None,
     /,
 ) -> _Simulation: ...
+
+# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, message_bytes,
+# statistics_bytes
+_Bytes = tuple[Sequence[int] | None, ...]
+
 def program_memory(
     program: Any,
-    activations: Sequence[int] | None,
-    kept_activations: Sequence[int] | None,
-    output_gradients: Sequence[int] | None,
-    kv: Sequence[int] | None,
-    kv_gradients: Sequence[int] | None,
-    inputs: Sequence[int] | None,
-    shard_logits: Sequence[int] | None,
-    message_bytes: Sequence[int] | None,
-    statistics_bytes: Sequence[int] | None,
+    held: _Bytes,
     /,
 ) -> tuple[tuple[int, int, int, int, int, int, int, int, int], ...]: ...
+def program_fit(
+    program: Any,
+    held: _Bytes,
+    room: Sequence[int],
+    recomputes: bool,
+    moves: bool,
+    start: Sequence[Sequence[float]] | None,  # of both
+    tier: Sequence[float] | None,  # the same
+    /,
+) -> bytes: ...  # of each cell of all stages: 0 kept, 1 recomputed, 2 moved
 
 # ---- attention.c
 

@@ -89,6 +89,7 @@ class Plan:
         peak_high: the same with the uncertain bytes at their high ends.
         cap: bytes of a device that the plan was made for.
         prefetch: receive places beyond the peak of live ones.
+        units: what becomes of what each unit saves, :meth:`seq1f1b.Schedule.cell_kinds`; () if all of it is kept.
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
             and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
     """
@@ -116,6 +117,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     prefetch: int = 1
     lengths: tuple[StepLength, ...] = ()
+    units: tuple[str, ...] = ()
 
     @property
     def margin(self) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ class Plan:
 
     def build(self) -> Schedule:
         """The order."""
-        return build_schedule(
+        order = build_schedule(
             self.schedule,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
@@ -132,6 +134,7 @@ class Plan:
             stages_per_rank=self.stages_per_rank,
             options=self.options,
         )
+        return order.with_cell_kinds(self.units) if self.units else order
 
     def to_json(self) -> str:
         """The text of a plan file."""
@@ -151,6 +154,7 @@ class Plan:
             layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
             for key in ("segment_sizes", "peak", "peak_high"):
                 data[key] = tuple(data[key])
+            data["units"] = tuple(data.get("units", ()))
             data["lengths"] = tuple(
                 StepLength(**{**each, "segment_sizes": tuple(each["segment_sizes"]), "peak": tuple(each["peak"])})
                 for each in data.get("lengths", ())
@@ -220,6 +224,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[int, ...]": ("a list of whole numbers", _are_whole),
     "tuple[int, ...] | None": ("a list of whole numbers", lambda value: value is None or _are_whole(value)),
+    "tuple[str, ...]": ("a list of texts", lambda value: all(isinstance(text, str) for text in value)),
     "Mapping[str, Any]": ("an object", lambda value: isinstance(value, dict)),
 }
 """What a field of a plan holds, by its type, and how a value is recognised."""

@@ -231,12 +231,105 @@ class Schedule:
         check_units("offload_units", units)
         return self if units == "none" else self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)))
 
+    def fit(
+        self,
+        memory: StepMemory,
+        room: int | Sequence[int],
+        by: Sequence[str] = ("recompute",),
+        *,
+        message_bytes: int | Sequence[int] = 0,
+        statistics_bytes: int | Sequence[int] = 0,
+        prefetch: int = 1,
+        tier: Costs | None = None,
+        **seconds: Any,
+    ) -> Schedule:
+        """The same order, in which as few units as possible are recomputed, or moved to a tier, so that it fits.
+
+        Whenever a rank would hold more than its room, the live unit whose backward is furthest away gives up what its F
+        has saved. With both ways open a unit moves where the tier is back in time for it, and is recomputed elsewhere.
+        If the room is too little for any choice the order still holds more: ``peak_memory`` tells.
+
+        Args:
+            memory: bytes of what units hold.
+            room: bytes that a rank may hold, of the kinds that live in units or in receive places; a number, or one
+                for each rank. Weights, the optimizer and ``memory.logits`` come on top.
+            by: what units may do, ``"recompute"``, ``"offload"``, or both.
+            message_bytes, statistics_bytes, prefetch: as of :meth:`simulate`.
+            tier: seconds of a unit's way out, or back, as of :meth:`simulate`; needed for both ways together.
+            seconds: of the passes, and of messages, as of :meth:`simulate`; used for both ways together.
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
+        """
+        if not by or not set(by) <= {"recompute", "offload"}:
+            raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
+        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        start = None
+        if len(set(by)) == 2:
+            start = self.simulate(**seconds, message_bytes=message_bytes, prefetch=prefetch).start
+        kinds = _C.program_fit(
+            self._lower(prefetch),
+            self._bytes(memory, sizes, statistics_sizes),
+            self._room(room),
+            "recompute" in by,
+            "offload" in by,
+            start,
+            None if tier is None else self._per_unit(tier, "tier"),
+        )
+        return self._with_kinds(kinds)
+
+    def _room(self, room: int | Sequence[int]) -> list[int]:
+        rooms = per_place(room, "room", self.num_ranks, "rank")
+        if min(rooms) < 0:
+            raise ValueError(f"room holds {min(rooms)} bytes, must be at least 0")
+        return rooms
+
+    def _with_kinds(self, kinds: bytes) -> Schedule:
+        """Of each cell of all stages: 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
+        order = self
+        for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
+            if kind in kinds:
+                order = self._from_handle(change(order.handle, bytes(x == kind for x in kinds)))
+        return order
+
+    def cell_kinds(self) -> tuple[str, ...]:
+        """What becomes of what each unit saves: a text for each stage, with a letter for each segment, and a blank
+        between micro-batches. ``.`` it is kept, ``R`` the unit is recomputed, ``L`` it is moved, and comes back.
+
+        :meth:`with_cell_kinds` is the way back.
+        """
+        rows = [[["."] * self.num_segments for _ in range(self.num_microbatches)] for _ in range(self.num_stages)]
+        for units in self.ranks:
+            for unit in units:
+                if unit.kind in "RL":
+                    rows[unit.stage][unit.microbatch][unit.segment] = unit.kind
+        return tuple(" ".join(map("".join, row)) for row in rows)
+
+    def with_cell_kinds(self, rows: Sequence[str]) -> Schedule:
+        """The same order with an R, or with O, A and L, of the units that :meth:`cell_kinds` names so.
+
+        Raises:
+            ScheduleError: this order breaks a rule.
+            ValueError: the texts are not of this order's counts, or it has such units already.
+        """
+        S, M, k = self.num_stages, self.num_microbatches, self.num_segments
+        words = [row.split(" ") for row in rows]
+        if len(rows) != S or any(len(row) != M or set(map(len, row)) != {k} for row in words):
+            raise ValueError(f"units must be {S} texts, one per stage, each of {M} words of {k} letters")
+        letters = "".join(map("".join, words))
+        if not set(letters) <= set(".RL"):
+            raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
+        return self._with_kinds(bytes(".RL".index(letter) for letter in letters))
+
+    def _cells(self) -> Iterator[tuple[int, int, int]]:
+        """Stage, micro-batch and segment of each cell of all stages, as the core numbers them."""
+        return product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
+
     def _chosen(self, units: str | Callable[[Unit], bool]) -> bytes | None:
         """A byte for each cell of all stages; None: all."""
         if isinstance(units, str):
             return None
-        cells = product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
-        return bytes(bool(units(Unit("F", *cell))) for cell in cells)
+        return bytes(bool(units(Unit("F", *cell))) for cell in self._cells())
 
     def spread_vocabulary(
         self, ahead: int | None = None, *, head: bool = True, embedding: bool = False, **seconds: Any
@@ -535,19 +628,30 @@ class Schedule:
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
         nothing = [None] * 8
-        return tuple(peak[1] for peak in _C.program_memory(program, activations, *nothing))
+        return tuple(peak[1] for peak in _C.program_memory(program, (activations, *nothing)))
+
+    def _per_stage(self, values: Any, name: str) -> list[int]:
+        return per_place(values, name, self.num_stages, "stage")
+
+    def _bytes(self, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]) -> tuple[Any, ...]:
+        """What units hold, and their messages, as the core takes them."""
+        kept = given.kept_activations
+        return (
+            self._per_unit(given.activations, "activations"),
+            None if kept is None else self._per_unit(kept, "kept_activations"),
+            self._per_unit(given.output_gradients, "output_gradients"),
+            self._per_stage(given.kv, "kv"),
+            self._per_stage(given.kv_gradients, "kv_gradients"),
+            self._per_unit(given.inputs, "inputs"),
+            self._per_segment(given.shard_logits),
+            sizes,
+            statistics_sizes,
+        )
 
     def _memory(
         self, program: Any, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]
     ) -> tuple[tuple[int, ...], PeakMemory]:
         """Peak of live units, and of bytes; what is constant is added here."""
-
-        def per_unit(name: str) -> list[int] | None:
-            value = getattr(given, name)
-            return None if value is None else self._per_unit(value, name)
-
-        def per_stage(name: str) -> list[int]:
-            return per_place(getattr(given, name), name, self.num_stages, "stage")
 
         def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
             for value in values:
@@ -560,23 +664,12 @@ class Schedule:
                 held[rank] += value
             return tuple(held)
 
-        live = _C.program_memory(
-            program,
-            per_unit("activations"),
-            per_unit("kept_activations"),
-            per_unit("output_gradients"),
-            per_stage("kv"),
-            per_stage("kv_gradients"),
-            per_unit("inputs"),
-            self._per_segment(given.shard_logits),
-            sizes,
-            statistics_sizes,
-        )
+        live = _C.program_memory(program, self._bytes(given, sizes, statistics_sizes))
         units, activations, output_gradients, kv, kv_gradients, inputs, shard_logits, receive, together = zip(
             *live, strict=True
         )
-        weights = per_rank("weights", per_stage("weights"))
-        optimizer = per_rank("optimizer", per_stage("optimizer"))
+        weights = per_rank("weights", self._per_stage(given.weights, "weights"))
+        optimizer = per_rank("optimizer", self._per_stage(given.optimizer, "optimizer"))
         logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
         total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
         return units, PeakMemory(

@@ -1,8 +1,9 @@
-/* simulate.c - conversions for simulations: times, memory.
+/* simulate.c - conversions for simulations: times, memory, what fits.
  * Long rows of doubles go out as bytes, for memoryview(...).cast("d"). */
 #include "binding.h"
 
 #include "../model/critical.h"
+#include "../model/fit.h"
 #include "../model/memory.h"
 
 #include <stdlib.h>
@@ -208,40 +209,108 @@ static PyObject *peak_item(const void *context, int64_t rank)
                          (long long)peak->total);
 }
 
+enum { NUM_BYTE_KINDS = 9 };
+
+/* What is held, of a tuple in the order of the fields of s1f_memory_bytes. 0 with the exception set; free_bytes is due
+ * either way. */
+static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds, s1f_memory_bytes *bytes)
+{
+    static const char *const names[NUM_BYTE_KINDS] = {"activations",  "kept_activations", "output_gradients",
+                                                      "kv",           "kv_gradients",     "inputs",
+                                                      "shard_logits", "message_bytes",    "statistics_bytes"};
+    int64_t stages = shape->num_stages, segments = shape->num_segments, cells = stages * segments;
+    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages, stages, cells, segments, segments, segments};
+    for (int i = 0; i < NUM_BYTE_KINDS; i++)
+        kinds[i].name = names[i];
+    if (!PyArg_ParseTuple(tuple, "O&O&O&O&O&O&O&O&O&", s1f_to_int64s, &kinds[0], s1f_to_int64s, &kinds[1],
+                          s1f_to_int64s, &kinds[2], s1f_to_int64s, &kinds[3], s1f_to_int64s, &kinds[4], s1f_to_int64s,
+                          &kinds[5], s1f_to_int64s, &kinds[6], s1f_to_int64s, &kinds[7], s1f_to_int64s, &kinds[8]))
+        return 0;
+    for (int i = 0; i < NUM_BYTE_KINDS; i++)
+        if (kinds[i].values != NULL && !s1f_require_count(names[i], kinds[i].count, counts[i]))
+            return 0;
+    *bytes = (s1f_memory_bytes){kinds[0].values, kinds[1].values, kinds[2].values, kinds[3].values, kinds[4].values,
+                                kinds[5].values, kinds[6].values, kinds[7].values, kinds[8].values};
+    return 1;
+}
+
+static void free_bytes(s1f_int64s *kinds)
+{
+    for (int i = 0; i < NUM_BYTE_KINDS; i++)
+        PyMem_Free(kinds[i].values);
+}
+
 static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    enum { NUM_KINDS = 9 };
-    s1f_int64s sizes[NUM_KINDS] = {
-        {.name = "activations"},  {.name = "kept_activations"}, {.name = "output_gradients"},
-        {.name = "kv"},           {.name = "kv_gradients"},     {.name = "inputs"},
-        {.name = "shard_logits"}, {.name = "message_bytes"},    {.name = "statistics_bytes"}};
     const s1f_program *program;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&O&O&O&O&O&O&O&", s1f_to_program, &program, s1f_to_int64s, &sizes[0],
-                          s1f_to_int64s, &sizes[1], s1f_to_int64s, &sizes[2], s1f_to_int64s, &sizes[3], s1f_to_int64s,
-                          &sizes[4], s1f_to_int64s, &sizes[5], s1f_to_int64s, &sizes[6], s1f_to_int64s, &sizes[7],
-                          s1f_to_int64s, &sizes[8]))
+    PyObject *tuple, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O&O!", s1f_to_program, &program, &PyTuple_Type, &tuple))
         return NULL;
-    int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
-    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, segments, segments, segments};
-    PyObject *result = NULL;
+    s1f_int64s kinds[NUM_BYTE_KINDS] = {0};
+    s1f_memory_bytes bytes;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
-    int is_read = peaks != NULL;
-    if (!is_read)
+    if (peaks == NULL) {
         PyErr_NoMemory();
-    for (int i = 0; i < NUM_KINDS && is_read; i++)
-        is_read = sizes[i].values == NULL || s1f_require_count(sizes[i].name, sizes[i].count, counts[i]);
-    if (is_read) {
-        s1f_memory_bytes bytes = {sizes[0].values, sizes[1].values, sizes[2].values, sizes[3].values, sizes[4].values,
-                                  sizes[5].values, sizes[6].values, sizes[7].values, sizes[8].values};
+    } else if (read_bytes(tuple, &program->shape, kinds, &bytes)) {
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
         status = s1f_program_memory(program, &bytes, peaks);
         Py_END_ALLOW_THREADS
         result = status == S1F_OK ? s1f_tuple_of(program->shape.num_ranks, peak_item, peaks) : s1f_raise(status);
     }
-    for (int i = 0; i < NUM_KINDS; i++)
-        PyMem_Free(sizes[i].values);
+    free_bytes(kinds);
     free(peaks);
+    return result;
+}
+
+static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
+{
+    const s1f_shape *shape = &program->shape;
+    int64_t num_cells = (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+    unsigned char *cells = malloc((size_t)num_cells);
+    s1f_status status = cells != NULL ? S1F_OK : s1f_fail(S1F_ERR_MEMORY, "no memory to fit a schedule");
+    if (status == S1F_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = s1f_program_fit(program, fit, cells);
+        Py_END_ALLOW_THREADS
+    }
+    PyObject *result =
+        status == S1F_OK ? PyBytes_FromStringAndSize((const char *)cells, (Py_ssize_t)num_cells) : s1f_raise(status);
+    free(cells);
+    return result;
+}
+
+static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_program *program;
+    PyObject *tuple, *start, *result = NULL;
+    s1f_fit fit = {0};
+    s1f_int64s room = {.name = "room"};
+    s1f_doubles tier = {.name = "tier"};
+    if (!PyArg_ParseTuple(arguments, "O&O!O&ppOO&", s1f_to_program, &program, &PyTuple_Type, &tuple, s1f_to_int64s,
+                          &room, &fit.recomputes, &fit.moves, &start, s1f_to_doubles, &tier))
+        return NULL;
+    const s1f_shape *shape = &program->shape;
+    int64_t num_cells = (int64_t)shape->num_stages * shape->num_segments;
+    s1f_int64s kinds[NUM_BYTE_KINDS] = {0};
+    s1f_memory_bytes bytes;
+    cost_arrays arrays = {0};
+    s1f_costs costs = {0};
+    if (fit.recomputes && fit.moves && (start == Py_None || tier.values == NULL))
+        PyErr_SetString(PyExc_TypeError, "the times of units and of the tier are needed where units may do both");
+    else if (read_bytes(tuple, shape, kinds, &bytes) && s1f_require_count("room", room.count, shape->num_ranks) &&
+             (tier.values == NULL || s1f_require_count("tier", tier.count, num_cells)) &&
+             (start == Py_None || read_unit_seconds(program, start, &arrays, &costs))) {
+        fit.bytes = &bytes;
+        fit.room = room.values;
+        fit.start = costs.unit_seconds;
+        fit.tier_seconds = tier.values;
+        result = fit_program(program, &fit);
+    }
+    free_bytes(kinds);
+    free_arrays(&arrays, shape->num_ranks);
+    PyMem_Free(room.values);
+    PyMem_Free(tier.values);
     return result;
 }
 
@@ -252,7 +321,9 @@ PyMethodDef s1f_simulate_methods[] = {
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, message_bytes, "
-     "statistics_bytes): per "
-     "rank, the peaks of units, of the bytes of each kind, and of their total."},
+     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, "
+     "message_bytes, statistics_bytes)): per rank, the peaks of units, of the bytes of each kind, and of their total."},
+    {"program_fit", program_fit, METH_VARARGS,
+     "program_fit(program, bytes of program_memory, room per rank, recomputes, moves, start, tier): a byte per cell of all "
+     "stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."},
     {NULL, NULL, 0, NULL}};

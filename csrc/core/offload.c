@@ -1,4 +1,4 @@
-/* offload.c - copies an order, with Os, Gs and Ls. */
+/* offload.c - copies an order, with Os, As and Ls. */
 #include "offload.h"
 
 #include "check.h"
@@ -75,7 +75,7 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
     copier c = {.shape = &shape, .chosen = chosen};
     s1f_status status = s1f_schedule_check(schedule, 0);
     if (status == S1F_OK && s1f_shape_makes(&shape, S1F_PRODUCT_LEAVING))
-        status = s1f_fail(S1F_ERR_ARG, "the order moves units already: it has Os, Gs and Ls of its own");
+        status = s1f_fail(S1F_ERR_ARG, "the order moves units already: it has Os, As and Ls of its own");
     if (status == S1F_OK)
         status = s1f_schedule_find_optional(schedule, &optional);
     shape.optional = optional;

@@ -193,7 +193,7 @@ static inline int s1f_reads_moved(const s1f_shape *shape, s1f_unit unit)
     return s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT) && s1f_cell_has(shape, unit, S1F_PRODUCT_COMING);
 }
 
-/* At once on their way out of one rank, from O to G, and back, from L to the backward: bounds the bytes that are neither
+/* At once on their way out of one rank, from O to A, and back, from L to the backward: bounds the bytes that are neither
  * here nor there. Two may come: the one that is read next, and the one behind it. */
 enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
 

@@ -34,6 +34,15 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     return 0;
 }
 
+int64_t s1f_held_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
+{
+    int64_t sum = 0, cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
+        if (holdings >> h & 1)
+            sum += bytes_of(bytes, (s1f_holding)h, unit.stage, unit.segment, cell);
+    return sum;
+}
+
 /* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
 static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, int64_t stage,
                           int64_t segment, int64_t cell)

@@ -29,4 +29,7 @@ typedef struct { /* of one rank: units, then bytes; each kind at its own peak */
  * overflow. Linear in the number of units. Pure. */
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
 
+/* Bytes of some holdings (bits 1 << s1f_holding) of a unit. */
+int64_t s1f_held_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit);
+
 #endif

@@ -48,6 +48,13 @@ def add(commands: Any) -> None:
         "--recompute", type=read_names, metavar="A,B", help="recomputation to try (default: none,ffn,full)"
     )
     command.add_argument(
+        "--remedies",
+        type=read_names,
+        metavar="A,B",
+        default=["recompute"],
+        help="what single units may do so that an order fits: recompute, offload (default: recompute)",
+    )
+    command.add_argument(
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
     )
     command.add_argument("--best", type=int, default=5, metavar="N", help="plans to print (default: 5)")
@@ -73,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
             segments=options.segments,
             stages_per_rank=options.stages,
             recompute=options.recompute,
+            remedies=options.remedies,
             best=options.best,
             progress=None if show is None else lambda done, total: show(done / total),
         )

@@ -24,12 +24,14 @@ _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those o
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W."""
+    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W. ``recompute`` is
+    R, which may come on top."""
 
     forward: list[list[float]]
     input: list[list[float]]
     weight: list[list[float]]
     backward: list[list[float]]
+    recompute: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class CostModel:
         forward = max(work.forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention)
         back = max(work.input, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back)
         weight = max(work.weight, hw.launch * hw.weight_kernels)
-        return PassSeconds(forward, back, weight, back + weight)
+        return PassSeconds(forward, back, weight, back + weight, forward)
 
     def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The passes of a part of the profile."""
@@ -260,7 +262,7 @@ class CostModel:
         head = [self._head_seconds(*tokens) for tokens in ranges]
         embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
         split = 1 + hw.split_backward_extra
-        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0)
+        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
         rows = []
         for stage, layers in enumerate(self.layers):
@@ -276,7 +278,18 @@ class CostModel:
                     for i, factor in enumerate(factors)
                 ]
             rows.append(by_kind[kind])
-        return UnitSeconds(*([row[i] for row in rows] for i in range(len(UnitSeconds._fields))))
+        return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
+
+    def tier_seconds(self, sizes: Sequence[int]) -> list[list[float]]:
+        """What a rank's tier takes for what a unit saves, out or back, [stage][segment].
+
+        Raises:
+            ValueError: the machine has no tier.
+        """
+        rate = self.hardware.tier_bandwidth
+        if not rate:
+            raise ValueError(f"{self.hardware.name} has no tier to which units could move: its tier_bandwidth is 0")
+        return [[saved / rate for saved in row] for row in self._unit_bytes(sizes)[0]]
 
     def _head_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""
@@ -285,7 +298,7 @@ class CostModel:
             return _NOTHING._replace(forward=passes.total) if self.layout.head_in_loss else passes
         hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
-        return PassSeconds(each, each, each, 2 * each)
+        return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
         """The embedding, whose traffic counts only where it was measured."""
@@ -433,6 +446,10 @@ class CostModel:
                 row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
         return held
 
+    def unit_memory(self, sizes: Sequence[int]) -> StepMemory:
+        """Bytes of what units hold, without the cache."""
+        return StepMemory(*self._unit_bytes(sizes))
+
     def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Activations, what W reads of them, and what I leaves to W."""
         if self.profile is not None:
@@ -490,8 +507,9 @@ class CostModel:
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        of_units = StepMemory(*self._unit_bytes(sizes))
-        peaks = schedule.peak_memory(of_units, message_bytes=self.message_bytes(sizes), prefetch=prefetch)
+        peaks = schedule.peak_memory(
+            self.unit_memory(sizes), message_bytes=self.message_bytes(sizes), prefetch=prefetch
+        )
         kv, gradients = self._slot_bytes(schedule, stages_of)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []

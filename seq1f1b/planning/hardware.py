@@ -29,6 +29,8 @@ class Hardware:
         peak: rate of matrix products in the training dtype.
         bandwidth: of its memory.
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
+        tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
+            CPU; 0: none.
         link_efficiency: share of a link's rate that messages and collectives reach.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
         launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
@@ -52,6 +54,7 @@ class Hardware:
     between_bandwidth: float
     inside_latency: float
     between_latency: float
+    tier_bandwidth: float
     link_efficiency: float
     linear_efficiency: float
     attention_forward_efficiency: float
@@ -97,7 +100,7 @@ class ProfiledHardware(Hardware):
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
-        """The profile, and of the machine what no profile measures."""
+        """The profile, and of the machine what no profile measures, or this one did not: a tier."""
         spread = dict(machine.spread)
         for passes in (*PassSeconds._fields, "ends"):
             share = min(profile.spread(passes), 0.99)
@@ -108,6 +111,9 @@ class ProfiledHardware(Hardware):
         values = {f.name: getattr(machine, f.name) for f in fields(Hardware)}
         values |= {"name": f"{profile.machine} (profile)", "spread": spread, "unit_overhead": profile.unit_overhead}
         values["split_backward_extra"] = 0.0  # I and W are measured
+        if profile.tier_out is not None and profile.tier_in is not None:
+            values["tier_bandwidth"] = 2 / (1 / profile.tier_out + 1 / profile.tier_in)
+            spread.pop("tier_bandwidth", None)
         return cls(**values, profile=profile)
 
 
@@ -186,6 +192,6 @@ _MAY_BE_ZERO = frozenset(
     {
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
-        *("allocator_reserve", "context_bytes", "optimizer_bytes"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes", "tier_bandwidth"),
     }
 )

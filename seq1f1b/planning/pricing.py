@@ -15,13 +15,15 @@ from seq1f1b.planning.orders import EARLY_PREFETCH, Made, order_for_costs, split
 from seq1f1b.schedule import Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 
-__all__ = ["GIB", "STEPS", "Candidate", "Found", "Length", "Pricing", "Uncertain", "group_lengths"]
+__all__ = ["GIB", "REMEDIES", "STEPS", "Candidate", "Found", "Length", "Pricing", "Uncertain", "group_lengths"]
 
 GIB = 1 << 30
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
 _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
 _MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
 _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
+REMEDIES = ("recompute", "offload")
+"""What single units may do so that an order fits: arguments of :meth:`seq1f1b.Schedule.fit`."""
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
 
@@ -78,9 +80,16 @@ class Candidate(NamedTuple):
     mix: float
     recompute: str
     balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
+    remedies: tuple[str, ...] = ()  # what single units do until the order fits: of REMEDIES
 
     def __str__(self) -> str:
-        return f"{self.family.name} with k {self.num_segments}, v {self.stages_per_rank}, recompute {self.recompute}"
+        return f"{self.family.name} with {self.counts}"
+
+    @property
+    def counts(self) -> str:
+        """All but the family."""
+        said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"recompute {self.recompute}"]
+        return ", ".join(said + [f"{remedy} by units" for remedy in self.remedies])
 
 
 @dataclass(eq=False)
@@ -240,6 +249,8 @@ class Pricing:
                 self._slower[name] = (bound, True)
             return
         found = self._price(candidate, cap)
+        if found is None:
+            return  # it fits without its remedies, and so does the candidate without
         if isinstance(found, int):
             if found < self._least.get(name, (math.inf, candidate))[0]:
                 self._least[name] = (found, candidate)
@@ -254,9 +265,14 @@ class Pricing:
         fitting.sort(key=lambda each: each.place)
         fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
 
-    def _price(self, candidate: Candidate, cap: int) -> Found | int:
-        """The candidate simulated, or the bytes that it needs where they are more than the cap."""
-        made = self._order(candidate, cap)
+    def _price(self, candidate: Candidate, cap: int) -> Found | int | None:
+        """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
+        the remedies that it has."""
+        made = self._order(candidate, cap if not candidate.remedies else math.inf)
+        if candidate.remedies:
+            if made.peak <= cap:
+                return None
+            made = self._fit(candidate, made, cap)
         if made.peak > cap:
             return made.peak
         runs = self._periods(candidate, made.schedule)
@@ -270,7 +286,24 @@ class Pricing:
         bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
         return Found(candidate, periods, seconds, bubble, made)
 
-    def _order(self, candidate: Candidate, cap: int) -> Made:
+    def _fit(self, candidate: Candidate, made: Made, cap: int) -> Made:
+        """The order in which units recompute, or move, until it fits, for the longest sequences."""
+        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
+        memory, messages = cost.unit_memory(sizes), cost.message_bytes(sizes)
+        prefetch, share = self._prefetch(candidate.family), 1 + cost.hardware.allocator_reserve
+        held = made.schedule.peak_memory(memory, message_bytes=messages, prefetch=prefetch).total
+        room = [max(0, x + math.floor((cap - rank.total) / share)) for x, rank in zip(held, made.ranks, strict=True)]
+        arguments = self._arguments(candidate, made.schedule, self.longest, self.hardware)
+        del arguments["optimizer"]
+        schedule = made.schedule.fit(memory, room, candidate.remedies, **arguments)
+        return made._replace(schedule=schedule, ranks=self._most_of_any(candidate, schedule))
+
+    def _most_of_any(self, candidate: Candidate, schedule: Schedule) -> list[RankBytes]:
+        """Bytes of the ranks under the length that takes most."""
+        lengths = [self._ranks(candidate, schedule, each.seq_len, self.hardware) for each in self.lengths]
+        return [max(ranks, key=lambda rank: rank.total) for ranks in zip(*lengths, strict=True)]
+
+    def _order(self, candidate: Candidate, cap: float) -> Made:
         """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
         most of any length."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
@@ -294,9 +327,9 @@ class Pricing:
                 seconds,
                 prefetch=self._prefetch(candidate.family),
             )
-        shorter = [self._ranks(candidate, made.schedule, each.seq_len, self.hardware) for each in self.lengths[:-1]]
-        most = [max(ranks, key=lambda rank: rank.total) for ranks in zip(made.ranks, *shorter, strict=True)]
-        return made._replace(ranks=most)
+        if len(self.lengths) == 1:
+            return made
+        return made._replace(ranks=self._most_of_any(candidate, made.schedule))
 
     def _ranks(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
         cost = self._on(candidate, seq_len, hardware)
@@ -335,8 +368,9 @@ class Pricing:
 
     def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
         cost = self._on(candidate, seq_len, hardware)
-        arguments = cost.simulation_arguments(schedule, self._split(candidate, seq_len))
-        return arguments | {"prefetch": self._prefetch(candidate.family)}
+        sizes = self._split(candidate, seq_len)
+        arguments = cost.simulation_arguments(schedule, sizes) | {"prefetch": self._prefetch(candidate.family)}
+        return arguments | ({"tier": cost.tier_seconds(sizes)} if "offload" in candidate.remedies else {})
 
     def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
@@ -415,6 +449,7 @@ class Pricing:
             options=found.made.options,
             prefetch=self._prefetch(candidate.family),
             lengths=tuple(lengths) if len(lengths) > 1 else (),
+            units=schedule.cell_kinds() if candidate.remedies else (),
         )
 
     def explain_nothing(self, cap: int) -> str:
@@ -436,8 +471,7 @@ class Pricing:
                 broken.setdefault(name, {})[rule] = None
         reasons = {name: f"cannot be built: needs {', and '.join(rules)}" for name, rules in broken.items()}
         too_large = {
-            name: f"too large: at least {peak / GIB:.1f} GiB (k {candidate.num_segments}, "
-            f"v {candidate.stages_per_rank}, recompute {candidate.recompute})"
+            name: f"too large: at least {peak / GIB:.1f} GiB ({candidate.counts})"
             for name, (peak, candidate) in self._least.items()
         }
         reasons |= too_large

@@ -14,7 +14,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import RECOMPUTE
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware
-from seq1f1b.planning.pricing import GIB, Candidate, Found, Pricing, Uncertain, group_lengths
+from seq1f1b.planning.pricing import GIB, REMEDIES, Candidate, Found, Pricing, Uncertain, group_lengths
 from seq1f1b.schedule import Family, families, nearest_name
 from seq1f1b.view.table import rounded, table_text
 
@@ -107,8 +107,9 @@ class PlanSearch:
         """A head and a row for each plan; what is the same usual value in all is left empty."""
         shows_stages = any(plan.stages_per_rank > 1 for plan in self.plans)
         shows_mix = any(plan.mix != 1 for plan in self.plans)
-        shows_recompute = any(plan.layout.recompute != "none" for plan in self.plans)
-        head = ("   schedule", "k", "v", "mix", "recompute", "step s", "interval", "bubble", "tokens/s", "GiB")
+        shows_recompute = any(plan.layout.recompute != "none" or _share(plan, "R") for plan in self.plans)
+        shows_moved = any(_share(plan, "L") for plan in self.plans)
+        head = ("   schedule", "k", "v", "mix", "recompute", "moved", "step s", "interval", "bubble", "tokens/s", "GiB")
         return [
             head,
             *(
@@ -117,7 +118,8 @@ class PlanSearch:
                     str(plan.num_segments),
                     str(plan.stages_per_rank) if shows_stages else "",
                     f"{plan.mix:.2f}" if shows_mix else "",
-                    plan.layout.recompute if shows_recompute else "",
+                    _share(plan, "R") or plan.layout.recompute if shows_recompute else "",
+                    _share(plan, "L") if shows_moved else "",
                     rounded(plan.seconds),
                     f"{rounded(plan.low)}..{rounded(plan.high)}",
                     f"{plan.bubble:.1%}",
@@ -138,6 +140,12 @@ def _runs(texts: Iterable[str]) -> list[str]:
     """Equal neighbours as one: 2 x16, 1 x48."""
     runs = ((text, len(list(run))) for text, run in itertools.groupby(texts))
     return [text if count == 1 else f"{text} x{count}" for text, count in runs]
+
+
+def _share(plan: Plan, kind: str) -> str:
+    """Of the units, those of this kind; empty where there are none."""
+    kinds = "".join(plan.units).replace(" ", "")
+    return f"{kinds.count(kind) / len(kinds):.0%} of units" if kind in kinds else ""
 
 
 def _tokens(plan: Plan) -> str:
@@ -161,6 +169,7 @@ def search_plans(
     segments: Sequence[int] | None = None,
     stages_per_rank: Sequence[int] = (1, 2, 4),
     recompute: Sequence[str] | None = None,
+    remedies: Sequence[str] = ("recompute",),
     best: int = 5,
     within: float = 1.2,
     progress: Callable[[int, int], None] | None = None,
@@ -187,6 +196,9 @@ def search_plans(
             ``1f1b`` and ``gpipe`` with several segments pass them on one by one and still hold whole micro-batches.
         segments: numbers of segments; None: powers of two up to 16.
         recompute: None: all, or "none" with a profile, which measured stages as they are.
+        remedies: what single units may do in an order that would not fit, and that recomputes nothing else: one or both
+            of "recompute" (their forward runs once more, before their backward) and "offload" (what they save moves to
+            the tier of the machine). Which units do is chosen for the cap; with both, each way is tried alone, too.
         best, within: how many plans to return at most, none slower than ``within`` times the fastest.
         progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
             plans whose uncertain terms are tried.
@@ -205,6 +217,7 @@ def search_plans(
         stages_per_rank,
         _wanted_segments(segments, grouped[0].seq_len),
         _wanted_recompute(recompute, hardware),
+        _wanted_remedies(remedies, hardware),
     )
     candidates = wanted.candidates(pricing.balances)
     fitting = _best_that_fit(pricing, candidates, cap, best, within, progress)
@@ -255,14 +268,18 @@ class _Wanted(NamedTuple):
     stages_per_rank: Sequence[int]
     segments: Sequence[int]
     recompute: Sequence[str]
+    remedies: Sequence[tuple[str, ...]]
 
     def candidates(self, balances: Sequence[int]) -> list[Candidate]:
+        ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in self.recompute]
+        if "none" in self.recompute:
+            ways += [("none", remedies) for remedies in self.remedies]
         return [
-            Candidate(family, v, k, 1.0, kind, balance)
+            Candidate(family, v, k, 1.0, kind, balance, remedies)
             for family in self.families
             for v in self.stages_per_rank
             for k in self.segments
-            for kind in self.recompute
+            for kind, remedies in ways
             for balance in balances
         ]
 
@@ -281,6 +298,19 @@ def _wanted_segments(segments: Sequence[int] | None, shortest: int) -> Sequence[
     if min(wanted) < 1 or max(wanted) > shortest:
         raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
     return wanted
+
+
+def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
+    """Each alone, and all together."""
+    for remedy in remedies:
+        if remedy not in REMEDIES:
+            raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
+    if "offload" in remedies and not hardware.tier_bandwidth:
+        raise ValueError(
+            f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"
+        )
+    wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
+    return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
 def _wanted_recompute(recompute: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:

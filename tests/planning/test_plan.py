@@ -55,6 +55,10 @@ def price(plan, machine=MACHINE, step=None):
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
     messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
     seconds = cost.unit_seconds(step.segment_sizes)._asdict()
+    if "L" in "".join(plan.units):
+        seconds["tier"] = [
+            [x / machine.tier_bandwidth for x in row] for row in cost.unit_memory(step.segment_sizes).activations
+        ]
     run = order.simulate(**seconds, transfer=latencies, **messages, **steps, prefetch=plan.prefetch)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
     return run.period, bytes_of_ranks
@@ -370,6 +374,10 @@ def test_bad_plan_files():
         ({"seconds": float("nan")}, "seconds is nan, must be a finite number"),
         ({"surprise": 1}, "wrong fields"),
         ({"prefetch": -1}, "prefetch of a plan is -1"),
+        ({"units": 3}, "wrong fields"),
+        ({"units": [1, 2]}, "units is \\(1, 2\\), must be a list of texts"),
+        ({"units": ["...."]}, "units must be 2 texts, one per stage, each of 4 words of 4 letters"),
+        ({"units": ["...X .... .... ....", ".... .... .... ...."]}, "must be '.', 'R' or 'L'"),
         ({"prefetch": "all"}, "prefetch is 'all', must be a whole number"),
         ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
         ({"lengths": [{"seq_len": 16}]}, "wrong fields"),
@@ -419,6 +427,40 @@ def test_the_engine_runs_a_plan(name, tmp_path):
     assert sizes == plan.segment_sizes
     assert places == plan.prefetch - 1  # of the one edge that rank 0 receives from
     torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
+
+
+@pytest.mark.parametrize("remedy", ["recompute", "offload"])
+def test_the_engine_runs_a_plan_that_gives_up_units(remedy, tmp_path):
+    pytest.importorskip("torch", reason="the engine needs torch")
+    import torch
+    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+
+    from seq1f1b import PipelineEngine
+    from seq1f1b.testing import run_ranks
+
+    some = {"names": ["gpipe"], "segments": [4], "recompute": ["none"]}
+    most = max(small_plan(**some).peak)
+    plan = small_plan(**some, memory=most - 1, remedies=(remedy,))
+    assert max(plan.peak) < most
+    letter = "R" if remedy == "recompute" else "L"
+    assert set("".join(plan.units)) == {".", " ", letter}
+    plan.save(tmp_path / "plan.json")
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, 16, size=1)
+    where = {"offload": tmp_path} if remedy == "offload" else {}
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, 2)
+        engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group, **where)
+        losses = engine.step(tokens, target=target)
+        return losses, {(unit.stage, unit.microbatch, unit.segment, unit.kind) for unit, *_ in engine.report().timeline}
+
+    results = run_ranks(2, run)
+    truth = torch.stack(run_whole(model, tokens, target, 4)[0])
+    torch.testing.assert_close(torch.stack(results[1][0]), truth)
+    ran = {place for _, units in results for place in units if place[3] == letter}
+    assert len(ran) == "".join(plan.units).count(letter) > 0
 
 
 def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
@@ -472,6 +514,10 @@ def test_what_the_engine_does_not_do_is_refused_by_name():
     plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
     with pytest.raises(ValueError, match="the plan recomputes \\('full'\\), which the engine leaves to the module"):
         start(plan=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
+    some = {"names": ["gpipe"], "segments": [4], "recompute": ["none"]}
+    moves = small_plan(**some, memory=max(small_plan(**some).peak) - 1, remedies=("offload",))
+    with pytest.raises(ValueError, match=r"the schedule moves units \(O, A, L\): say by offload= in which directory"):
+        start(plan=moves)
     with pytest.raises(ValueError, match="plan= stands for schedule"):
         start(plan=plan, num_microbatches=4)
     with pytest.raises(TypeError, match="needs num_microbatches=, or plan="):
@@ -563,3 +609,35 @@ def test_an_argument_that_cannot_be_read(arguments):
     with pytest.raises(SystemExit) as exit_:
         main([*ASKED, *arguments])
     assert exit_.value.code == 2
+
+
+def test_units_give_up_what_they_saved_where_an_order_would_not_fit():
+    """Below what any order needs, plans recompute some units and still fit; with a tier they move some, and are faster
+    than with recomputation alone where that hides."""
+    machine = replace(MACHINE, tier_bandwidth=1e12)
+    some = {"names": ["1f1b", "seq1f1b"], "segments": [1, 4], "stages_per_rank": [1], "recompute": ["none"]}
+    whole = search_plans(SHAPE, machine, **COUNTS, **some, remedies=(), best=10_000, within=1e9).plans
+    static = min(max(plan.peak) for plan in whole)
+    cap = static - 100 * 2**20
+    with pytest.raises(ValueError, match="nothing fits in"):
+        search_plans(SHAPE, machine, **COUNTS, **some, remedies=(), memory=cap)
+    again = search_plans(SHAPE, machine, **COUNTS, **some, memory=cap, best=100).plans
+    moved = search_plans(
+        SHAPE, machine, **COUNTS, **some, memory=cap, remedies=("recompute", "offload"), best=100
+    ).plans
+    for plan in (*again, *moved):
+        assert max(plan.peak) <= cap and plan.units
+        seconds, peak = price(plan, machine)
+        assert list(plan.peak) == peak
+        assert plan.seconds == pytest.approx(seconds)
+        assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).build() == plan.build()
+    assert set("".join(again[0].units)) == {".", "R", " "}
+    assert "L" in "".join(moved[0].units) and moved[0].seconds <= again[0].seconds
+    with pytest.raises(ValueError, match=r"nothing fits in .* the least possible is .*recompute by units") as error:
+        search_plans(SHAPE, machine, **COUNTS, **some, memory=1 << 20)
+    least = float(str(error.value).split("the least possible is ")[1].split(" GiB")[0])
+    assert 0 < least < cap / 2**30
+    with pytest.raises(ValueError, match="remedies hold 'pray', must be of recompute, offload"):
+        search_plans(SHAPE, machine, **COUNTS, remedies=("pray",))
+    with pytest.raises(ValueError, match="units cannot move: none states no tier"):
+        search_plans(SHAPE, replace(MACHINE, name="none", tier_bandwidth=0.0), **COUNTS, remedies=("offload",))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from order_runs import CONFIG, LENGTH, SIZES, cases
 from orders import random_order
 from processes import PipedProcesses, join_and_run
-from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
 from seq1f1b import (
@@ -32,23 +32,24 @@ SLICE = list(
 )  # CI: every P, M and k appears; and of each family what lies at two thirds of its list
 
 
-def last_without_head(model, index, num_stages):
+def last_without_head(model, index, num_stages, config=CONFIG):
     """A stage whose last one returns the hidden state."""
-    stage = stage_of(model, CONFIG, index, num_stages)
+    stage = stage_of(model, config, index, num_stages)
     if index == num_stages - 1:
         stage.head = nn.Identity()
     return stage
 
 
 def head_of(model, rank, num_ranks, **options):
-    head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=rank, num_ranks=num_ranks, bias=True, **options)
+    vocab, hidden = model.head.weight.shape
+    head = VocabularyParallelHead(hidden, vocab, rank=rank, num_ranks=num_ranks, bias=True, **options)
     head = head.to(model.head.weight.dtype)
     head.load_whole(model.head.weight, model.head.bias)
     return head
 
 
 def embedding_of(model, rank, num_ranks):
-    shard = VocabularyParallelEmbedding(CONFIG.vocab, CONFIG.hidden, rank=rank, num_ranks=num_ranks)
+    shard = VocabularyParallelEmbedding(*model.embedding.weight.shape, rank=rank, num_ranks=num_ranks)
     shard = shard.to(model.embedding.weight.dtype)
     shard.load_whole(model.embedding.weight)
     return shard
@@ -61,12 +62,12 @@ def join_rows(found):
     return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
 
 
-def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, embeds=False, **options):
+def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, embeds=False, config=CONFIG, **options):
     """Losses of the last stage, evaluated losses, gradients by name, and reports, after ``steps`` equal steps."""
 
     def run_rank(group):
         own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-        stages = [last_without_head(model, s, schedule.num_stages) for s in own]
+        stages = [last_without_head(model, s, schedule.num_stages, config) for s in own]
         if embeds and group.rank == 0:
             stages[0].embedding = nn.Identity()
         engine = PipelineEngine(
@@ -137,6 +138,29 @@ def orders_with_both(count):
             seconds = {name: rng.choice((0.1, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
             found.append(order.spread_vocabulary(rng.randint(0, 3), embedding=True, **seconds))
     return found
+
+
+@pytest.mark.parametrize("name", ["gpipe", "seq1f1b", "seq-zb-h1", "seq-zbv"])
+def test_beside_units_that_move(tmp_path, name):
+    """Moved, recomputed and kept units under one order with S, T, E and G: the bits of the order without moves."""
+    config = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8)  # storages large enough to move
+    model, (tokens, target) = whole_model(config), batch(config, 16, LENGTH)
+    v = 2 if name == "seq-zbv" else 1
+    schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=3, stages_per_rank=v)
+    options = {"config": config, "embeds": True, "sizes": SIZES[3], "steps": 2}
+    options |= {"recompute": lambda unit: unit.microbatch == 1, "weights": "fill"}
+    kept = run(model, schedule, tokens, target, **options)
+    units = {"offload": tmp_path, "offload_units": lambda unit: unit.microbatch != 2}
+    moved = run(model, schedule, tokens, target, **options, **units)
+    assert all(torch.equal(a, b) for a, b in zip(kept[0], moved[0], strict=True))
+    assert kept[2].keys() == moved[2].keys() and all(torch.equal(g, moved[2][name]) for name, g in kept[2].items())
+    for report in moved[3]:
+        kinds = {(unit.kind, unit.microbatch) for unit, _, _ in report.timeline}
+        assert ("R", 1) in kinds and not {("O", 1), ("O", 2)} & kinds and {"S", "T", "E", "G"} <= {k for k, _ in kinds}
+    assert sum(report.moved_bytes for report in moved[3]) > 0
+    truth = run_whole(model, tokens, target, 4)
+    steps = {name: g / 2 for name, g in moved[2].items()}
+    assert gradient_error(steps, truth[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("order", orders_with_both(10), ids=str)

@@ -1,0 +1,227 @@
+/* fit.c - walks the order of each rank, with the units that a choice would add. */
+#include "fit.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    const s1f_program *program;
+    const s1f_fit *fit;
+    s1f_lifetime_table table;
+    unsigned char *kinds;
+    int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
+    int64_t *heap;                     /* cells that could give up, the one with the latest backward first */
+    int64_t heap_size, held;
+    double tier_busy; /* seconds that the rank's tier has been given */
+} walker;
+
+static int64_t cell_of(const walker *w, s1f_unit unit)
+{
+    return s1f_cell_of_all(&w->program->shape, unit);
+}
+
+static s1f_unit unit_of(const walker *w, int64_t cell)
+{
+    const s1f_shape *shape = &w->program->shape;
+    int64_t segment = cell % shape->num_segments, row = cell / shape->num_segments;
+    return (s1f_unit){S1F_PASS_FORWARD, (int32_t)(row / shape->num_microbatches),
+                      (int32_t)(row % shape->num_microbatches), (int32_t)segment};
+}
+
+/* Bytes that a pass takes, or frees, in a cell of this kind. */
+static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
+{
+    return w->table.of[kind][pass][unit.segment == 0][unit.segment == w->program->shape.num_segments - 1];
+}
+
+static int64_t bytes_of(const walker *w, s1f_unit unit, uint32_t holdings)
+{
+    return s1f_held_bytes(&w->program->shape, w->fit->bytes, holdings, unit);
+}
+
+static void take(walker *w, s1f_unit unit, s1f_pass pass)
+{
+    w->held += bytes_of(w, unit, lifetimes_of(w, unit, pass, w->kinds[cell_of(w, unit)]).takes);
+}
+
+static void give_back(walker *w, s1f_unit unit, s1f_pass pass)
+{
+    w->held -= bytes_of(w, unit, lifetimes_of(w, unit, pass, w->kinds[cell_of(w, unit)]).frees);
+}
+
+/* -- the heap ------------------------------------------------------------------------------------------------------ */
+
+static int is_later(const walker *w, int64_t a, int64_t b)
+{
+    return w->backward_at[w->heap[a]] > w->backward_at[w->heap[b]];
+}
+
+static void swap(walker *w, int64_t a, int64_t b)
+{
+    int64_t cell = w->heap[a];
+    w->heap[a] = w->heap[b];
+    w->heap[b] = cell;
+}
+
+static void push(walker *w, int64_t cell)
+{
+    int64_t i = w->heap_size++;
+    w->heap[i] = cell;
+    for (; i > 0 && is_later(w, i, (i - 1) / 2); i = (i - 1) / 2)
+        swap(w, i, (i - 1) / 2);
+}
+
+static int64_t pop(walker *w)
+{
+    int64_t first = w->heap[0];
+    w->heap[0] = w->heap[--w->heap_size];
+    for (int64_t i = 0, child = 1; child < w->heap_size; i = child, child = 2 * i + 1) {
+        child += child + 1 < w->heap_size && is_later(w, child + 1, child);
+        if (!is_later(w, child, i))
+            break;
+        swap(w, i, child);
+    }
+    return first;
+}
+
+/* -- the choice ---------------------------------------------------------------------------------------------------- */
+
+/* Whether what the unit saved would be away at unit i of its rank: O stands behind F, A one unit later, L one unit before
+ * the backward. */
+static int could_be_away(const walker *w, int64_t cell, int64_t i)
+{
+    return i >= w->forward_at[cell] + 2 && i + 1 < w->backward_at[cell];
+}
+
+static double tier_seconds(const walker *w, s1f_unit unit)
+{
+    return w->fit->tier_seconds[(int64_t)unit.stage * w->program->shape.num_segments + unit.segment];
+}
+
+/* Whether each way hides behind the unit that runs beside it, and the tier is through with all before. */
+static int hides(const walker *w, int64_t cell)
+{
+    s1f_unit unit = unit_of(w, cell);
+    const double *start = w->fit->start[w->program->shape.rank_of_stage[unit.stage]];
+    int64_t forward = w->forward_at[cell], backward = w->backward_at[cell];
+    double seconds = tier_seconds(w, unit);
+    return start[forward + 2] - start[forward + 1] >= seconds && start[backward] - start[backward - 1] >= seconds &&
+           start[backward] >= w->tier_busy + 2 * seconds;
+}
+
+typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
+
+/* Whether the cell, at unit i of its rank, becomes one of this kind. */
+static answer ask(walker *w, int64_t cell, int64_t i, s1f_cell_kind kind)
+{
+    s1f_unit unit = unit_of(w, cell);
+    int64_t kept = bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT).takes);
+    int64_t left = bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_FORWARD, kind).takes);
+    if (kind == S1F_CELL_MOVED) {
+        if (!could_be_away(w, cell, i) || (w->fit->recomputes && !hides(w, cell)))
+            return NOT_NOW;
+        left -= bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_AWAY, kind).frees);
+    }
+    if (left >= kept)
+        return HAS_NOTHING;
+    if (kind == S1F_CELL_MOVED && w->fit->tier_seconds != NULL)
+        w->tier_busy += 2 * tier_seconds(w, unit);
+    w->held -= kept - left;
+    w->kinds[cell] = (unsigned char)kind;
+    return GIVES_UP;
+}
+
+/* Cells become of this kind until the rank, at its unit i, holds no more than its room. */
+static void make_room_by(walker *w, int32_t rank, int64_t i, s1f_cell_kind kind)
+{
+    int64_t num_waiting = 0, *waiting = w->heap + w->heap_size; /* popped cells leave places free, from the end on */
+    while (w->held > w->fit->room[rank] && w->heap_size > 0) {
+        int64_t cell = pop(w);
+        int is_live = w->backward_at[cell] > i; /* those that follow in the heap go back even earlier */
+        if (is_live && ask(w, cell, i, kind) == NOT_NOW) {
+            num_waiting++;
+            *--waiting = cell;
+        }
+    }
+    for (; num_waiting > 0; num_waiting--)
+        push(w, *waiting++);
+}
+
+static void make_room(walker *w, int32_t rank, int64_t i)
+{
+    if (w->fit->moves)
+        make_room_by(w, rank, i, S1F_CELL_MOVED);
+    if (w->fit->recomputes)
+        make_room_by(w, rank, i, S1F_CELL_RECOMPUTED);
+}
+
+/* Whether unit i of the rank is the pass of its cell that `at` says, and the cell of this kind. */
+static int is_one_of(const walker *w, s1f_unit unit, int64_t i, const int64_t *at, s1f_cell_kind kind)
+{
+    int64_t cell = cell_of(w, unit);
+    return at[cell] == i && w->kinds[cell] == kind;
+}
+
+static void walk(walker *w, int32_t rank)
+{
+    const s1f_unit *units = w->program->ranks[rank].units;
+    int64_t num_units = w->program->ranks[rank].num_units;
+    w->heap_size = 0;
+    w->tier_busy = 0;
+    for (int64_t i = 0; i < num_units; i++) {
+        if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
+            take(w, units[i + 1], S1F_PASS_LOAD);
+        if (is_one_of(w, units[i], i, w->backward_at, S1F_CELL_RECOMPUTED))
+            take(w, units[i], S1F_PASS_RECOMPUTE);
+        take(w, units[i], (s1f_pass)units[i].pass);
+        if (is_one_of(w, units[i], i, w->forward_at, S1F_CELL_KEPT))
+            push(w, cell_of(w, units[i]));
+        make_room(w, rank, i);
+        give_back(w, units[i], (s1f_pass)units[i].pass);
+        if (i > 0 && is_one_of(w, units[i - 1], i - 1, w->forward_at, S1F_CELL_MOVED))
+            give_back(w, units[i - 1], S1F_PASS_AWAY);
+    }
+}
+
+static void find_passes(const walker *w, int32_t rank)
+{
+    const s1f_rank_program *own = &w->program->ranks[rank];
+    for (int64_t i = 0; i < own->num_units; i++) {
+        int64_t cell = cell_of(w, own->units[i]);
+        if (s1f_pass_makes(own->units[i].pass, S1F_PRODUCT_OUTPUT))
+            w->forward_at[cell] = i;
+        if (s1f_pass_makes(own->units[i].pass, S1F_PRODUCT_INPUT_GRADIENT))
+            w->backward_at[cell] = i;
+    }
+}
+
+s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsigned char *kinds)
+{
+    const s1f_shape *shape = &program->shape;
+    int64_t num_cells = (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+    walker w = {.program = program, .fit = fit, .kinds = kinds};
+    if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
+        return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");
+    s1f_memory_peak *receive = malloc((size_t)shape->num_ranks * sizeof *receive);
+    int64_t *cells = malloc((size_t)num_cells * 3 * sizeof *cells);
+    s1f_status status = receive != NULL && cells != NULL
+                            ? s1f_program_memory(program, fit->bytes, receive)
+                            : s1f_fail(S1F_ERR_MEMORY, "no memory to fit %lld units", (long long)num_cells);
+    if (status == S1F_OK) {
+        memset(kinds, S1F_CELL_KEPT, (size_t)num_cells);
+        w.table = s1f_lifetimes_of(shape);
+        w.heap = cells;
+        w.forward_at = cells + num_cells;
+        w.backward_at = cells + 2 * num_cells;
+    }
+    for (int64_t i = 0; status == S1F_OK && i < 2 * num_cells; i++)
+        w.forward_at[i] = -1;
+    for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
+        w.held = receive[rank].receive;
+        find_passes(&w, rank);
+        walk(&w, rank);
+    }
+    free(cells);
+    free(receive);
+    return status;
+}

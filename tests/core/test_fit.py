@@ -1,0 +1,162 @@
+"""Do units give up what they saved so that an order fits, and only as many as have to?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from orders import random_order, small_schedule
+
+from seq1f1b import Schedule, Unit, build_schedule, schedules
+from seq1f1b.schedule import StepMemory
+
+EQUAL = StepMemory(activations=10, kept_activations=6, output_gradients=3, kv=4, kv_gradients=5)
+
+
+def forwards(order: Schedule, rank: int) -> list[Unit]:
+    return [unit for unit in order.ranks[rank] if unit.kind == "F"]
+
+
+def given_up(order: Schedule, kind: str) -> list[set[tuple[int, int, int]]]:
+    """Cells of each rank."""
+    return [{unit[1:] for unit in units if unit.kind == kind} for units in order.ranks]
+
+
+def fewest(order: Schedule, rank: int, memory: StepMemory, room: int, kind: str) -> int | None:
+    """Fewest units of a rank that have to give up, by trying every choice; None: no choice fits."""
+    change = order.recompute if kind == "R" else order.offload
+    own = forwards(order, rank)
+    for count in range(len(own) + 1):
+        for chosen in itertools.combinations(own, count):
+            if change(chosen.__contains__).peak_memory(memory).total[rank] <= room:
+                return count
+    return None
+
+
+def test_no_choice_gives_up_fewer() -> None:
+    """Of orders whose units are alike: against every choice."""
+    counted = 0
+    for name, (P, M, k) in itertools.product(
+        ("seq1f1b", "gpipe", "seq-zb-h1", "seq1f1b-interleaved"), [(2, 2, 2), (2, 3, 1)]
+    ):
+        order = small_schedule(name, P, M, k)
+        if order is None or len(forwards(order, 0)) > 6:
+            continue
+        most = order.peak_memory(EQUAL).total
+        least = order.recompute().peak_memory(EQUAL).total
+        for room in range(min(least), max(most) + 1, 5):
+            fitted = order.fit(EQUAL, room)
+            fitted.check()
+            assert [tuple(u for u in units if u.kind != "R") for units in fitted.ranks] == list(order.ranks)
+            for rank, cells in enumerate(given_up(fitted, "R")):
+                wanted = fewest(order, rank, EQUAL, room, "R")
+                if wanted is not None:
+                    assert fitted.peak_memory(EQUAL).total[rank] <= room
+                    assert len(cells) == wanted, (name, P, M, k, room, rank)
+                    counted += wanted > 0
+    assert counted > 20
+
+
+@pytest.mark.parametrize("kind", ["R", "L"])
+def test_what_can_fit_fits(kind: str) -> None:
+    """Random orders and bytes: if the order fits with every unit given up, it is made to fit."""
+    rng = random.Random(31)
+    tried = 0
+    while tried < 60:
+        order = random_order(rng)
+        if not any(unit.kind in "BI" for unit in order.ranks[0]):
+            continue
+        rows = [[rng.randint(0, 50) for _ in range(order.num_segments)] for _ in range(order.num_stages)]
+        memory = StepMemory(
+            activations=rows,
+            kept_activations=[[x // 2 for x in row] for row in rows],
+            output_gradients=7,
+            inputs=[[x // 5 for x in row] for row in rows],
+            kv=rng.randint(0, 20),
+        )
+        whole = order.peak_memory(memory, message_bytes=3).total
+        change = order.recompute if kind == "R" else order.offload
+        least = change().peak_memory(memory, message_bytes=3).total
+        room = [rng.randint(min(a, b), max(a, b)) for a, b in zip(least, whole, strict=True)]
+        by = ("recompute",) if kind == "R" else ("offload",)
+        fitted = order.fit(memory, room, by, message_bytes=3)
+        fitted.check()
+        assert all(a <= b for a, b in zip(fitted.peak_memory(memory, message_bytes=3).total, room, strict=True))
+        assert order.fit(memory, whole, by, message_bytes=3) == order
+        tried += 1
+
+
+def test_a_rank_without_room_gives_up_all_that_helps() -> None:
+    order = build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=2)
+    fitted = order.fit(EQUAL, 0)
+    assert fitted.peak_memory(EQUAL).total == order.recompute().peak_memory(EQUAL).total
+
+
+def test_units_move_where_that_hides() -> None:
+    order = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=8)
+    room = [max(40, x // 2) for x in order.peak_memory(EQUAL).total]
+    both = ("recompute", "offload")
+    again = order.fit(EQUAL, room)
+    for tier, wanted in ((0.0, "L"), (1.0, "RL"), (1e6, "R")):
+        fitted = order.fit(EQUAL, room, both, tier=tier)
+        assert all(a <= b for a, b in zip(fitted.peak_memory(EQUAL).total, room, strict=True))
+        assert "".join(kind for kind in "RL" if any(given_up(fitted, kind))) in wanted
+        alone = order.fit(EQUAL, room, ("offload",)).simulate(tier=tier)
+        seconds = fitted.simulate(tier=tier).makespan
+        assert seconds <= again.simulate().makespan and seconds <= alone.makespan
+    assert order.fit(EQUAL, room, both, tier=0.0).simulate().makespan == order.simulate().makespan
+    assert order.fit(EQUAL, room, both, tier=1e6) == again
+
+
+def test_hardly_any_choice_is_faster() -> None:
+    """Units that cost more the later they stand in the sequence: against every choice that fits, by simulation."""
+    gaps = []
+    for name, (P, M, k) in itertools.product(("seq1f1b", "1f1b", "gpipe"), [(2, 2, 2), (2, 4, 1), (3, 2, 1)]):
+        order = small_schedule(name, P, M, k)
+        if order is None:
+            continue
+        cost = {"forward": [[1 + 0.4 * s for s in range(k)]] * P, "backward": [[2 + s for s in range(k)]] * P}
+        memory = StepMemory(activations=[[10 + s for s in range(k)]] * P)
+        cells = [unit for rank in range(P) for unit in forwards(order, rank)]
+        choices = [set(c) for n in range(len(cells) + 1) for c in itertools.combinations(cells, n)]
+        changed = [order.recompute(chosen.__contains__) for chosen in choices]
+        peaks = [max(each.peak_memory(memory).total) for each in changed]
+        seconds = [each.simulate(**cost).makespan for each in changed]
+        for room in sorted(set(peaks))[:-1]:
+            fitted = order.fit(memory, room)
+            assert max(fitted.peak_memory(memory).total) <= room
+            best = min(time for time, peak in zip(seconds, peaks, strict=True) if peak <= room)
+            gaps.append(fitted.simulate(**cost).makespan / best - 1)
+    print(f"{len(gaps)} cases: mean gap {sum(gaps) / len(gaps):.2%}, largest {max(gaps):.1%}")
+    assert len(gaps) > 10 and max(gaps) <= 0.10 and sum(gaps) / len(gaps) <= 0.02
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_kinds_of_cells_are_written_and_read(name: str) -> None:
+    order = small_schedule(name, 2, 4, 2) or small_schedule(name, 2, 4, 1) or small_schedule(name, 2, 2, 1)
+    assert order is not None
+    rng = random.Random(name)
+    kinds = {cell: rng.choice(".RL") for cell in order._cells()}
+    changed = order.recompute(lambda unit: kinds[unit[1:]] == "R").offload(lambda unit: kinds[unit[1:]] == "L")
+    assert order.with_cell_kinds(changed.cell_kinds()) == changed
+    assert set("".join(order.cell_kinds())) <= {".", " "}
+    assert order.with_cell_kinds(order.cell_kinds()) == order
+
+
+def test_bad_input() -> None:
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
+    with pytest.raises(ValueError, match="the order recomputes or moves units already: fit one that keeps all"):
+        order.recompute().fit(EQUAL, 10)
+    with pytest.raises(ValueError, match=r"room must be one number, or one for each rank|room holds"):
+        order.fit(EQUAL, [1, 2, 3])
+    with pytest.raises(ValueError, match="room"):
+        order.fit(EQUAL, -1)
+    with pytest.raises(ValueError, match=r"by is \('pray',\), must hold 'recompute', 'offload' or both"):
+        order.fit(EQUAL, 10, ("pray",))
+    with pytest.raises(TypeError, match="the times of units and of the tier are needed where units may do both"):
+        order.fit(EQUAL, 10, ("recompute", "offload"))
+    with pytest.raises(ValueError, match="units must be 2 texts, one per stage, each of 2 words of 2 letters"):
+        order.with_cell_kinds([".. .."])
+    with pytest.raises(ValueError, match=r"units are \['\.', 'X'\], must be '\.', 'R' or 'L'"):
+        order.with_cell_kinds([".. ..", ".. X."])
