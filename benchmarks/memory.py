@@ -15,7 +15,8 @@ Then the longest sequence under a cap on the growth of each rank, in the first s
 allocates what an engine keeps: the cache and receive places. At our longest one, five steps of SGD are compared with
 the whole model, its blocks checkpointed, on one process with torch's attention.
 
-    python benchmarks/memory.py                     # all of it, more than an hour: again until it is complete
+    python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
+    python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
     python benchmarks/memory.py --show              # table and picture of what is measured
     python benchmarks/memory.py --quick --output /tmp/try --foreign inf     # whether it runs
 
@@ -55,7 +56,7 @@ from seq1f1b.planning.search import search_plans
 TITLE = "Step time over memory: plans under caps, and torch's schedules"
 # What a plan counts is what a step holds: no share of a process that has imported torch, and no optimizer's state.
 MACHINE = dataclasses.replace(load_hardware("cpu-zen5"), context_bytes=0.0, allocator_reserve=0.0, optimizer_bytes=0.0)
-CAPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15)  # of the peak of the plan without one
+CAPS = (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)  # of the peak of the plan without one
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # that plans may have
 PEERS = (Spec("1F1B", "ours"), Spec("1F1B", "ours", checkpoint=True), Spec("ZBVZeroBubble", "ours"))
 FASTEST, BASE = "ours, no cap", PEERS[0].name
