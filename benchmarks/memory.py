@@ -15,7 +15,8 @@ Then the longest sequence under a cap on the growth of each rank, in the first s
 allocates what an engine keeps: the cache and receive places. At our longest one, five steps of SGD are compared with
 the whole model, its blocks checkpointed, on one process with torch's attention.
 
-    python benchmarks/memory.py                     # all of it, more than an hour: again until it is complete
+    python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
+    python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
     python benchmarks/memory.py --show              # table and picture of what is measured
     python benchmarks/memory.py --quick --output /tmp/try --foreign inf     # whether it runs
 
@@ -53,13 +54,13 @@ from seq1f1b.planning.profiler import make_profile
 from seq1f1b.planning.search import search_plans
 
 TITLE = "Step time over memory: plans under caps, and torch's schedules"
-# What a plan counts is what a step holds: no share of a process that has imported torch.
-MACHINE = dataclasses.replace(load_hardware("cpu-zen5"), context_bytes=0.0, allocator_reserve=0.0)
-CAPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15)  # of the peak of the plan without one
-SEGMENTS = (1, 2, 4, 8, 16, 32)  # that plans may have
+# What a plan counts is what a step holds: no share of a process that has imported torch, and no optimizer's state.
+MACHINE = dataclasses.replace(load_hardware("cpu-zen5"), context_bytes=0.0, allocator_reserve=0.0, optimizer_bytes=0.0)
+CAPS = (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)  # of the peak of the plan without one
+SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # that plans may have
 PEERS = (Spec("1F1B", "ours"), Spec("1F1B", "ours", checkpoint=True), Spec("ZBVZeroBubble", "ours"))
 FASTEST, BASE = "ours, no cap", PEERS[0].name
-RECOMPUTED, LONG = "ours, all recomputed", f"ours, {SEGMENTS[-1]} segments, all recomputed"
+RECOMPUTED, LONG = "ours, all recomputed", f"ours, {SEGMENTS[-1]} equal segments, all recomputed"
 PLANNED = "ours, planned"
 LEVERS = {  # shares of the units of the plan without a cap that are recomputed, and moved
     "ours, a half recomputed": (0.5, 0.0),
@@ -226,6 +227,7 @@ def search(case: Case, profile: Profile, cap: int | None, **wanted: Any) -> Plan
         num_microbatches=case.microbatches,
         memory=cap,
         layout=Layout(head_in_loss=True),
+        remedies=("recompute", "offload"),
         best=1,
         **{"segments": [k for k in SEGMENTS if 16 * k <= case.length], "stages_per_rank": [1, 2], **wanted},
     )
@@ -236,7 +238,7 @@ def choose_arms(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
     """Torch's, the plan without a cap and under each cap that changes it, and the first of these with levers."""
     fastest = search(case, profile, None)
     plans = {FASTEST: fastest}
-    for share in CAPS[4:5] if quick else CAPS:
+    for share in () if quick else CAPS:
         cap = int(share * max(fastest.peak))
         with contextlib.suppress(ValueError):
             plan = search(case, profile, cap)
@@ -322,8 +324,10 @@ def arm_at(case: Case, profile: Profile, name: str, cap: int) -> Spec | Ours:
     peers = {peer.name: peer for peer in PEERS}
     if name in peers:
         return peers[name]
-    if name == LONG:
-        return Ours(name, search(case, profile, None, names=["seq1f1b"], segments=SEGMENTS[-1:]).to_json(), 1.0)
+    if name == LONG:  # in equal segments, of which the longest is shortest
+        plan = search(case, profile, None, names=["seq1f1b"], segments=SEGMENTS[-1:])
+        sizes = seq1f1b.partition_sequence(case.length, plan.num_segments, strategy="even")
+        return Ours(name, dataclasses.replace(plan, segment_sizes=tuple(sizes), mix=0.0).to_json(), 1.0)
     return Ours(name, search(case, profile, cap).to_json())
 
 
@@ -422,7 +426,7 @@ def show(results: Results) -> None:
     base, fastest = results.last("peak", arm=BASE), results.counted(FASTEST)
     print(
         f"\n{'arm':36} {'s/step':>7} {'quartiles':>15} {'/ no cap':>8}  {'growth MiB, ranks':>17} {'/ 1F1B':>6}  "
-        f"{'planned MiB':>15}  {'units kept, recomputed, moved':>30}  {'error':>7}  steps"
+        f"{'planned MiB':>15}  {'units kept, recomputed, moved':>30}  {'error':>7}  {'steps':5}  plan"
     )
     for arm in results.arms():
         seconds, peak = sorted(results.counted(arm.name)), results.last("peak", arm=arm.name)
@@ -439,7 +443,12 @@ def show(results: Results) -> None:
             text += f"{mib(peak['growth']):>17} {share}  {mib(peak.get('planned', ())):>15}  "
             text += f"{'; '.join(', '.join(map(str, each)) for each in peak.get('units', ())):>30}  "
         if checked is not None:
-            text += f"{max(checked['loss_error'], checked['gradient_error']):7.1e}  {len(seconds)}"
+            text += f"{max(checked['loss_error'], checked['gradient_error']):7.1e}  {len(seconds):5}"
+        if isinstance(arm, Ours) and peak is not None and checked is not None:
+            plan = Plan.from_json(arm.plan)
+            layers = "+".join(map(str, plan.layout.layers or ()))
+            text += f"  {plan.schedule}, k {plan.num_segments}, layers {layers}, {plan.seconds:.2f} s, "
+            text += f"{mib(plan.peak)} MiB"
         print(text.rstrip())
     show_longest(results)
     print("\n## What must hold")
@@ -456,7 +465,7 @@ def show_longest(results: Results) -> None:
     for name in dict.fromkeys(r["arm"] for r in results.of("attempt")):
         tried = sorted(results.of("attempt", arm=name), key=lambda r: r["tokens"])
         text = ", ".join(f"{r['tokens']}: {mib(r['growth']) or 'no plan'}" for r in tried)
-        print(f"{name:36} {results.longest(name):7} tokens; growth in MiB of ranks at {text}")
+        print(f"{name:40} {results.longest(name):7} tokens; growth in MiB of ranks at {text}")
     for trained in results.of("trained"):
         whole = results.last("whole", tokens=trained["tokens"])
         print(f"{STEPS} steps of {trained['arm']}, {trained['tokens']} tokens: growth {mib(trained['growth'])} MiB")
@@ -544,7 +553,7 @@ def draw(results: Results, path: str) -> None:
 def run(options: argparse.Namespace, results: Results) -> None:
     results.begin(TITLE)
     quick, directory, deadline = options.quick, options.output, time.time() + 60 * options.minutes
-    case, cap = (Case(256, 2, hidden=64), 24 * MIB) if quick else (Case(8192, 2), 1024 * MIB)
+    case, cap = (Case(256, 2, hidden=64), 16 * MIB) if quick else (Case(8192, 2), 1024 * MIB)
     rounds = 1 if quick else options.rounds
     if not results.of("case"):
         results.add(what="case", fields=dataclasses.asdict(case), cap=cap)

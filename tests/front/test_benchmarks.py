@@ -129,13 +129,14 @@ def test_the_split_backward_is_measured_beside_torchs():
         assert 0 < float(ours) < float(theirs)
 
 
+@pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
 def test_time_over_memory_is_measured(tmp_path):
     """Small, and under any load: what is written, not how fast it is."""
     run = subprocess.run(
         [sys.executable, str(FOLDER / "memory.py"), "--quick", "--foreign=inf", "--output", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert run.returncode == 0, run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.jsonl", "memory.png", "memory.txt"]
@@ -152,7 +153,7 @@ def test_time_over_memory_is_measured(tmp_path):
     assert sorted(steps) == sorted(names)
     for r in records:
         if r["what"] == "attempt":
-            assert r["fits"] == (max(r["growth"]) <= 24 * 2**20)
+            assert r["fits"] == (max(r["growth"]) <= 16 * 2**20)
     [trained], [whole] = ([r for r in records if r["what"] == what] for what in ("trained", "whole"))
     assert trained["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     assert "losses of these steps equal one process's" in run.stdout
