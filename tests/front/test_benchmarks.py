@@ -130,6 +130,7 @@ def test_the_split_backward_is_measured_beside_torchs():
 
 
 @pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
+@pytest.mark.full  # starts 18 processes one after another, about 100 seconds of a core
 def test_time_over_memory_is_measured(tmp_path):
     """Small, and under any load: what is written, not how fast it is."""
     run = subprocess.run(
@@ -202,3 +203,38 @@ def test_our_curve_is_judged_at_each_size(monkeypatch, tmp_path):
     first, _, third = memory.verdicts(results)
     assert first.endswith("1.783, ours, small, 1.050 times: FAILED")
     assert third.endswith("no arm of ours needs as little: FAILED")
+
+
+def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
+    """A rank's own receive places count, those of its neighbour do not; a step beside others does not either."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import caps
+    from arms import Case
+
+    from seq1f1b.planning.hardware import load_hardware
+    from seq1f1b.planning.search import search_plans
+
+    case = Case(2048, 2)
+    counts = {"seq_len": 2048, "num_ranks": 2, "num_microbatches": 2, "best": 1}
+    plan = search_plans(case.shape, load_hardware("cpu-zen5"), **counts).plans[0]
+    plan = dataclasses.replace(plan, peak=(1000, 1200), cap=1210, low=1.0, high=2.0)
+    results = caps.Results(str(tmp_path / "results"), 0.08)
+    results.add(what="header", lines=["# a header"])
+    results.add(what="case", fields=dataclasses.asdict(case), cap=0)
+
+    def add(name, total, seconds):
+        results.add(what="plan", name=name, text=plan.to_json(), receive=[100, 50])
+        steps = [(second, 0.01) for second in seconds]
+        results.add(what="ran", name=name, total=total, steps=[*steps, (9.0, 0.5)], units=[1, 2, 3])
+
+    add("good", [1000 + 50, 1200 + 100], [1.4, 1.6])
+    caps.show(results)
+    assert capsys.readouterr().out.count(": passed") == 3
+    add("more than planned", [1060 + 50, 1200 + 100], [1.4, 1.6])
+    add("above the cap", [1000 + 50, 1211 + 100], [2.1, 2.2])
+    add("never alone", [1000 + 50, 1200 + 100], [1.4])
+    caps.show(results)
+    *_, near, below, inside = capsys.readouterr().out.splitlines()
+    assert near.endswith("the plan's: 3 of 4: FAILED")
+    assert below.endswith("no rank above the cap: 3 of 4: FAILED")
+    assert inside.endswith("interval: 2 of 3: FAILED")
