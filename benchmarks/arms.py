@@ -92,6 +92,7 @@ class Spec:
     split: str = "even"
     head_in_loss: bool = False
     weights: str = "planned"  # of ours: where W runs, as PipelineEngine takes it
+    checkpoint: bool = False  # of torch's: every block is computed again, by torch.utils.checkpoint
 
     @property
     def is_torchs(self) -> bool:
@@ -100,7 +101,7 @@ class Spec:
     @property
     def name(self) -> str:
         if self.is_torchs:
-            return f"torch {self.schedule}"
+            return f"torch {self.schedule}" + ", blocks checkpointed" * self.checkpoint
         if self.schedule == RUNTIME:
             return f"torch's runtime, our order, k {self.segments}"
         head = ", head in the loss" if self.head_in_loss else ""
@@ -362,6 +363,8 @@ class _TorchArm(Arm):
             second = 2 * P - 1 - rank if spec.schedule in V_PLACEMENT else P + rank
             own, num_stages = ([rank], P) if spec.schedule in ONE_STAGE else ([rank, second], 2 * P)
             self.modules = [case.stage(i, num_stages, attention) for i in own]
+            for module in self.modules:
+                module.checkpoints = spec.checkpoint
             stages = [
                 TimedStage(module, i, num_stages, device, spans=self._spans)
                 for i, module in zip(own, self.modules, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,81 @@ def lines(
             axis.set_ylabel(y_label)
         figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=3)
         figure.supxlabel(caption, fontsize=6, color="#555555")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """What an arm needs, and its seconds with their interval."""
+
+    size: float
+    seconds: float
+    low: float
+    high: float
+
+
+def _write_names(axis: Any, dots: Sequence[Dot], named: dict[str, Dot], line: Any) -> None:
+    """Writes each name in the first place near its dot where it covers no dot, no other name and not the line."""
+    renderer, inside = axis.figure.canvas.get_renderer(), axis.get_window_extent()
+    centres = [axis.transData.transform((dot.size, dot.seconds)) for dot in dots]
+    boxes = [matplotlib.transforms.Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
+    corners = itertools.pairwise(line.get_path().transformed(axis.transData).vertices)
+    boxes += [matplotlib.transforms.Bbox([a.tolist(), b.tolist()]).padded(1) for a, b in corners]
+    places = [(dx, dy * up) for dy in (7, 18, 30, 42, 54) for dx in (6, -6) for up in (1, -1)]
+    for name, dot in named.items():
+        for dx, dy in places:
+            text = axis.annotate(
+                name, (dot.size, dot.seconds), (dx, dy), textcoords="offset points", fontsize=8,
+                ha="left" if dx > 0 else "right", va="bottom" if dy > 0 else "top",
+                arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if abs(dy) > 7 else None,
+            )  # fmt: skip
+            text.update_positions(renderer)
+            box = matplotlib.text.Text.get_window_extent(text, renderer)
+            is_inside = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0 and box.y1 < inside.y1
+            if is_inside and not any(box.overlaps(other) for other in boxes):
+                boxes.append(box)
+                break
+            text.remove()
+
+
+def trade_off(path: str, ours: dict[str, Dot], peers: dict[str, Dot], *, base: str, title: str, caption: str) -> None:
+    """Seconds over memory: ours as the least time within each size, each peer as a point with its name.
+
+    Arms of ours that another one beats in both are hollow. The upper axis counts in shares of the size of ``base``.
+    """
+    with plt.rc_context({**STYLE, "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10}):
+        figure, axis = plt.subplots(figsize=(8.0, 5.0), layout="constrained")
+        best: dict[str, Dot] = {}
+        for name, dot in sorted(ours.items(), key=lambda entry: (entry[1].size, entry[1].seconds)):
+            if not best or dot.seconds < min(other.seconds for other in best.values()):
+                best[name] = dot
+        right = 1.1 * max(dot.size for dot in (*ours.values(), *peers.values()))
+        sizes = [*(dot.size for dot in best.values()), right]
+        seconds = [dot.seconds for dot in best.values()]
+        [line] = axis.step(sizes, [*seconds, seconds[-1]], where="post", color=COLOURS[0], linewidth=1.6)
+        for name, dot in (*ours.items(), *peers.items()):
+            colour = COLOURS[0] if name in ours else COLOURS[1]
+            axis.errorbar(
+                dot.size, dot.seconds, yerr=[[dot.seconds - dot.low], [dot.high - dot.seconds]], color=colour,
+                marker=MARKS[0] if name in ours else MARKS[1], markersize=5.5, elinewidth=0.8, capsize=2.0,
+                markerfacecolor=colour if name in best or name in peers else "white",
+            )  # fmt: skip
+        axis.set_xlim(0, right)
+        axis.set_ylim(0, 1.12 * max(dot.high for dot in (*ours.values(), *peers.values())))
+        axis.set_xlabel("growth of resident memory in a step, on the rank where it is largest (MiB)")
+        axis.set_ylabel("seconds of a step")
+        axis.grid(color="#eeeeee", linewidth=0.6)
+        axis.set_axisbelow(True)
+        unit = peers[base].size
+        upper = axis.secondary_xaxis("top", functions=(lambda x: x / unit, lambda x: x * unit))
+        upper.set_xlabel(f"the same over that of {base}")
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        caption += "\nhollow: another one of ours is faster in less memory"
+        figure.supxlabel(caption, fontsize=6, color="#555555")
+        figure.canvas.draw()  # places the axes, from which names take their room
+        figure.set_layout_engine("none")
+        _write_names(axis, [*ours.values(), *peers.values()], {**best, **peers}, line)
         figure.savefig(path)
         plt.close(figure)
 

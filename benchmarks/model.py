@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 import torch_attention
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
 
@@ -39,8 +42,11 @@ class Stage(nn.Module):
     """Blocks of one of P stages; embedding on the first, head on the last unless ``head`` is off.
 
     Weights and their names are those of the whole model however many stages there are. Attention is "ours", torch's
-    over "whole sequences", or one of ``torch_attention.FORMS``.
+    over "whole sequences", or one of ``torch_attention.FORMS``. ``layers``: blocks of each stage, where they are not
+    spread evenly.
     """
+
+    checkpoints = False  # whether the backward computes each block again, by torch.utils.checkpoint
 
     def __init__(
         self,
@@ -52,9 +58,12 @@ class Stage(nn.Module):
         vocab: int,
         attention: str = "ours",
         head: bool = True,
+        layers: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         first, last = index * blocks // num_stages, (index + 1) * blocks // num_stages
+        if layers is not None:
+            first, last = sum(layers[:index]), sum(layers[: index + 1])
         if index == 0:
             torch.manual_seed(blocks)
             self.embedding = nn.Embedding(vocab, hidden)
@@ -75,7 +84,7 @@ class Stage(nn.Module):
         if hasattr(self, "embedding"):
             x = self.embedding(x)
         for block in self.blocks.values():
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(x) if hasattr(self, "head") else x  # type: ignore[no-any-return]
 
 

@@ -30,8 +30,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from arms import (
     AUTO_SPLIT,
     RUNTIME,
     TORCH,
+    Arm,
     Case,
     OurArm,
     Spec,
@@ -56,6 +57,7 @@ from model import cross_entropy
 LARGEST_ERROR = 1e-4  # of the loss, and of the gradients; rounding in float32 is 1e-7 and 1e-6
 BASE = "1F1B"
 ATTENTIONS = {"torch": "torch's attention", "ours": "our attention"}
+A = TypeVar("A", bound=Arm)
 
 
 def base_of(spec: Spec) -> Spec:
@@ -169,32 +171,41 @@ def status_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
-def measure_memory(rank: int, case: Case, spec: Spec, path: str) -> None:
-    """Peaks of resident memory over four steps, in bytes, of this rank.
+def peaks_of_steps(
+    case: Case, attention: str, make: Callable[[], A], steps: int, after: Callable[[A], object] = Arm.zero_grad
+) -> tuple[A, list[int], int]:
+    """Makes an arm and takes so many steps, each followed by ``after``. Returns it, and peaks of resident memory of
+    this rank, in bytes.
 
-    growth: of a step over what is resident before it, the largest after the first. total: over what is resident before
-    the arm is made, with its weights, its buffers and all that it keeps between steps.
+    growth: of each step over what is resident before it. total: over what is resident before the arm is made, with its
+    weights, its buffers and all that it keeps between steps.
     """
-    warm = case.stage(0, 1, "ours" if spec.attention == "ours" else "two calls")  # loads the code that steps run
+    warm = case.stage(0, 1, "ours" if attention == "ours" else "two calls")  # loads the code that steps run
     cross_entropy(warm(torch.zeros(1, 64, dtype=torch.int64)), torch.zeros(1, 64, dtype=torch.int64)).backward()
     del warm
     dist.barrier()
     empty = reset_peak()
-    try:
-        arm = make_arm(case, spec, rank)
-    except Unavailable as error:
-        if rank == 0:
-            Results(path).add(what="peak", case=str(case), spec=dataclasses.asdict(spec), refused=str(error))
-        return
+    arm = make()
     growth, total = [], 0
-    for _ in range(4):
+    for _ in range(steps):
         dist.barrier()
         before = reset_peak()
         arm.step()
         peak = status_bytes("VmHWM")
         growth.append(peak - before)
         total = max(total, peak - empty)
-        arm.zero_grad()
+        after(arm)
+    return arm, growth, total
+
+
+def measure_memory(rank: int, case: Case, spec: Spec, path: str) -> None:
+    """Peaks over four steps: the largest growth after the first, and the total."""
+    try:
+        _, growth, total = peaks_of_steps(case, spec.attention, lambda: make_arm(case, spec, rank), 4)
+    except Unavailable as error:
+        if rank == 0:
+            Results(path).add(what="peak", case=str(case), spec=dataclasses.asdict(spec), refused=str(error))
+        return
     gathered: list[Any] = [None] * case.ranks
     dist.all_gather_object(gathered, (max(growth[1:]), total))
     if rank == 0:

@@ -178,7 +178,14 @@ def autocast(setup: Setup) -> torch.autocast:
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 
-def measure_part(setup: Setup, part: str, wait: Callable[[], object]) -> Measured:
+def measure_part(
+    setup: Setup,
+    part: str,
+    wait: Callable[[], object],
+    segments: Sequence[int] = (1, 2, 4, 8),
+    repeats: int = 5,
+    offload: str | None = None,
+) -> Measured:
     def hidden(tokens: int) -> Tensor:
         return torch.randn(1, tokens, setup.hidden)
 
@@ -186,7 +193,13 @@ def measure_part(setup: Setup, part: str, wait: Callable[[], object]) -> Measure
         return torch.randint(setup.vocab, (1, tokens))
 
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"seq_len": setup.seq_len, "repeats": 5, "wait": wait, "segments": (1, 2, 4, 8)}
+    settings: dict[str, Any] = {
+        "seq_len": setup.seq_len,
+        "repeats": repeats,
+        "wait": wait,
+        "segments": segments,
+        "offload": offload,
+    }
     with autocast(setup):
         if part == "embedding":
             return measure_stage(embedding_of(setup), words, **settings)

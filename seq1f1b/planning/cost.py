@@ -490,6 +490,14 @@ class CostModel:
                 table.append([math.ceil(sum(part[kind] for part in unit)) for unit in units])
         return tables
 
+    def _measured_workspace(self, profile: Profile, stages: Sequence[int], tokens: int) -> float:
+        """Most that a unit of these stages allocates for a while. A head in the loss saves for a while, too."""
+        ends = {"embedding": 0 in stages, "head": self.num_stages - 1 in stages}
+        found = {name: part.workspace(tokens) for name, part in profile.parts().items() if ends.get(name, True)}
+        if profile.head is not None and ends["head"] and self.layout.head_in_loss:
+            found["head"] += profile.head.unit_bytes(tokens)[0]
+        return max(found.values())
+
     def _cache_bytes(self) -> tuple[float, float]:
         """Keys and values of one token and layer, and their gradients."""
         if self.profile is not None:
@@ -515,7 +523,9 @@ class CostModel:
         ranks = []
         for rank, stages in enumerate(stages_of):
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
-            if self.num_stages - 1 in stages and self.layout.head_in_loss:
+            if self.profile is not None:
+                work = self._measured_workspace(self.profile, stages, longest)
+            elif self.num_stages - 1 in stages and self.layout.head_in_loss:
                 work = max(work, self._logit_bytes(longest))
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(

@@ -89,6 +89,8 @@ class Part:
         gradient_token_bytes: what I adds to it, which are gradients of layers' outputs, per token.
         moved_token_bytes: what goes to the tier when a unit is moved, per token; the rest of what is saved stays. 0
             where no tier was measured.
+        workspace_bytes, workspace_token_bytes: most that a pass of a unit allocates for a while, beside all this:
+            floor, and per token of the unit. Its layers run one after the other, so it is once what one layer takes.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
         message_bytes: of what the stage returns, per token.
     """
@@ -105,6 +107,8 @@ class Part:
     kept_token_bytes: float
     gradient_token_bytes: float
     moved_token_bytes: float
+    workspace_bytes: float
+    workspace_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
@@ -113,6 +117,10 @@ class Part:
     def seconds(self, tokens: float, pairs: float, floor: bool = True) -> PassSeconds:
         """Every pass as it was measured. I + W is not B: a split costs something."""
         return PassSeconds(*(getattr(self, name).seconds(tokens, pairs, floor) for name in PassSeconds._fields))
+
+    def workspace(self, tokens: int) -> float:
+        """Bytes that a unit allocates for a while."""
+        return self.workspace_bytes + self.workspace_token_bytes * tokens
 
     def unit_bytes(self, tokens: int) -> tuple[float, float, float]:
         """Bytes that a unit saves, the part of them that W reads, and what I leaves to W beside it."""
@@ -251,7 +259,8 @@ _PART = {
     **dict.fromkeys(PASSES.values(), Fit),
     "layers": int,
     **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
-    **dict.fromkeys(("moved_token_bytes", "kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
+    **dict.fromkeys(("moved_token_bytes", "workspace_bytes", "workspace_token_bytes"), float),
+    **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,
 }
 _TIER = ("tier_out", "tier_in")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import PASSES, Fit, Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.workspace import measure_workspace
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
@@ -51,6 +52,7 @@ class Measured(NamedTuple):
         unit_overhead, step_overhead: seconds, one per repetition.
         moved: bytes per token that a unit sent to its tier, 0 without one.
         tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
+        workspace: tokens of a unit, and the bytes that one of its passes allocates for a while.
     """
 
     layers: int
@@ -64,6 +66,7 @@ class Measured(NamedTuple):
     step_overhead: list[float]
     moved: float
     tier: list[tuple[float, float]]
+    workspace: list[tuple[int, float]]
 
 
 class _Feed(nn.Module):
@@ -126,16 +129,24 @@ def measure_stage(
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
     case = _Case(stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
-    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [])
+    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [])
     for k in cuts:
         for way in WAYS:
             result = _measure_cut(case, k, way, result)
         if offload is not None and k == moved_cut(cuts):
             result = _measure_cut(case, k, "moved", result)
         progress()
+        result.workspace.append((seq_len // k, _workspace(case, seq_len // k)))
     for parameter in stage.parameters():
         parameter.grad = None
     return result
+
+
+def _workspace(case: _Case, tokens: int) -> float:
+    if case.loss_fn is None or case.make_target is None:
+        return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), None)
+    loss_fn, target = case.loss_fn, case.make_target(tokens)
+    return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), lambda output: loss_fn(output, target))
 
 
 def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
@@ -321,6 +332,7 @@ def fit_part(measured: Sequence[Measured]) -> Part:
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
+    workspace = _line([(tokens, size) for tokens, size in all_.workspace])
     saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
     kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
     return Part(
@@ -332,6 +344,8 @@ def fit_part(measured: Sequence[Measured]) -> Part:
         kept_token_bytes=kept / layers,
         gradient_token_bytes=gradients / layers,
         moved_token_bytes=all_.moved / layers,
+        workspace_bytes=workspace[0],
+        workspace_token_bytes=workspace[1],
         kv_bytes=all_.kv / layers,
         kv_gradient_bytes=all_.kv_gradients / layers,
         message_bytes=all_.message,

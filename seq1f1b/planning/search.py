@@ -178,7 +178,8 @@ def search_plans(
 
     The fastest has the shortest period: seconds from step to step, of several in a row with their optimizer.
     Each family is tried with every number of segments, stages per rank and recomputation asked for, first with
-    segments of equal time; the best of them then with splits nearer to equal length. What cannot be faster than those
+    segments of equal time; the best of them then with splits nearer to equal length. If nothing fits, all of them with
+    segments of equal length. What cannot be faster than those
     found, by its busiest rank and the way to it, is not simulated.
 
     Args:
@@ -253,7 +254,10 @@ def _best_that_fit(
 
     possible = [(candidate, i) for i, candidate in enumerate(candidates) if pricing.rule(candidate) is None]
     allowed = sorted((pricing.bound(candidate), i) for candidate, i in possible if not pricing.is_repeated(candidate))
-    consider([candidates[i] for _, i in allowed])
+    wanted = [candidates[i] for _, i in allowed]
+    consider(wanted)
+    if not fitting:  # equal segments need less: of equal time the first one is the longest by far
+        consider([each._replace(mix=0.0) for each in wanted if each.num_segments > 1])
     if not fitting:
         raise ValueError(pricing.explain_nothing(cap))
     mixed = [found.candidate._replace(mix=mix) for found in fitting for mix in _MIXES]

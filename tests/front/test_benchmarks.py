@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +127,114 @@ def test_the_split_backward_is_measured_beside_torchs():
     assert len(cells) == 2
     for *_, ours, theirs in cells:
         assert 0 < float(ours) < float(theirs)
+
+
+@pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
+@pytest.mark.full  # starts 18 processes one after another, about 100 seconds of a core
+def test_time_over_memory_is_measured(tmp_path):
+    """Small, and under any load: what is written, not how fast it is."""
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "memory.py"), "--quick", "--foreign=inf", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.jsonl", "memory.png", "memory.txt"]
+    assert (tmp_path / "memory.txt").read_text() == run.stdout
+    records = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    names = [r["arm"] for r in records if r["what"] == "checked"]
+    assert {"torch 1F1B", "ours, no cap", "ours, all recomputed"} <= set(names)
+    peaks = {r["arm"]: r for r in records if r["what"] == "peak"}
+    assert sorted(peaks) == sorted(names) and all(min(r["growth"]) > 0 for r in peaks.values())
+    for kept, recomputed, moved in peaks["ours, all recomputed"]["units"]:
+        assert (kept, moved) == (0, 0) and recomputed > 0
+    assert max(peaks["ours, all recomputed"]["planned"]) < max(peaks["ours, no cap"]["planned"])
+    [steps] = [r["steps"] for r in records if r["what"] == "round"]
+    assert sorted(steps) == sorted(names)
+    for r in records:
+        if r["what"] == "attempt":
+            assert r["fits"] == (max(r["growth"]) <= 16 * 2**20)
+    [trained], [whole] = ([r for r in records if r["what"] == what] for what in ("trained", "whole"))
+    assert trained["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert "losses of these steps equal one process's" in run.stdout
+
+
+def test_the_longest_sequence_is_found_from_growth(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import memory
+    from arms import Case
+
+    for longest in (1024, 13 * 1024, 8192, 60 * 1024 + 5, 100):
+        results = memory.Results(str(tmp_path / f"{longest}"), 1.0)
+        results.add(what="case", fields=dataclasses.asdict(Case(8192, 2)), cap=1000 + longest)
+
+        def attempt(case, results=results, longest=longest):
+            growth = [1000 + case.length, 1000 + case.length // 2]
+            results.add(what="attempt", arm="one", tokens=case.length, growth=growth, fits=case.length <= longest)
+
+        memory.find_longest(results, "one", 1024, math.inf, attempt)
+        assert results.longest("one") == longest // 1024 * 1024
+        assert len(results.of("attempt")) <= 6
+
+
+def test_our_curve_is_judged_at_each_size(monkeypatch, tmp_path):
+    """By the arms that are within the time, or within the size of torch's schedule."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import memory
+
+    results = memory.Results(str(tmp_path / "results"), 0.08)
+    arms = {"fast": (1.0, 500), "small": (1.05, 390), "tiny": (1.3, 240), "torch": (1.2, 1000)}
+    for name, (seconds, growth) in arms.items():
+        arm = memory.PEERS[0] if name == "torch" else memory.Ours(f"ours, {name}", "")
+        arms[name] = arm.name, seconds, growth
+        results.add(what="arm", fields=dataclasses.asdict(arm))
+        results.add(what="peak", arm=arm.name, growth=[growth // 2, growth])
+    assert all(line.endswith("unmeasured") for line in memory.verdicts(results))
+    for _ in range(16):
+        results.add(what="round", steps={name: (seconds, 0.02) for name, seconds, _ in arms.values()})
+        results.add(what="round", steps={name: (9.0, 0.5) for name, *_ in arms.values()})  # others use the cores
+    first, second, third = memory.verdicts(results)
+    assert first.endswith("0.390, ours, small, 1.050 times: passed")
+    assert second.endswith("0.240, ours, tiny, 1.300 times: passed")
+    assert third.endswith("1.200 [1.200, 1.200] times by ours, fast, 16 pairs: passed")
+    results.add(what="peak", arm="ours, small", growth=[410, 10])
+    results.add(what="peak", arm=memory.BASE, growth=[200, 230])
+    first, _, third = memory.verdicts(results)
+    assert first.endswith("1.783, ours, small, 1.050 times: FAILED")
+    assert third.endswith("no arm of ours needs as little: FAILED")
+
+
+def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
+    """A rank's own receive places count, those of its neighbour do not; a step beside others does not either."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import caps
+    from arms import Case
+
+    from seq1f1b.planning.hardware import load_hardware
+    from seq1f1b.planning.search import search_plans
+
+    case = Case(2048, 2)
+    counts = {"seq_len": 2048, "num_ranks": 2, "num_microbatches": 2, "best": 1}
+    plan = search_plans(case.shape, load_hardware("cpu-zen5"), **counts).plans[0]
+    plan = dataclasses.replace(plan, peak=(1000, 1200), cap=1210, low=1.0, high=2.0)
+    results = caps.Results(str(tmp_path / "results"), 0.08)
+    results.add(what="header", lines=["# a header"])
+    results.add(what="case", fields=dataclasses.asdict(case), cap=0)
+
+    def add(name, total, seconds):
+        results.add(what="plan", name=name, text=plan.to_json(), receive=[100, 50])
+        steps = [(second, 0.01) for second in seconds]
+        results.add(what="ran", name=name, total=total, steps=[*steps, (9.0, 0.5)], units=[1, 2, 3])
+
+    add("good", [1000 + 50, 1200 + 100], [1.4, 1.6])
+    caps.show(results)
+    assert capsys.readouterr().out.count(": passed") == 3
+    add("more than planned", [1060 + 50, 1200 + 100], [1.4, 1.6])
+    add("above the cap", [1000 + 50, 1211 + 100], [2.1, 2.2])
+    add("never alone", [1000 + 50, 1200 + 100], [1.4])
+    caps.show(results)
+    *_, near, below, inside = capsys.readouterr().out.splitlines()
+    assert near.endswith("the plan's: 3 of 4: FAILED")
+    assert below.endswith("no rank above the cap: 3 of 4: FAILED")
+    assert inside.endswith("interval: 2 of 3: FAILED")

@@ -41,6 +41,8 @@ def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
         "kept_token_bytes": 2.5,
         "gradient_token_bytes": 1.5,
         "moved_token_bytes": 6.5,
+        "workspace_bytes": 40.0,
+        "workspace_token_bytes": 0.5,
         "kv_bytes": 256.0,
         "kv_gradient_bytes": 512.0,
         "message_bytes": 128.0,
@@ -142,6 +144,25 @@ def test_a_synthetic_stage_is_measured():
     assert found.forward.per_pair == 0.0  # there is no attention to see pairs
     assert all(abs(s.recompute - s.forward) < 2e-3 for s in found.samples)
     assert (measured.moved, measured.tier, found.moved_token_bytes) == (0.0, [], 0.0)
+
+
+def test_what_a_pass_allocates_for_a_while():
+    """Two layers, of which the first is four times as wide: by hand."""
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from seq1f1b.planning.workspace import measure_workspace
+
+    wide, narrow = torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
+    tokens = 64
+    x = torch.zeros(1, tokens, 32, requires_grad=True)
+    found = measure_workspace(torch.nn.Sequential(wide, narrow), (x,), None)
+    # Backward: the gradient of the inner result beside that of a weight before it is added, or the input's gradient.
+    inner, weight = tokens * 128 * 4, 32 * 128 * 4
+    assert inner + weight <= found <= inner + 2 * weight
+    with torch.no_grad():
+        frozen = torch.nn.Linear(32, 128, bias=False).requires_grad_(False)
+        kept = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),), None)
+    assert inner <= kept <= inner + 64  # the product is given back, twice it is the result; and a number
+    assert x.grad is None and wide.weight.grad is not None
 
 
 def test_a_real_stage_is_measured():

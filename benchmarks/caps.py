@@ -1,0 +1,175 @@
+"""Does a run with a plan stay below the cap that the plan was made for, and take the time that it says?
+
+Two processes of one thread, the model of the training benchmarks, fp32. Its parts are profiled once. Then twelve plans:
+2048 to 16384 tokens, two and four micro-batches, each under a cap between what the fastest plan needs and the least
+that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
+resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
+time the median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that
+both of their ranks hold; they are counted once, as the receiver's.
+
+    python benchmarks/caps.py                      # about a quarter of an hour
+    python benchmarks/caps.py --show               # what is measured
+    python benchmarks/caps.py --quick --output /tmp/try --foreign inf      # whether it runs
+
+Writes caps.jsonl and caps.txt into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from arms import Case
+from common import FOREIGN_LIMIT, ForeignLoad, spawn
+from memory import MACHINE, MIB, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
+from pipeline import peaks_of_steps
+
+from seq1f1b.plan import Plan
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import ProfiledHardware
+from seq1f1b.planning.profile import Profile
+
+TITLE = "Plans under caps: peaks of resident memory, and periods"
+LENGTHS, MICROBATCHES = (2048, 4096, 8192, 16384), (2, 4)
+SHARES = {(length, M): (0.6,) for length in LENGTHS for M in MICROBATCHES}  # of the way from the least to the fastest
+SHARES |= {(length, M): (0.6, 0.25) for length in (4096, 8192) for M in MICROBATCHES}
+WITHIN, WANTED_PERIODS = 0.05, 10 / 12
+STEPS, LEAST = 3, 2  # steps of each plan behind the first, and how many have to count
+
+
+def receive_bytes(case: Case, plan: Plan, profile: Profile) -> list[int]:
+    """Of the places of each rank."""
+    counts = {"num_ranks": case.ranks, "stages_per_rank": plan.stages_per_rank, "seq_len": case.length}
+    cost = CostModel(case.shape, ProfiledHardware.of(profile, MACHINE), **counts, layout=plan.layout)
+    return [rank.receive for rank in cost.rank_bytes(plan.build(), plan.segment_sizes, prefetch=plan.prefetch)]
+
+
+def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:
+    """A plan under a cap so far from the least that is possible to what the fastest needs, and the cap's name."""
+    fastest = search(case, results.profile, None)
+    try:
+        search(case, results.profile, 1)
+    except ValueError as error:
+        least = int(float(str(error).split("the least possible is ")[1].split(" GiB")[0]) * 2**30)
+    cap = int(least + share * (max(fastest.peak) - least))
+    return f"S{case.length} M{case.microbatches} {share:.0%}", search(case, results.profile, cap)
+
+
+def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: str, path: str) -> None:
+    load = ForeignLoad(gathered(case, os.getpid()))
+    seconds: list[tuple[float, float]] = []
+
+    def count(arm: PlannedArm) -> None:
+        arm.zero_grad()
+        dist.barrier()
+        seconds.append((time.perf_counter() - began[0], load.cores()))
+        load.start()
+        began[0] = time.perf_counter()
+
+    began = [time.perf_counter()]
+    made, _, total = peaks_of_steps(
+        case, "ours", lambda: PlannedArm(case, Ours(name, text), rank, directory), steps + 1, count
+    )
+    everyone = gathered(case, total)
+    if rank == 0:
+        report = made.engine.report()
+        units = [report.kept_units, report.recomputed_units, report.moved_units]
+        Results(path, 0.0).add(what="ran", name=name, total=everyone, steps=seconds[1:], units=units)
+
+
+def show(results: Results) -> None:
+    print(results.header())
+    print(f"# {results.case}; a step counts while other processes use less than {results.limit:g} of a core")
+    print(
+        f"\n{'plan':<15}{'schedule':<20}{'k':>3}{'cap':>7}{'planned MiB':>14}{'measured MiB':>15}{'/ planned':>14}"
+        f"{'interval s':>16}{'measured':>9}{'steps':>6}   units of rank 0 kept, recomputed, moved"
+    )
+    near = below = inside = counted = 0
+    ran = results.of("ran")
+    for r in ran:
+        planned = results.last("plan", name=r["name"])
+        assert planned is not None
+        plan = Plan.from_json(planned["text"])
+        places = planned["receive"]
+        totals = [total - sum(places) + own for total, own in zip(r["total"], places, strict=True)]
+        ratios = [total / peak for total, peak in zip(totals, plan.peak, strict=True)]
+        near += max(abs(ratio - 1) for ratio in ratios) <= WITHIN
+        below += max(totals) <= plan.cap
+        steps = [seconds for seconds, foreign in r["steps"] if foreign < results.limit]
+        measured = statistics.median(steps) if len(steps) >= LEAST else None
+        if measured is not None:
+            counted, inside = counted + 1, inside + (plan.low <= measured <= plan.high)
+        print(
+            f"{r['name']:<15}{plan.schedule:<20}{plan.num_segments:>3}{plan.cap / MIB:>7.0f}{mib(plan.peak):>14}"
+            f"{mib(totals):>15}{', '.join(f'{ratio:.3f}' for ratio in ratios):>14}"
+            f"{f'{plan.low:.2f}..{plan.high:.2f}':>16}{'-' if measured is None else f'{measured:.2f}':>9}"
+            f"{len(steps):>6}   {', '.join(map(str, r['units']))}"
+        )
+    print("\n## What must hold")
+    for text, found, of, wanted in (
+        (f"peaks of both ranks within {WITHIN:.0%} of the plan's", near, len(ran), len(ran)),
+        ("no rank above the cap", below, len(ran), len(ran)),
+        ("periods in the plan's interval", inside, counted, WANTED_PERIODS * len(ran)),
+    ):
+        print(f"{text}: {found} of {of}: {'passed' if found >= wanted and of else 'FAILED'}")
+
+
+def run(options: argparse.Namespace, results: Results) -> None:
+    results.begin(TITLE)
+    longest = 256 if options.quick else max(LENGTHS)
+    case = Case(longest, 2, hidden=64 if options.quick else 256)
+    if not results.of("case"):
+        results.add(what="case", fields=dataclasses.asdict(case), cap=0)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
+    if not results.of("profile"):
+        segments = (1, 2) if options.quick else (4, 16)
+        spawn(case.ranks, measure_profile, case, segments, options.output, results.path)
+        results.reload()
+    wanted = {(longest, 2): (0.6,)} if options.quick else SHARES
+    for (length, M), shares in wanted.items():
+        for share in shares:
+            own = dataclasses.replace(case, length=length, microbatches=M)
+            name, plan = choose(own, results, share)
+            if results.of("ran", name=name):
+                continue
+            places = receive_bytes(own, plan, results.profile)
+            results.add(what="plan", name=name, text=plan.to_json(), receive=places)
+            spawn(own.ranks, measure, own, name, plan.to_json(), STEPS, options.output, results.path)
+            results.reload()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path(__file__).parent / "results"
+    parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small model and one plan: whether it runs")
+    parser.add_argument("--show", action="store_true", help="measure nothing")
+    options: Any = parser.parse_args()
+    options.output = str(Path(options.output).resolve())
+    os.makedirs(options.output, exist_ok=True)
+    results = Results(str(Path(options.output) / "caps.jsonl"), options.foreign)
+    if not options.show:
+        run(options, results)
+        results = Results(results.path, options.foreign)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        show(results)
+    sys.stdout.write(text.getvalue())
+    (Path(options.output) / "caps.txt").write_text(text.getvalue())
+
+
+if __name__ == "__main__":
+    main()
