@@ -120,7 +120,7 @@ static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cos
 static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
                       s1f_costs *costs)
 {
-    int64_t num_pairs = (int64_t)program->shape.num_stages - 1;
+    int64_t num_pairs = (int64_t)program->shape.num_stages - 1, num_columns = s1f_num_columns(&program->shape);
     if (per_unit != Py_None ? !read_unit_seconds(program, per_unit, arrays, costs)
                             : !read_pass_seconds(program, per_pass, arrays, costs))
         return 0;
@@ -132,10 +132,10 @@ static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *
     costs->tier_seconds = arrays->tier.values;
     return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
            s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
-           s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
-           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, program->shape.num_segments) &&
+           s1f_require_count("message_bytes", arrays->message_bytes.count, num_columns) &&
+           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, num_columns) &&
            (arrays->tier.values == NULL ||
-            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * program->shape.num_segments)) &&
+            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * num_columns)) &&
            s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
 }
 
@@ -221,8 +221,8 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
                           &sizes[4], s1f_to_int64s, &sizes[5], s1f_to_int64s, &sizes[6], s1f_to_int64s, &sizes[7],
                           s1f_to_int64s, &sizes[8]))
         return NULL;
-    int64_t stages = program->shape.num_stages, segments = program->shape.num_segments, cells = stages * segments;
-    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, segments, segments, segments};
+    int64_t stages = program->shape.num_stages, columns = s1f_num_columns(&program->shape), cells = stages * columns;
+    const int64_t counts[NUM_KINDS] = {cells, cells, cells, stages, stages, cells, columns, columns, columns};
     PyObject *result = NULL;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     int is_read = peaks != NULL;
