@@ -562,6 +562,9 @@ static const char *broken_rule(const s1f_request *request)
     int32_t rank;
     int64_t least;
     int64_t cells = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    if (request->options.segments_of != NULL &&
+        (request->options.forward_costs != NULL || request->options.unit_bytes != NULL))
+        return "one k, given as a number, where costs or bytes are given";
     if (cells * request->num_microbatches > MOST_UNITS / S1F_SPLIT_PASSES)
         return "3 P v M k <= 2^22";
     if (request->options.cap != 0 && request->options.cap < cells / request->num_ranks)

@@ -163,6 +163,26 @@ static s1f_status check_options(const s1f_request *request)
     return check_sum(request);
 }
 
+/* Where micro-batches have each their own segments, a column is a cell. */
+static s1f_status count_cells(s1f_request *request)
+{
+    int32_t most = 0;
+    request->num_cells = 0;
+    for (int32_t m = 0; m < request->num_microbatches; m++) {
+        int32_t count = request->options.segments_of[m];
+        s1f_status status = require_at_least("num_segments of a micro-batch", count, 1);
+        if (status != S1F_OK)
+            return status;
+        most = count > most ? count : most;
+        request->num_cells += count;
+    }
+    request->num_columns = request->num_cells;
+    if (most != request->num_segments)
+        return s1f_fail(S1F_ERR_ARG, "the most segments of a micro-batch are %d, num_segments is %d", most,
+                        request->num_segments);
+    return S1F_OK;
+}
+
 /* Checks everything but the family's rules. */
 static s1f_status check_request(const char *name, s1f_request *request)
 {
@@ -180,16 +200,8 @@ static s1f_status check_request(const char *name, s1f_request *request)
                         (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
     request->num_columns = request->num_segments;
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
-    if (request->options.segments_of != NULL) {
-        request->num_cells = 0;
-        for (int32_t m = 0; m < request->num_microbatches; m++) {
-            if ((status = require_at_least("num_segments of a micro-batch", request->options.segments_of[m], 1)) !=
-                S1F_OK)
-                return status;
-            request->num_cells += request->options.segments_of[m];
-        }
-        request->num_columns = request->num_cells;
-    }
+    if (request->options.segments_of != NULL && (status = count_cells(request)) != S1F_OK)
+        return status;
     return check_options(request);
 }
 

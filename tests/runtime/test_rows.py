@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from typing import Any
 
 import pytest
 import torch
+from processes import run_processes
+from replicas import wrap
 from tiny_model import Config, Stage, cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, ScheduleError, build_schedule
+from seq1f1b import (
+    LoopbackGroup,
+    PipelineEngine,
+    PipelineError,
+    ScheduleError,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    build_schedule,
+)
 from seq1f1b.testing import run_ranks
 
 Rows = list[list[int]]
@@ -280,6 +292,151 @@ def test_what_the_gradients_are_of(options: dict[str, Any]) -> None:
         (summed(model(x), y) * scale).backward()
     truth = {name: p.grad for name, p in model.named_parameters()}
     assert gradient_error(found[0] | found[1], truth) <= 1e-10
+
+
+# -- with other parts of the engine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_a_vocabulary_over_the_ranks(embeds: bool) -> None:
+    model = whole_model(CONFIG)
+    rows = [[4, 2, 5], [1], [3, 3], [6]]
+    tokens, targets = data_of(rows)
+    losses, truth = run_rows_whole(model, tokens, targets)
+
+    def run(group: Any) -> Any:
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=group.rank, num_ranks=2, bias=True).double()
+        head.load_whole(model.head.weight, model.head.bias)
+        embedding = None
+        if group.rank == 1:
+            stage.head = torch.nn.Identity()
+        if embeds:
+            embedding = VocabularyParallelEmbedding(CONFIG.vocab, CONFIG.hidden, rank=group.rank, num_ranks=2).double()
+            embedding.load_whole(model.embedding.weight)
+            if group.rank == 0:
+                stage.embedding = torch.nn.Identity()
+                stage.forward = lambda x: without_embedding(stage, x)  # type: ignore[method-assign]
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=head, embedding=embedding, group=group)
+        found = engine.step(tokens, target=targets, segment_sizes=rows)
+        return found, {name: p.grad for name, p in engine.named_parameters()}
+
+    def without_embedding(stage: Stage, x: Tensor) -> Tensor:
+        x = x + stage.position(seq1f1b.positions(x))
+        for block in stage.blocks.values():
+            x = block(x)
+        return x
+
+    (_, first), (found, last) = run_ranks(2, run)
+    for loss, expected in zip(found, losses, strict=True):
+        assert abs(float(loss - expected)) <= 1e-10
+    shared = [name for name in first if name in last]
+    merged = first | last | {name: torch.cat([first[name], last[name]]) for name in shared}
+    merged = {name: gradient for name, gradient in merged.items() if gradient is not None}
+    assert gradient_error(merged, truth) <= 1e-10
+
+
+class Routed(torch.nn.Module):
+    """Reads an argument of its tokens and one of its place, and leaves an auxiliary loss."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = torch.nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, place: float = 0.0) -> Tensor:
+        out = self.linear(x) * (1.0 if gate is None else gate[..., None]) + place
+        seq1f1b.add_loss(out.square().mean())
+        return out
+
+
+def half_square(output: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * (output - target).square().mean()
+
+
+def test_arguments_and_auxiliary_losses_of_rows() -> None:
+    """An auxiliary loss weighs by its tokens: together it is the mean over all of the step."""
+    rows = [[3, 2, 4], [1], [2, 2]]
+    lengths = [sum(row) for row in rows]
+    x = [torch.rand(2, n, 4, dtype=torch.float64) for n in lengths]
+    gates = [torch.rand(2, n, dtype=torch.float64) for n in lengths]
+    targets = [torch.rand(2, n, 4, dtype=torch.float64) for n in lengths]
+    models = [Routed(0), Routed(1)]
+
+    def run(group: Any) -> Any:
+        model = Routed(group.rank)
+        engine = PipelineEngine(
+            model,
+            num_microbatches=1,
+            loss_fn=half_square,
+            group=group,
+            arg_rules={"gate": "slice", "place": lambda unit: 0.5 * unit.microbatch},
+        )
+        losses = engine.step(x, target=targets, kwargs=[{"gate": gate} for gate in gates], segment_sizes=rows)
+        return losses, [p.grad for p in model.parameters()]
+
+    found = run_ranks(2, run)
+    for m, n in enumerate(lengths):
+        hidden = x[m]
+        share = n / sum(lengths)
+        for model in models:
+            hidden = model.linear(hidden) * gates[m][..., None] + 0.5 * m
+            (share * hidden.square().mean()).backward(retain_graph=True)
+        loss = half_square(hidden, targets[m])
+        (share * loss).backward()
+        assert abs(float(found[1][0][m] - loss.detach())) <= 1e-10
+    for model, (_, gradients) in zip(models, found, strict=True):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.allclose(parameter.grad, gradient, atol=1e-12)
+
+
+def test_many_steps_leave_nothing_behind() -> None:
+    """150 steps, no two of one shape: no descriptor more, at most 16 orders, slabs as large as the longest row needs."""
+    rng = random.Random(3)
+    longest = [[10, 10, 10, 10], [20, 20], [40], *[[1]] * 6]
+    model = whole_model(CONFIG)
+    steps = [longest, *([cut(rng, rng.randint(1, 30), 4) for _ in range(rng.randint(1, 7))] for _ in range(150))]
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            stage_of(model, CONFIG, group.rank, 2), num_microbatches=1, loss_fn=cross_entropy, group=group
+        )
+        seen = []
+        for rows in steps:
+            tokens, targets = data_of(rows, size=1)
+            engine.step(tokens, target=targets, segment_sizes=rows)
+            seen.append((engine.report().kv_bytes, len(os.listdir("/proc/self/fd"))))
+        assert len(engine._row_orders._known) == 16
+        return seen
+
+    for seen in run_ranks(2, run):
+        kv_bytes, descriptors = zip(*seen, strict=True)
+        assert kv_bytes[-1] <= 7 / 3 * kv_bytes[0]  # a step of more short rows may hold more slots
+        assert max(descriptors[20:]) <= descriptors[20] + 4
+
+
+def replicas(rank: int, world: int) -> None:
+    """Two replicas of two stages, each with rows of its own; the number of targets of both is loss_weight."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica, index = divmod(rank, 2)
+    all_rows = [[[4, 3], [1], [6]], [[2], [5, 5, 1]]]
+    data = [data_of(rows, seed) for seed, rows in enumerate(all_rows)]
+    total = float(sum(int((target != -100).sum()) for _, targets in data for target in targets))
+    model = whole_model(CONFIG)
+    stage = wrap("ddp", stage_of(model, CONFIG, index, 2), mesh.get_group("data"), mesh["data"])
+    engine = PipelineEngine(stage, num_microbatches=1, loss_fn=cross_entropy, group=mesh.get_group("pipeline"))
+    tokens, targets = data[replica]
+    for _ in range(2):
+        engine.step(tokens, target=targets, segment_sizes=all_rows[replica], loss_weight=total)
+    inputs, goals = ([*data[0][i], *data[1][i]] for i in (0, 1))
+    truth = run_rows_whole(model, inputs, goals, total=total)[1]
+    own = {name: p.grad for name, p in engine.named_parameters()}
+    assert gradient_error(own, {name: 2 * truth[name] for name in own}) <= 1e-10
+    engine.close()
+
+
+def test_replicas_with_rows_of_their_own() -> None:
+    run_processes(4, replicas)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
