@@ -527,7 +527,7 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
         if again is not None:  # until then the input alone
             total[4] += inputs[stage][s] * (begin <= now <= middle)
             begin = again
-        gone, load = (number.get(forward._replace(kind=kind), -1) for kind in "GL")
+        gone, load = (number.get(forward._replace(kind=kind), -1) for kind in "AL")
         if begin <= now <= end and not gone < now < load:
             total[0] += activation if now <= middle else kept
         if split and middle <= now <= end:
@@ -595,7 +595,7 @@ def test_moves_by_hand() -> None:
     assert order.simulate(tier=1.5).wait == (0.5,), "G waits; B takes 2, so the way back is hidden"
     slow = order.simulate(tier=3.0)
     assert slow.makespan == 12 and slow.wait == (3,)
-    assert [start for unit, start, _ in slow.timeline[0] if unit.kind in "GB"] == [4, 5, 7, 10]
+    assert [start for unit, start, _ in slow.timeline[0] if unit.kind in "AB"] == [4, 5, 7, 10]
     with pytest.raises(ValueError, match="slack is not known where the tier takes time"):
         order.simulate(tier=1.0, critical=True)
     assert order.simulate(critical=True).slack is not None
