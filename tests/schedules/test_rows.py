@@ -11,7 +11,7 @@ from seq1f1b.view.page import memory_curves
 
 ONE_STAGE = ["seq1f1b", "1f1b", "gpipe", "terapipe", "kfkb", "seq-zb-h1", "seq-zb-h2"]
 V_SHAPED = ["seq-zbv", "seq-v-half", "seq-v-min"]
-TAKE_ROWS = [*ONE_STAGE, *V_SHAPED]
+TAKE_ROWS = [*ONE_STAGE, *V_SHAPED, "auto"]
 ROWS = [rows for M in (1, 2, 3, 4) for rows in itertools.product((1, 2, 4), repeat=M)]
 
 
@@ -31,7 +31,7 @@ def cells(rows: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", TAKE_ROWS)
+@pytest.mark.parametrize("name", [*ONE_STAGE, *V_SHAPED])
 def test_every_small_order_holds(name: str, num_ranks: int) -> None:
     num_built = 0
     for rows in ROWS:
@@ -64,6 +64,45 @@ def test_equal_rows_are_todays_order(name: str) -> None:
             plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=M, num_segments=k, stages_per_rank=v)
             assert order.ranks == plain.ranks and (order.rows, plain.rows) == ((k,) * M, None)
             assert order.simulate().makespan == plain.simulate().makespan
+
+
+def test_auto_is_never_longer_than_a_family() -> None:
+    """Under costs of every row, and caps in units or bytes; and it keeps the caps."""
+    rng = random.Random(2)
+    for _ in range(25):
+        P, v = rng.randint(1, 3), rng.randint(1, 2)
+        rows = tuple(rng.choice((1, 1, 2, 4)) for _ in range(rng.randint(1, 5)))
+
+        def table(rows: tuple[int, ...] = rows, num_stages: int = P * v) -> list[list[list[int]]]:
+            return [[[rng.randint(1, 9) for _ in range(count)] for count in rows] for _ in range(num_stages)]
+
+        costs, sizes = [table() for _ in "FIW"], table()
+        on_rank = [[r] if v == 1 else [r, 2 * P - 1 - r] for r in range(P)]
+        largest = [max(sum(sum(sizes[s][m]) for s in own) for m in range(len(rows))) for own in on_rank]
+        counts = {"num_ranks": P, "num_microbatches": len(rows), "num_segments": rows, "stages_per_rank": v}
+        options = {"costs": costs, "unit_bytes": sizes, "cap_bytes": [2 * n for n in largest], "placement": "v"}
+        order = build_schedule("auto", **counts, options=options)
+        run = order.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], unit_bytes=sizes, prefetch=64)
+        assert all(peak <= 2 * most for peak, most in zip(run.peak_bytes, largest, strict=True))
+        with pytest.raises(ScheduleError, match=rf"cap_bytes >= {largest[0]} on rank 0"):
+            build_schedule("auto", **counts, options=options | {"cap_bytes": [n - 1 for n in largest]})
+        free = build_schedule("auto", **counts, options={"costs": costs, "placement": "v" if v == 2 else "loop"})
+        best = free.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], prefetch=64).makespan
+        for name in (*ONE_STAGE, *V_SHAPED):
+            named = built(name, P, rows)
+            if named is not None and named.num_stages == P * v:
+                taken = named.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], prefetch=64).makespan
+                assert best <= taken * (1 + 1e-9)
+        units = build_schedule("auto", **counts, options={"cap": v * max(rows)})
+        units.check(max_live_units=v * max(rows))
+
+
+def whole(costs: list[list[list[list[int]]]]) -> list[list[list[int]]]:
+    """I and W of every unit together."""
+    return [
+        [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*stages, strict=True)]
+        for stages in zip(costs[1], costs[2], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", TAKE_ROWS)
