@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
@@ -364,7 +365,7 @@ def test_arguments_and_auxiliary_losses_of_rows() -> None:
     models = [Routed(0), Routed(1)]
 
     def run(group: Any) -> Any:
-        model = Routed(group.rank)
+        model = copy.deepcopy(models[group.rank])
         engine = PipelineEngine(
             model,
             num_microbatches=1,
