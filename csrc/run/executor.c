@@ -499,6 +499,18 @@ static s1f_status finish_transfers(s1f_executor *executor, s1f_status status)
     return status;
 }
 
+/* Places that an edge is cut into. Orders of rows change from step to step, and with them the places that they need; a
+ * power of two is most often what is there already, so that no memory is given back and touched again. */
+static int32_t count_places(const s1f_executor *executor, int32_t edge)
+{
+    int32_t needed = executor->edges[edge].num_places, count = 4;
+    if (executor->shape.first_cell == NULL || needed > INT32_MAX / 2)
+        return needed;
+    while (count < needed)
+        count *= 2;
+    return count;
+}
+
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes)
 {
@@ -519,7 +531,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
         return status;
     for (int32_t i = 0; i < executor->num_edges; i++)
         if (executor->ends[i] != NULL &&
-            (status = s1f_p2p_begin_step(executor->ends[i], executor->edges[i].num_places)) != S1F_OK)
+            (status = s1f_p2p_begin_step(executor->ends[i], count_places(executor, i))) != S1F_OK)
             return status;
     return finish_transfers(executor, walk(executor));
 }

@@ -214,7 +214,7 @@ class PipelineEngine:
         self._step = 0
         self._known_shapes: set[tuple[bool, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
-        self._closed = self._running = False
+        self._closed = self._running = self._has_had_rows = False
         self.last_step: StepRecord | None = None
 
     # -- public ----------------------------------------------------------------------------------------------------
@@ -647,8 +647,9 @@ class PipelineEngine:
             step.prepare()
             self._step = self._group.begin_step(step.training)
             self._agree()
-            if arguments.rows is not None:
+            if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
                 check_equal_rows(self._group, arguments.rows)
+                self._has_had_rows = True
             self._tied.meet()
             accumulators = self._enter_grad_dtype() if step.training else []
             if step.training:

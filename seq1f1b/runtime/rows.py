@@ -38,11 +38,11 @@ def check_rows(rows: object, num_shards: int = 1) -> None:
                 raise ValueError(f"segment_sizes[{m}][{s}] is {size}, which {num_shards} shards do not divide")
 
 
-def check_equal_rows(group: RankGroup, rows: Rows) -> None:
-    """Raises, on every rank, unless all were given the same rows. Collective."""
-    text = repr([list(row) for row in rows])
+def check_equal_rows(group: RankGroup, rows: Rows | None) -> None:
+    """Raises, on every rank, unless all were given the same rows, or none. Collective."""
+    text = repr(None if rows is None else [list(row) for row in rows])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    if len(text) > MOST_SHOWN:
+    if rows is not None and len(text) > MOST_SHOWN:
         text = f"{len(rows)} micro-batches of {sum(map(sum, rows))} tokens ({digest})"
     check_agreement(group.all_gather_object({"segment_sizes": (digest, text)}))
 

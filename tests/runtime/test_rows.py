@@ -508,6 +508,24 @@ def test_ranks_that_disagree(other: Rows) -> None:
         assert f"{rows} on rank 0; {other} on rank 1" in message
 
 
+def test_a_plain_step_on_one_rank_between_steps_of_rows() -> None:
+    rows = [[3, 2], [5]]
+    tokens, targets = data_of(rows)
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> None:
+        engine = PipelineEngine(
+            stage_of(model, CONFIG, group.rank, 2), num_microbatches=2, loss_fn=cross_entropy, group=group, timeout=20
+        )
+        engine.step(tokens, target=targets, segment_sizes=rows)
+        mine = {"segment_sizes": rows} if group.rank else {}
+        with pytest.raises(ValueError, match=r"segment_sizes differs .*: None on rank 0; \[\[3, 2\]"):
+            engine.step(tokens, target=targets, **mine)
+        engine.step(tokens, target=targets)
+
+    run_ranks(2, run)
+
+
 def test_a_bad_row_on_one_rank_ends_the_step_on_all() -> None:
     rows = [[3, 2], [4]]
     tokens, targets = data_of(rows)
