@@ -29,6 +29,7 @@ from seq1f1b import (
 from seq1f1b.testing import run_ranks
 
 Rows = list[list[int]]
+ONE_STAGE = ("seq1f1b", "1f1b", "gpipe", "seq-zb-h1", "seq-zb-h2")
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
 
 
@@ -84,9 +85,10 @@ def run_rows_whole(
 
 
 def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
-    if schedule not in ("seq-zbv", "seq-v-half", "seq-v-min"):
+    if schedule in ONE_STAGE:
         return stage_of(model, CONFIG, rank, num_ranks)
-    return [stage_of(model, CONFIG, index, 2 * num_ranks) for index in (rank, 2 * num_ranks - 1 - rank)]
+    second = num_ranks + rank if "interleaved" in schedule else 2 * num_ranks - 1 - rank
+    return [stage_of(model, CONFIG, index, 2 * num_ranks) for index in (rank, second)]
 
 
 def train(
@@ -95,6 +97,7 @@ def train(
     steps: list[tuple[Rows, list[Tensor], list[Tensor]]],
     *,
     eval_first: bool = False,
+    plain: tuple[int, int] = (16, 4),
     step_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[tuple[list[list[Tensor]], dict[str, Tensor], Any]]:
@@ -105,8 +108,8 @@ def train(
         engine = PipelineEngine(
             stages_of(model, schedule, group.rank, num_ranks),
             schedule=schedule,
-            num_microbatches=16,
-            num_segments=4,
+            num_microbatches=plain[0],
+            num_segments=plain[1],
             loss_fn=cross_entropy,
             group=group,
             **options,
@@ -173,6 +176,15 @@ def test_rows_that_move_away(tmp_path: Any) -> None:
     rows = [[4, 3, 9], [2], [5, 5], [1], [8, 1, 1, 1]]
     tokens, targets = data_of(rows)
     check(train("gpipe", 2, [(rows, tokens, targets)], offload=tmp_path), rows, tokens, targets)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev"])
+def test_lengths_alone_may_differ_under_any_family(schedule: str) -> None:
+    """A family that needs one k for all takes rows of any length in as many segments each."""
+    lengths = (9, 2, 31, 5, 1, 14)[: 2 if schedule == "hanayo" else 6]
+    rows = [[n] if "seq" not in schedule else [n, n + 1] for n in lengths]
+    tokens, targets = data_of(rows)
+    check(train(schedule, 2, [(rows, tokens, targets)], plain=(len(rows), len(rows[0]))), rows, tokens, targets)
 
 
 @pytest.mark.parametrize("schedule", ["seq-zbv", "seq-v-half"])
