@@ -119,7 +119,7 @@ def schedule_build(
     family: str,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int,
+    num_segments: int | Sequence[int],
     stages_per_rank: int,
     options: dict[str, Any],
     /,
@@ -128,12 +128,13 @@ def schedule_broken_rule(
     family: str,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int,
+    num_segments: int | Sequence[int],
     stages_per_rank: int,
     options: dict[str, Any],
     /,
 ) -> str | None: ...
 def schedule_counts(schedule: Any, /) -> tuple[int, int, int, int]: ...
+def schedule_rows(schedule: Any, /) -> list[int] | None: ...
 def schedule_placement(schedule: Any, /) -> list[int]: ...
 def schedule_units(schedule: Any, rank: int, /) -> list[_Unit]: ...
 def schedule_check(schedule: Any, max_live_units: int, /) -> None: ...

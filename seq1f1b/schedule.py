@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
+from seq1f1b.tables import flat_rows, per_place, per_unit
 
 __all__ = [
     "Family",
@@ -56,15 +57,18 @@ def unit_of(unit: tuple[int, int, int, int]) -> Unit:
 def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
     """Those of the units whose results each of them takes, as the core has it."""
     units = set(units)
-    num_stages, num_microbatches, num_segments = (
-        1 + max(column) for column in zip(*((u.stage, u.microbatch, u.segment) for u in units), strict=True)
-    )
+    num_stages = 1 + max(unit.stage for unit in units)
+    num_microbatches = 1 + max(unit.microbatch for unit in units)
+    segments_of: dict[int, int] = {}
+    for unit in units:
+        segments_of[unit.microbatch] = max(segments_of.get(unit.microbatch, 0), unit.segment + 1)
     passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
     num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, num_segments, passes, number, num_shards)
+        k = segments_of[unit.microbatch]
+        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
 
@@ -72,8 +76,8 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 """Per rank, its units in run order with start and end in seconds: simulated or measured."""
 
-Costs = float | Sequence[Sequence[float]]
-"""Seconds per unit: one number, or ``[stage][segment]``."""
+Costs = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
+"""Seconds per unit: one number, or ``[stage][segment]``; ``[stage][micro-batch][segment]`` in an order of rows."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ class Schedule:
         self.handle = handle  # of the C core; the engine lowers it
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
+        rows = _C.schedule_rows(handle)
+        self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
         self._ranks: tuple[tuple[Unit, ...], ...] | None = None
         self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
@@ -155,6 +161,16 @@ class Schedule:
         schedule = cls.__new__(cls)
         schedule._adopt(handle)
         return schedule
+
+    @property
+    def segments_of(self) -> tuple[int, ...]:
+        """Segments of every micro-batch. In an order of rows, :attr:`rows` holds the same; it is None in others."""
+        return self.rows or (self.num_segments,) * self.num_microbatches
+
+    @property
+    def first_cells(self) -> tuple[int, ...]:
+        """For each micro-batch the number of its first segment, if those of all are counted on; at the end, of all."""
+        return tuple(accumulate(self.segments_of, initial=0))
 
     @property
     def ranks(self) -> tuple[tuple[Unit, ...], ...]:
@@ -174,7 +190,7 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"<Schedule: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
-            f"{self.num_segments} segments>"
+            f"{self.num_segments if self.rows is None else self.rows} segments>"
         )
 
     def forward_only(self) -> Schedule:
@@ -298,7 +314,7 @@ class Schedule:
 
         :meth:`with_cell_kinds` is the way back.
         """
-        rows = [[["."] * self.num_segments for _ in range(self.num_microbatches)] for _ in range(self.num_stages)]
+        rows = [[["."] * count for count in self.segments_of] for _ in range(self.num_stages)]
         for units in self.ranks:
             for unit in units:
                 if unit.kind in "RL":
@@ -312,10 +328,11 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: the texts are not of this order's counts, or it has such units already.
         """
-        S, M, k = self.num_stages, self.num_microbatches, self.num_segments
+        S, M, counts = self.num_stages, self.num_microbatches, list(self.segments_of)
         words = [row.split(" ") for row in rows]
-        if len(rows) != S or any(len(row) != M or set(map(len, row)) != {k} for row in words):
-            raise ValueError(f"units must be {S} texts, one per stage, each of {M} words of {k} letters")
+        if len(rows) != S or any(list(map(len, row)) != counts for row in words):
+            each = counts[0] if len(set(counts)) == 1 else counts
+            raise ValueError(f"units must be {S} texts, one per stage, each of {M} words of {each} letters")
         letters = "".join(map("".join, words))
         if not set(letters) <= set(".RL"):
             raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
@@ -323,7 +340,9 @@ class Schedule:
 
     def _cells(self) -> Iterator[tuple[int, int, int]]:
         """Stage, micro-batch and segment of each cell of all stages, as the core numbers them."""
-        return product(range(self.num_stages), range(self.num_microbatches), range(self.num_segments))
+        for stage, microbatch in product(range(self.num_stages), range(self.num_microbatches)):
+            for segment in range(self.segments_of[microbatch]):
+                yield stage, microbatch, segment
 
     def _chosen(self, units: str | Callable[[Unit], bool]) -> bytes | None:
         """A byte for each cell of all stages; None: all."""
@@ -394,7 +413,8 @@ class Schedule:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
 
         Raises:
-            ValueError: the order recomputes or moves units, which torch has no cell for.
+            ValueError: the order recomputes or moves units, which torch has no cell for, or its micro-batches differ in
+                their segments.
         """
         return _C.schedule_to_csv(self.handle)
 
@@ -523,10 +543,15 @@ class Schedule:
         }
 
     def _per_segment(self, values: int | Sequence[int]) -> Sequence[int]:
-        return values if isinstance(values, Sequence) else [values] * self.num_segments
+        """One value per segment; in an order of rows one per segment of every micro-batch, flat."""
+        if not isinstance(values, Sequence):
+            return [values] * (self.num_segments if self.rows is None else sum(self.rows))
+        return values if self.rows is None else flat_rows(values, "values of segments", self.rows)
 
     def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
         """Tokens of every unit, flat."""
+        if self.rows is not None:
+            return flat_rows(segment_sizes, "segment_sizes", self.rows) * self.num_stages
         if len(segment_sizes) != self.num_segments:
             raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
         return [*segment_sizes] * self.num_stages
@@ -620,7 +645,7 @@ class Schedule:
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
-        return per_unit(costs, name, self.num_stages, self.num_segments)
+        return per_unit(costs, name, self.num_stages, self.num_segments, self.rows)
 
     def _per_edge(self, values: Any, name: str) -> list[Any]:
         """One value for each two neighbouring stages."""
@@ -685,24 +710,6 @@ class Schedule:
             inputs,
             shard_logits,
         )
-
-
-def per_unit(costs: Any, name: str, num_stages: int, num_segments: int) -> list[Any]:
-    """One value per (stage, segment), flat."""
-    if not hasattr(costs, "__len__"):
-        return [costs] * (num_stages * num_segments)
-    if len(costs) != num_stages or any(len(row) != num_segments for row in costs):
-        raise ValueError(f"{name} must be a number or hold {num_stages} stages of {num_segments} segments each")
-    return [cost for row in costs for cost in row]
-
-
-def per_place(values: Any, name: str, count: int, place: str) -> list[Any]:
-    """One value per rank or stage."""
-    if not hasattr(values, "__len__"):
-        return [values] * count
-    if len(values) != count:
-        raise ValueError(f"{name} holds {len(values)} values, must be one number or {count}, one of each {place}")
-    return list(values)
 
 
 @contextlib.contextmanager
@@ -823,7 +830,7 @@ class Family:
         *,
         num_ranks: int,
         num_microbatches: int,
-        num_segments: int = 1,
+        num_segments: int | Sequence[int] = 1,
         stages_per_rank: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> str | None:
@@ -833,7 +840,7 @@ class Family:
             ValueError: a count below 1, an option that the family does not take.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _C.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[2:]))
+        return _C.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[1:]))
 
 
 def families() -> tuple[Family, ...]:
@@ -845,12 +852,18 @@ def families() -> tuple[Family, ...]:
 
 
 def _flat_options(
-    options: Mapping[str, Any] | None, num_ranks: int, num_segments: int, stages_per_rank: int
+    options: Mapping[str, Any] | None,
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int | Sequence[int],
+    stages_per_rank: int,
 ) -> dict[str, Any]:
-    """The options with costs and bytes as flat lists, [stage * num_segments + segment], as the core reads them."""
+    """The options with costs and bytes as flat lists, by stage and segment, as the core reads them."""
     flat = dict(options or {})
     if flat:  # the lists are as long as the counts say
-        _C.schedule_broken_rule("seq1f1b", num_ranks, 1, num_segments, stages_per_rank, {})
+        _C.schedule_broken_rule("seq1f1b", num_ranks, num_microbatches, num_segments, stages_per_rank, {})
+    rows = num_segments if isinstance(num_segments, Sequence) else None
+    k = num_segments if isinstance(num_segments, int) else max(num_segments, default=0)
     for name, words in (("placement", "'loop' or 'v'"), ("backward", "'split' or 'whole'")):
         if not isinstance(flat.get(name, ""), str):
             raise TypeError(f"{name} is {flat[name]!r}, must be {words}")
@@ -860,11 +873,11 @@ def _flat_options(
         if not isinstance(flat["costs"], Sequence) or len(flat["costs"]) != len(names):
             raise ValueError("costs must hold the costs of F, I and W")
         flat["costs"] = [
-            per_unit(costs, f"costs of {name}", num_stages, num_segments)
+            per_unit(costs, f"costs of {name}", num_stages, k, rows)
             for name, costs in zip(names, flat["costs"], strict=True)
         ]
     if "unit_bytes" in flat:
-        flat["unit_bytes"] = per_unit(flat["unit_bytes"], "unit_bytes", num_stages, num_segments)
+        flat["unit_bytes"] = per_unit(flat["unit_bytes"], "unit_bytes", num_stages, k, rows)
     if "cap_bytes" in flat and not hasattr(flat["cap_bytes"], "__len__"):
         flat["cap_bytes"] = [flat["cap_bytes"]] * num_ranks
     return flat
@@ -875,7 +888,7 @@ def build_schedule(
     *,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int = 1,
+    num_segments: int | Sequence[int] = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
@@ -885,7 +898,9 @@ def build_schedule(
 
     Args:
         name: one of :func:`schedules`.
-        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
+        num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, one
+            for each micro-batch: an order of rows. Its costs and bytes are ``[stage][micro-batch][segment]``. In rules
+            k is then the largest, and ``M k`` the sum of all. A family that needs one k for all says so.
         options: what a family may be told beyond its counts; it takes those that ``families()`` lists.
             ``group``: micro-batches that go forward, and back, together.
             ``round``: interleaving, a round holds at least so many micro-batches.
@@ -914,7 +929,7 @@ def build_schedule(
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    flat = _flat_options(options, num_ranks, num_segments, stages_per_rank)
+    flat = _flat_options(options, *counts)
     schedule = Schedule._from_handle(_C.schedule_build(name, *counts, flat))
     return schedule.recompute(recompute).offload(offload_units)
 

@@ -191,7 +191,7 @@ int s1f_require_count(const char *name, int64_t count, int64_t wanted)
 
 int s1f_to_pass_seconds(PyObject *passes, const s1f_shape *shape, s1f_doubles seconds[S1F_MAX_PASSES])
 {
-    int64_t count = (int64_t)shape->num_stages * shape->num_segments;
+    int64_t count = shape->num_stages * s1f_num_columns(shape);
     if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
         PyErr_SetString(PyExc_TypeError, "expected for each pass a sequence of seconds, or None");
         return 0;

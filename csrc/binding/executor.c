@@ -247,13 +247,13 @@ static void release_callback(void *context, void *keep)
     handle->thread = PyEval_SaveThread();
 }
 
-/* Reads exactly num_segments integers. */
-static int read_sizes(PyObject *list, int32_t num_segments, int64_t *sizes)
+/* Reads exactly num_columns integers. */
+static int read_sizes(PyObject *list, int64_t num_columns, int64_t *sizes)
 {
     Py_ssize_t count = PySequence_Size(list);
-    if (count != num_segments) {
+    if (count != num_columns) {
         if (count >= 0)
-            PyErr_Format(PyExc_ValueError, "%zd segment sizes for %d segments", count, (int)num_segments);
+            PyErr_Format(PyExc_ValueError, "%zd segment sizes for %lld segments", count, (long long)num_columns);
         return -1;
     }
     for (Py_ssize_t s = 0; s < count; s++) {
@@ -272,7 +272,7 @@ static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t
     PyEval_RestoreThread(handle->thread);
     PyObject *list = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
     const s1f_program *program = PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM);
-    int failed = list == NULL || read_sizes(list, s1f_program_num_segments(program), sizes) < 0;
+    int failed = list == NULL || read_sizes(list, s1f_program_num_columns(program), sizes) < 0;
     Py_XDECREF(list);
     handle->thread = PyEval_SaveThread();
     return failed ? S1F_ERR_PYTHON : S1F_OK;
@@ -372,12 +372,12 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
         PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
         return NULL;
     }
-    int32_t num_segments = s1f_program_num_segments(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM));
+    int64_t num_columns = s1f_program_num_columns(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM));
     int64_t *sizes = NULL;
     if (sequence_length != 0) {
-        if ((sizes = calloc((size_t)num_segments, sizeof *sizes)) == NULL)
+        if ((sizes = calloc((size_t)num_columns, sizeof *sizes)) == NULL)
             return PyErr_NoMemory();
-        if (read_sizes(sizes_list, num_segments, sizes) < 0) {
+        if (read_sizes(sizes_list, num_columns, sizes) < 0) {
             free(sizes);
             return NULL;
         }

@@ -48,6 +48,7 @@ typedef struct {
     int64_t num_costs, num_ranks; /* values of each cost, of cap_bytes */
     s1f_doubles costs[3];
     s1f_int64s unit_bytes, cap_bytes;
+    int32_t *segments_of;
 } read_options;
 
 static void free_options(read_options *read)
@@ -56,6 +57,7 @@ static void free_options(read_options *read)
         PyMem_Free(read->costs[pass].values);
     PyMem_Free(read->unit_bytes.values);
     PyMem_Free(read->cap_bytes.values);
+    PyMem_Free(read->segments_of);
 }
 
 /* These read one option; 0 with the exception set. */
@@ -176,23 +178,62 @@ typedef struct {
     read_options read;
 } build_arguments;
 
+/* k: a number, or one for each of M micro-batches. *num_columns: s1f_num_columns. 0 with the exception set. */
+static int read_segments(PyObject *given, int32_t num_microbatches, build_arguments *arguments, int64_t *num_columns)
+{
+    s1f_count k = {.name = "num_segments"};
+    if (!PySequence_Check(given)) {
+        int is_read = s1f_to_count(given, &k);
+        arguments->num_segments = k.value;
+        *num_columns = k.value;
+        return is_read;
+    }
+    s1f_int64s counts = {.name = "num_segments"};
+    int is_read = s1f_to_int64s(given, &counts);
+    if (is_read && counts.count != num_microbatches) {
+        PyErr_Format(PyExc_ValueError,
+                     "num_segments holds %lld values, must be one number or one for each of %d micro-batches",
+                     (long long)counts.count, (int)num_microbatches);
+        is_read = 0;
+    }
+    if (is_read && (arguments->read.segments_of = PyMem_Malloc((size_t)counts.count * sizeof(int32_t) + 1)) == NULL) {
+        PyErr_NoMemory();
+        is_read = 0;
+    }
+    *num_columns = 0;
+    for (int64_t m = 0; is_read && m < counts.count; m++) {
+        int64_t count = counts.values[m];
+        if (count < 1 || count > S1F_MAX_FORWARD_UNITS) {
+            PyErr_Format(PyExc_ValueError, "num_segments[%lld] is %lld, must be in 1..%d", (long long)m,
+                         (long long)count, (int)S1F_MAX_FORWARD_UNITS);
+            is_read = 0;
+        }
+        arguments->read.segments_of[m] = (int32_t)count;
+        arguments->num_segments = count > arguments->num_segments ? (int32_t)count : arguments->num_segments;
+        *num_columns += count;
+    }
+    arguments->read.options.segments_of = arguments->read.segments_of;
+    PyMem_Free(counts.values);
+    return is_read;
+}
+
 /* 0 with the exception set. free_options(&arguments->read) is due either way. */
 static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
 {
-    s1f_count P = {.name = "num_ranks"}, M = {.name = "num_microbatches"}, k = {.name = "num_segments"};
-    s1f_count v = {.name = "stages_per_rank"};
-    PyObject *dict;
-    if (!PyArg_ParseTuple(tuple, "sO&O&O&O&O!", &arguments->family, s1f_to_count, &P, s1f_to_count, &M, s1f_to_count,
-                          &k, s1f_to_count, &v, &PyDict_Type, &dict))
+    s1f_count P = {.name = "num_ranks"}, M = {.name = "num_microbatches"}, v = {.name = "stages_per_rank"};
+    PyObject *dict, *k;
+    int64_t num_columns = 0;
+    if (!PyArg_ParseTuple(tuple, "sO&O&OO&O!", &arguments->family, s1f_to_count, &P, s1f_to_count, &M, &k, s1f_to_count,
+                          &v, &PyDict_Type, &dict) ||
+        !read_segments(k, M.value, arguments, &num_columns))
         return 0;
     arguments->num_ranks = P.value;
     arguments->num_microbatches = M.value;
-    arguments->num_segments = k.value;
     arguments->stages_per_rank = v.value;
     int64_t num_costs = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
-    if (arguments->num_segments < 1 || num_costs > S1F_MAX_FORWARD_UNITS / arguments->num_segments)
+    if (num_columns < 1 || num_costs > S1F_MAX_FORWARD_UNITS / num_columns)
         num_costs = 0; /* the core refuses these counts */
-    arguments->read.num_costs = num_costs * arguments->num_segments;
+    arguments->read.num_costs = num_costs * num_columns;
     arguments->read.num_ranks = arguments->num_ranks;
     return read_option_dict(dict, arguments->family, &arguments->read);
 }
@@ -235,6 +276,22 @@ static PyObject *schedule_counts(PyObject *Py_UNUSED(module), PyObject *handle)
         return NULL;
     return Py_BuildValue("(iiii)", s1f_schedule_num_ranks(schedule), s1f_schedule_num_stages(schedule),
                          s1f_schedule_num_microbatches(schedule), s1f_schedule_num_segments(schedule));
+}
+
+static PyObject *row_item(const void *shape, int64_t m)
+{
+    return PyLong_FromLong(s1f_segments_of(shape, (int32_t)m));
+}
+
+static PyObject *schedule_rows(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    const s1f_schedule *schedule;
+    if (!s1f_to_schedule(handle, &schedule))
+        return NULL;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    if (shape.first_cell == NULL)
+        Py_RETURN_NONE;
+    return s1f_list_of(shape.num_microbatches, row_item, &shape);
 }
 
 static PyObject *rank_item(const void *schedule, int64_t stage)
@@ -308,7 +365,7 @@ static PyObject *changed(PyObject *arguments, change_cells *change)
     if (!PyArg_ParseTuple(arguments, "O&z#", s1f_to_schedule, &schedule, &chosen, &count))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
+    int64_t cells = shape.num_stages * s1f_num_cells(&shape);
     if (chosen != NULL && !s1f_require_count("chosen", count, cells))
         return NULL;
     s1f_schedule *other = NULL;
@@ -484,7 +541,8 @@ static int check_sizes(const s1f_program *program, const s1f_int64s *sizes)
                          (long long)sizes->values[i]);
             return 0;
         }
-        if (sizes->values[i] > INT64_MAX / s1f_program_num_microbatches(program) - sum) {
+        if (sizes->values[i] >
+            INT64_MAX / s1f_program_num_microbatches(program) - sum) { /* more than enough for rows */
             PyErr_Format(PyExc_ValueError, "%s of all micro-batches sum to more than %lld", sizes->name,
                          (long long)INT64_MAX);
             return 0;
@@ -503,7 +561,7 @@ static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *argu
         return NULL;
     PyObject *tokens = NULL;
     if (s1f_require_index("stage", stage, s1f_program_num_stages(program)) &&
-        s1f_require_count(sizes.name, sizes.count, s1f_program_num_segments(program)) && check_sizes(program, &sizes))
+        s1f_require_count(sizes.name, sizes.count, s1f_program_num_columns(program)) && check_sizes(program, &sizes))
         tokens = PyLong_FromLongLong(s1f_program_peak_tokens(program, stage, sizes.values));
     PyMem_Free(sizes.values);
     return tokens;
@@ -513,10 +571,12 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_families", schedule_families, METH_NOARGS,
      "(name, description, source, validity, least stages_per_rank, names of options) of every family."},
     {"schedule_build", schedule_build, METH_VARARGS,
-     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle."},
+     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. num_segments: a "
+     "number, or one for each micro-batch."},
     {"schedule_broken_rule", schedule_broken_rule, METH_VARARGS,
      "schedule_broken_rule(arguments of schedule_build): the first rule of the family that they break, or None."},
     {"schedule_counts", schedule_counts, METH_O, "(num_ranks, num_stages, num_microbatches, num_segments)."},
+    {"schedule_rows", schedule_rows, METH_O, "Segments of every micro-batch; None where all have num_segments."},
     {"schedule_placement", schedule_placement, METH_O, "The rank of every stage."},
     {"schedule_units", schedule_units, METH_VARARGS,
      "schedule_units(schedule, rank): units in run order, as (pass, stage, microbatch, segment)."},
@@ -529,7 +589,7 @@ PyMethodDef s1f_schedule_methods[] = {
      "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
     {"schedule_recompute", schedule_recompute, METH_VARARGS,
      "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
-     "[(stage * num_microbatches + microbatch) * num_segments + segment] is not 0; None: of all."},
+     "[stage][cell] is not 0, cells by micro-batch and segment; None: of all."},
     {"schedule_offload", schedule_offload, METH_VARARGS,
      "schedule_offload(schedule, chosen): the same order with O, A and L of these cells, given in the same way."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},

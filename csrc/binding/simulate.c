@@ -121,7 +121,7 @@ static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cos
 static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
                       s1f_costs *costs)
 {
-    int64_t num_pairs = (int64_t)program->shape.num_stages - 1;
+    int64_t num_pairs = (int64_t)program->shape.num_stages - 1, num_columns = s1f_num_columns(&program->shape);
     if (per_unit != Py_None ? !read_unit_seconds(program, per_unit, arrays, costs)
                             : !read_pass_seconds(program, per_pass, arrays, costs))
         return 0;
@@ -133,10 +133,10 @@ static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *
     costs->tier_seconds = arrays->tier.values;
     return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
            s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
-           s1f_require_count("message_bytes", arrays->message_bytes.count, program->shape.num_segments) &&
-           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, program->shape.num_segments) &&
+           s1f_require_count("message_bytes", arrays->message_bytes.count, num_columns) &&
+           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, num_columns) &&
            (arrays->tier.values == NULL ||
-            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * program->shape.num_segments)) &&
+            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * num_columns)) &&
            s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
 }
 
@@ -218,8 +218,8 @@ static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds
     static const char *const names[NUM_BYTE_KINDS] = {"activations",  "kept_activations", "output_gradients",
                                                       "kv",           "kv_gradients",     "inputs",
                                                       "shard_logits", "message_bytes",    "statistics_bytes"};
-    int64_t stages = shape->num_stages, segments = shape->num_segments, cells = stages * segments;
-    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages, stages, cells, segments, segments, segments};
+    int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
+    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages, stages, cells, columns, columns, columns};
     for (int i = 0; i < NUM_BYTE_KINDS; i++)
         kinds[i].name = names[i];
     if (!PyArg_ParseTuple(tuple, "O&O&O&O&O&O&O&O&O&", s1f_to_int64s, &kinds[0], s1f_to_int64s, &kinds[1],
@@ -266,7 +266,7 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
 static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
 {
     const s1f_shape *shape = &program->shape;
-    int64_t num_cells = (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+    int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
     unsigned char *cells = malloc((size_t)num_cells);
     s1f_status status = cells != NULL ? S1F_OK : s1f_fail(S1F_ERR_MEMORY, "no memory to fit a schedule");
     if (status == S1F_OK) {
@@ -291,7 +291,7 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
                           &room, &fit.recomputes, &fit.moves, &start, s1f_to_doubles, &tier))
         return NULL;
     const s1f_shape *shape = &program->shape;
-    int64_t num_cells = (int64_t)shape->num_stages * shape->num_segments;
+    int64_t num_units = shape->num_stages * s1f_num_columns(shape);
     s1f_int64s kinds[NUM_BYTE_KINDS] = {0};
     s1f_memory_bytes bytes;
     cost_arrays arrays = {0};
@@ -299,7 +299,7 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (fit.recomputes && fit.moves && (start == Py_None || tier.values == NULL))
         PyErr_SetString(PyExc_TypeError, "the times of units and of the tier are needed where units may do both");
     else if (read_bytes(tuple, shape, kinds, &bytes) && s1f_require_count("room", room.count, shape->num_ranks) &&
-             (tier.values == NULL || s1f_require_count("tier", tier.count, num_cells)) &&
+             (tier.values == NULL || s1f_require_count("tier", tier.count, num_units)) &&
              (start == Py_None || read_unit_seconds(program, start, &arrays, &costs))) {
         fit.bytes = &bytes;
         fit.room = room.values;

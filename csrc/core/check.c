@@ -103,8 +103,8 @@ static s1f_status fail_missing(const table *t, s1f_unit unit, s1f_product produc
 
 static s1f_unit unit_of_cell(const table *t, int64_t i)
 {
-    int32_t k = t->shape.num_segments, M = t->shape.num_microbatches;
-    return (s1f_unit){S1F_PASS_FORWARD, (int32_t)(i / k / M), (int32_t)(i / k % M), (int32_t)(i % k)};
+    int64_t of_stage = s1f_num_cells(&t->shape);
+    return s1f_unit_of_cell(&t->shape, S1F_PASS_FORWARD, (int32_t)(i / of_stage), i % of_stage);
 }
 
 /* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of the
@@ -385,7 +385,7 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     table t = {.schedule = schedule,
                .shape = s1f_schedule_shape(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
-    t.num_cells = (int64_t)t.shape.num_stages * t.shape.num_microbatches * t.shape.num_segments;
+    t.num_cells = t.shape.num_stages * s1f_num_cells(&t.shape);
     int64_t num_units, total = 0, num_products = 0;
     for (int32_t rank = 0; rank < t.shape.num_ranks; rank++) {
         units_of(&t, rank, &num_units);

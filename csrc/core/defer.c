@@ -81,7 +81,7 @@ static s1f_status defer(const s1f_schedule *schedule, deferral *d, int64_t most)
 s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    size_t cells = (size_t)shape.num_stages * (size_t)shape.num_microbatches * (size_t)shape.num_segments;
+    size_t cells = (size_t)shape.num_stages * (size_t)s1f_num_cells(&shape);
     s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once, and each is there */
     uint16_t *optional = NULL;
     if (status == S1F_OK)
@@ -100,8 +100,7 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
     if (d.pending == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %zu units", cells);
     if (status == S1F_OK)
-        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-                                     shape.rank_of_stage, &d.schedule);
+        status = s1f_schedule_create_like(schedule, &d.schedule);
     if (status == S1F_OK)
         status = defer(schedule, &d, most);
     free(optional);
@@ -117,7 +116,7 @@ s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_
 s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,
                                  s1f_late_weight **out, int64_t *count)
 {
-    int64_t cells = (int64_t)shape->num_microbatches * shape->num_segments;
+    int64_t cells = s1f_num_cells(shape);
     int64_t *ready = malloc((size_t)(shape->num_stages * cells) * sizeof *ready);
     s1f_late_weight *weights = malloc(((size_t)num_units + 1) * sizeof *weights);
     if (ready == NULL || weights == NULL) {

@@ -59,7 +59,7 @@ static int32_t edge_of(builder *b, const s1f_unit_input *input, int32_t stage, i
         .destination_stage = stage,
         .source_rank = shape->rank_of_stage[input->maker.stage],
         .destination_rank = shape->rank_of_stage[stage],
-        .num_messages = (int64_t)shape->num_microbatches * shape->num_segments,
+        .num_messages = s1f_num_cells(shape),
     };
     for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
         if (s1f_pass_makes(pass, input->product))

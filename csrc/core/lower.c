@@ -25,7 +25,7 @@ typedef struct { /* of one stage */
 /* What lowering needs to know on its way. */
 typedef struct {
     s1f_program *program;
-    int64_t num_cells;    /* of a stage: M k */
+    int64_t num_cells;    /* of a stage */
     int64_t *sequence;    /* [edge][cell]: number of its message */
     s1f_unit *consumers;  /* [edge][sequence]: unit that uses the message */
     int32_t *places;      /* [edge][sequence]: where it lands */
@@ -314,7 +314,7 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
 {
     const s1f_shape *shape = &program->shape;
     *l = (lowering){.program = program, .lifetimes = s1f_lifetimes_of(shape)};
-    l->num_cells = (int64_t)shape->num_microbatches * shape->num_segments;
+    l->num_cells = s1f_num_cells(shape);
     size_t num_stages = (size_t)shape->num_stages, num_microbatches = (size_t)shape->num_microbatches;
     size_t num_edges = (size_t)program->edges->num_edges + 1; /* never 0: malloc(0) may be NULL */
     size_t num_messages = num_edges * (size_t)l->num_cells;

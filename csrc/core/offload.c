@@ -70,7 +70,7 @@ static s1f_status copy_with(const s1f_schedule *schedule, const copier *c)
 s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t num_cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
+    int64_t num_cells = shape.num_stages * s1f_num_cells(&shape);
     uint16_t *optional = NULL;
     copier c = {.shape = &shape, .chosen = chosen};
     s1f_status status = s1f_schedule_check(schedule, 0);
@@ -84,8 +84,7 @@ s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned cha
     for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
         c.forward_at[i] = -1;
     if (status == S1F_OK)
-        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-                                     shape.rank_of_stage, &c.out);
+        status = s1f_schedule_create_like(schedule, &c.out);
     if (status == S1F_OK)
         status = copy_with(schedule, &c);
     free(c.forward_at);

@@ -17,7 +17,13 @@ s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out)
     if (program->rank_of_stage == NULL || program->peaks == NULL || program->ranks == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %zu stages", num_stages);
     program->shape = *shape;
+    size_t bytes = ((size_t)shape->num_microbatches + 1) * sizeof *program->first_cell;
+    if (shape->first_cell != NULL && (program->first_cell = malloc(bytes)) == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %d micro-batches", (int)shape->num_microbatches);
     if (status == S1F_OK) {
+        if (program->first_cell != NULL)
+            memcpy(program->first_cell, shape->first_cell, bytes);
+        program->shape.first_cell = program->first_cell;
         memcpy(program->rank_of_stage, shape->rank_of_stage, num_stages * sizeof *program->rank_of_stage);
         program->shape.rank_of_stage = program->rank_of_stage;
         status = s1f_edges_create(&program->shape, &program->edges);
@@ -42,6 +48,7 @@ void s1f_program_free(s1f_program *program)
     s1f_edges_free(program->edges);
     free(program->peaks);
     free(program->rank_of_stage);
+    free(program->first_cell);
     free(program->optional);
     free(program);
 }
@@ -57,9 +64,10 @@ int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const
         if (unit.stage != stage)
             continue;
         s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-        live += lifetimes.takes & live_bit ? segment_sizes[unit.segment] : 0;
+        int64_t tokens = segment_sizes[s1f_column(&program->shape, unit)];
+        live += lifetimes.takes & live_bit ? tokens : 0;
         peak = live > peak ? live : peak;
-        live -= lifetimes.frees & live_bit ? segment_sizes[unit.segment] : 0;
+        live -= lifetimes.frees & live_bit ? tokens : 0;
     }
     return peak;
 }

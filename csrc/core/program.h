@@ -43,8 +43,9 @@ typedef struct {
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
 typedef struct {
     s1f_shape shape;
-    int32_t *rank_of_stage; /* what the shape points to, as is */
-    uint16_t *optional;     /* the same; NULL: no optional product */
+    int32_t *rank_of_stage; /* what the shape points to, as are the next two */
+    int64_t *first_cell;
+    uint16_t *optional; /* NULL: no optional product */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
@@ -80,12 +81,13 @@ static inline int32_t s1f_program_num_microbatches(const s1f_program *program)
 {
     return program->shape.num_microbatches;
 }
-static inline int32_t s1f_program_num_segments(const s1f_program *program)
+/* Columns of sizes of segments (s1f_column). */
+static inline int64_t s1f_program_num_columns(const s1f_program *program)
 {
-    return program->shape.num_segments;
+    return s1f_num_columns(&program->shape);
 }
 
-/* Peak live tokens of a stage for given segment sizes[num_segments]: live units, in tokens. */
+/* Peak live tokens of a stage for given segment sizes, [column]: live units, in tokens. */
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
 
 #endif

@@ -39,8 +39,7 @@ s1f_status s1f_schedule_recompute(const s1f_schedule *schedule, const unsigned c
         status = s1f_schedule_find_optional(schedule, &optional);
     shape.optional = optional;
     if (status == S1F_OK)
-        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-                                     shape.rank_of_stage, &copy);
+        status = s1f_schedule_create_like(schedule, &copy);
     if (status == S1F_OK)
         status = copy_with(schedule, &shape, chosen, copy);
     free(optional);

@@ -12,6 +12,7 @@ typedef struct {
 struct s1f_schedule {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
     int32_t *rank_of_stage; /* [num_stages] */
+    int64_t *first_cell;    /* of the shape */
     order *orders;          /* [num_ranks] */
     uint32_t passes;        /* bits of those that occur */
 };
@@ -90,8 +91,53 @@ void s1f_schedule_free(s1f_schedule *schedule)
         for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
             free(schedule->orders[rank].units);
     free(schedule->orders);
+    free(schedule->first_cell);
     free(schedule->rank_of_stage);
     free(schedule);
+}
+
+s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of)
+{
+    int32_t most = 0;
+    for (int32_t m = 0; m < schedule->num_microbatches; m++) {
+        if (segments_of[m] < 1)
+            return s1f_fail(S1F_ERR_ARG, "num_segments of micro-batch %d is %d, must be at least 1", (int)m,
+                            (int)segments_of[m]);
+        most = segments_of[m] > most ? segments_of[m] : most;
+    }
+    if (most != schedule->num_segments)
+        return s1f_fail(S1F_ERR_ARG, "the most segments of a micro-batch are %d, num_segments is %d", (int)most,
+                        (int)schedule->num_segments);
+    if (schedule->passes != 0 || schedule->first_cell != NULL)
+        return s1f_fail(S1F_ERR_STATE, "micro-batches get their segments before any unit does");
+    int64_t *first_cell = malloc(((size_t)schedule->num_microbatches + 1) * sizeof *first_cell);
+    if (first_cell == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)schedule->num_microbatches);
+    first_cell[0] = 0;
+    for (int32_t m = 0; m < schedule->num_microbatches; m++)
+        first_cell[m + 1] = first_cell[m] + segments_of[m];
+    schedule->first_cell = first_cell;
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out)
+{
+    s1f_schedule *like = NULL;
+    s1f_status status = s1f_schedule_create(schedule->num_ranks, schedule->num_stages, schedule->num_microbatches,
+                                            schedule->num_segments, schedule->rank_of_stage, &like);
+    size_t bytes = ((size_t)schedule->num_microbatches + 1) * sizeof *schedule->first_cell;
+    if (status == S1F_OK && schedule->first_cell != NULL) {
+        if ((like->first_cell = malloc(bytes)) != NULL)
+            memcpy(like->first_cell, schedule->first_cell, bytes);
+        else
+            status = s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)schedule->num_microbatches);
+    }
+    if (status != S1F_OK) {
+        s1f_schedule_free(like);
+        return status;
+    }
+    *out = like;
+    return S1F_OK;
 }
 
 static s1f_status require_index(s1f_unit unit, const char *name, int32_t index, int32_t count)
@@ -103,6 +149,12 @@ static s1f_status require_index(s1f_unit unit, const char *name, int32_t index, 
     return s1f_fail(S1F_ERR_ARG, "%s: %s %d must be in 0..%d", text, name, index, count - 1);
 }
 
+static int32_t segments_of(const s1f_schedule *schedule, int32_t microbatch)
+{
+    const int64_t *first = schedule->first_cell;
+    return first == NULL ? schedule->num_segments : (int32_t)(first[microbatch + 1] - first[microbatch]);
+}
+
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
 {
     if (unit.pass < 0 || unit.pass >= s1f_num_passes)
@@ -110,7 +162,7 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     s1f_status status = S1F_OK;
     if ((status = require_index(unit, "stage", unit.stage, schedule->num_stages)) != S1F_OK ||
         (status = require_index(unit, "micro-batch", unit.microbatch, schedule->num_microbatches)) != S1F_OK ||
-        (status = require_index(unit, "segment", unit.segment, schedule->num_segments)) != S1F_OK)
+        (status = require_index(unit, "segment", unit.segment, segments_of(schedule, unit.microbatch))) != S1F_OK)
         return status;
 
     order *own = &schedule->orders[schedule->rank_of_stage[unit.stage]];
@@ -167,6 +219,7 @@ s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
         .num_segments = schedule->num_segments,
         .products = s1f_products_of_passes(schedule->passes),
         .rank_of_stage = schedule->rank_of_stage,
+        .first_cell = schedule->first_cell,
     };
 }
 
@@ -179,7 +232,7 @@ s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **o
         optional |= s1f_product_is_optional((s1f_product)product) ? 1u << product : 0;
     if (!(shape.products & optional))
         return S1F_OK;
-    int64_t num_cells = (int64_t)shape.num_stages * shape.num_microbatches * shape.num_segments;
+    int64_t num_cells = shape.num_stages * s1f_num_cells(&shape);
     uint16_t *found = calloc((size_t)num_cells, sizeof *found);
     if (found == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for what becomes of %lld units", (long long)num_cells);
@@ -203,8 +256,7 @@ int s1f_schedule_shows_stages(const s1f_schedule *schedule)
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out)
 {
     s1f_schedule *forward = NULL;
-    s1f_status status = s1f_schedule_create(schedule->num_ranks, schedule->num_stages, schedule->num_microbatches,
-                                            schedule->num_segments, schedule->rank_of_stage, &forward);
+    s1f_status status = s1f_schedule_create_like(schedule, &forward);
     for (int32_t rank = 0; rank < schedule->num_ranks && status == S1F_OK; rank++)
         for (int64_t i = 0; i < schedule->orders[rank].count && status == S1F_OK; i++)
             if (s1f_pass_is_forward(schedule->orders[rank].units[i].pass))

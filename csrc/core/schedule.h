@@ -16,6 +16,11 @@ enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
  * *out is owned by the caller (s1f_schedule_free) and untouched on error. */
 s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
                                const int32_t *rank_of_stage, s1f_schedule **out);
+/* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one is below
+ * 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
+s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
+/* An empty schedule with the counts and the placement of another. */
+s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
@@ -44,6 +49,9 @@ typedef struct {
     int32_t backward;          /* s1f_backward_kind */
     const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward. Borrowed, as is */
     const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
+    /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
+     * num_segments is the most of them. The tables above are then [stage][cell]. Borrowed. */
+    const int32_t *segments_of;
 } s1f_options;
 
 /* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last.
@@ -94,7 +102,7 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
-/* Counts, placement and products of the order as it stands. Its placement is borrowed; `optional` is for the caller. */
+/* Counts, placement and products of the order as it stands. What it points to is borrowed; `optional` is for the caller. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
 /* Which optional products the order makes for which cells of all stages, for a shape's `optional`. *out: free(); NULL: none
  * for any. S1F_ERR_MEMORY. */
@@ -110,11 +118,11 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
  * stage, on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit
  * do not count. Torch's: one line of CSV per rank, "2F3" = stage 2, forward, flat index 3 = microbatch * num_segments +
  * segment; an empty cell is a bubble and says nothing about the order. It has F, B, I and W alone.
- * The readers find the counts and the placement in the text. They do not check the order: s1f_schedule_check does. */
+ * The readers find the counts and the placement in the text; in ours a micro-batch has the segments that it names. They do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
-/* S1F_ERR_ARG naming the unit that torch has no letter for. */
+/* S1F_ERR_ARG naming the unit that torch has no letter for, or a micro-batch with fewer segments than others. */
 s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
 /* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);

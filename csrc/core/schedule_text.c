@@ -55,6 +55,13 @@ s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 
 s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text)
 {
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    for (int32_t m = 0; m < shape.num_microbatches; m++)
+        if (s1f_segments_of(&shape, m) != shape.num_segments)
+            return s1f_fail(S1F_ERR_ARG,
+                            "torch's CSV numbers the segments of all micro-batches alike, and micro-batch %d has %d of "
+                            "%d: write the order as text",
+                            (int)m, (int)s1f_segments_of(&shape, m), (int)shape.num_segments);
     for (int32_t rank = 0; rank < s1f_schedule_num_ranks(schedule); rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
@@ -207,6 +214,26 @@ static int32_t larger(int32_t a, int32_t b)
     return a > b ? a : b;
 }
 
+/* Where micro-batches differ in the segments that they name, each has its own. */
+static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *units, int64_t count)
+{
+    int32_t M = s1f_schedule_num_microbatches(schedule), differ = 0;
+    int32_t *segments_of = calloc((size_t)M, sizeof *segments_of);
+    if (segments_of == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)M);
+    for (int32_t m = 0; m < M; m++)
+        segments_of[m] = 1; /* of one that no unit names its first is missing */
+    for (int64_t i = 0; i < count; i++) {
+        int32_t *own = &segments_of[units[i].unit.microbatch];
+        *own = larger(*own, units[i].unit.segment + 1);
+    }
+    for (int32_t m = 0; m < M; m++)
+        differ |= segments_of[m] != s1f_schedule_num_segments(schedule);
+    s1f_status status = differ ? s1f_schedule_set_rows(schedule, segments_of) : S1F_OK;
+    free(segments_of);
+    return status;
+}
+
 /* The rank of every stage from the lines that name it. A complete order has a unit for every stage, micro-batch and
  * segment, so indices beyond the number of units are a slip of the pen, not a wish for memory. */
 static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, int32_t num_segments, s1f_schedule **out)
@@ -243,6 +270,8 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     if (status == S1F_OK)
         status =
             s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage, &schedule);
+    if (status == S1F_OK && num_segments == 0)
+        status = set_named_rows(schedule, units, count);
     for (int64_t i = 0; i < count && status == S1F_OK; i++)
         status = s1f_schedule_append(schedule, units[i].unit);
     free(rank_of_stage);

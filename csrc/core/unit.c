@@ -106,6 +106,25 @@ int s1f_pass_is_forward(int32_t pass)
     return (s1f_pass_products(pass) & (GRADIENTS | OPTIONAL | BIT(EMBED_GRADIENT))) == 0;
 }
 
+s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t cell)
+{
+    int32_t low = 0, behind = shape->num_microbatches; /* the micro-batch is among low .. behind - 1 */
+    if (shape->first_cell == NULL)
+        low = (int32_t)(cell / shape->num_segments);
+    while (shape->first_cell != NULL && behind - low > 1) {
+        int32_t middle = low + (behind - low) / 2;
+        *(shape->first_cell[middle] <= cell ? &low : &behind) = middle;
+    }
+    return (s1f_unit){(int32_t)pass, stage, low, (int32_t)(cell - s1f_first_cell(shape, low))};
+}
+
+s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i)
+{
+    s1f_unit unit = s1f_unit_of_cell(shape, pass, stage, i);
+    unit.segment = s1f_segments_of(shape, unit.microbatch) - 1 - unit.segment;
+    return unit;
+}
+
 static int32_t first_maker(s1f_product product)
 {
     int32_t pass = 0;
@@ -182,7 +201,8 @@ static int move_to_stage(s1f_unit *unit, int32_t stage)
 static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *unit)
 {
     int is_shard = unit->stage < shape->num_ranks;
-    int is_last = shape->num_segments > 1 && unit->segment == shape->num_segments - 1;
+    int32_t num_segments = s1f_segments_of(shape, unit->microbatch);
+    int is_last = num_segments > 1 && unit->segment == num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
     case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_cell_has(shape, *unit, RECOMPUTED);
@@ -190,7 +210,7 @@ static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *uni
     case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
     case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
     case SEGMENT_BEFORE: return i == 0 && unit->segment-- > 0;
-    case SEGMENT_BEHIND: return i == 0 && ++unit->segment < shape->num_segments;
+    case SEGMENT_BEHIND: return i == 0 && ++unit->segment < num_segments;
     case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
     case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);

@@ -86,10 +86,14 @@ static inline int s1f_product_is_optional(s1f_product product)
 /* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last is
  * what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
 typedef struct {
-    int32_t num_ranks, num_stages, num_microbatches, num_segments;
+    int32_t num_ranks, num_stages, num_microbatches;
+    int32_t num_segments; /* of every micro-batch; with first_cell the most that one has */
     uint32_t products;
-    const int32_t *rank_of_stage; /* [num_stages]; borrowed, as is */
-    const uint16_t *optional;     /* [cell of all stages] bits of optional products; NULL: all that the order makes */
+    const int32_t *rank_of_stage; /* [num_stages]; borrowed, as are the others */
+    /* [num_microbatches + 1], from 0: the cells of micro-batch m within its stage are first_cell[m] .. first_cell[m + 1] - 1,
+     * one for each of its segments. NULL: every micro-batch has num_segments. */
+    const int64_t *first_cell;
+    const uint16_t *optional; /* [cell of all stages] bits of optional products; NULL: all that the order makes */
 } s1f_shape;
 
 static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
@@ -112,15 +116,44 @@ static inline int s1f_shape_needs(const s1f_shape *shape, s1f_product product, i
     return s1f_shape_makes(shape, product) && !s1f_product_is_optional(product) &&
            (!s1f_product_is_of_shard(product) || stage < shape->num_ranks);
 }
-/* Number of a unit's cell within its stage; cells of one stage are 0 .. num_microbatches * num_segments - 1. */
+/* Number of a micro-batch's first cell within its stage; of num_microbatches: the cells of a stage. */
+static inline int64_t s1f_first_cell(const s1f_shape *shape, int32_t microbatch)
+{
+    return shape->first_cell != NULL ? shape->first_cell[microbatch] : (int64_t)microbatch * shape->num_segments;
+}
+static inline int64_t s1f_num_cells(const s1f_shape *shape)
+{
+    return s1f_first_cell(shape, shape->num_microbatches);
+}
+static inline int32_t s1f_segments_of(const s1f_shape *shape, int32_t microbatch)
+{
+    return shape->first_cell == NULL ? shape->num_segments
+                                     : (int32_t)(shape->first_cell[microbatch + 1] - shape->first_cell[microbatch]);
+}
+/* Number of a unit's cell within its stage, below s1f_num_cells. */
 static inline int64_t s1f_cell(const s1f_shape *shape, s1f_unit unit)
 {
-    return (int64_t)unit.microbatch * shape->num_segments + unit.segment;
+    return s1f_first_cell(shape, unit.microbatch) + unit.segment;
 }
 /* The same among the cells of all stages. */
 static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
 {
-    return (int64_t)unit.stage * shape->num_microbatches * shape->num_segments + s1f_cell(shape, unit);
+    return unit.stage * s1f_num_cells(shape) + s1f_cell(shape, unit);
+}
+/* The unit of a pass and a stage that has this cell. */
+s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t cell);
+/* The same unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the last. */
+s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i);
+
+/* Column of a unit in tables of costs, sizes and bytes, [stage][column] or [column]: its segment, where all micro-batches are
+ * alike; with first_cell its cell, for then each micro-batch has lengths of its own. */
+static inline int64_t s1f_column(const s1f_shape *shape, s1f_unit unit)
+{
+    return shape->first_cell == NULL ? unit.segment : s1f_cell(shape, unit);
+}
+static inline int64_t s1f_num_columns(const s1f_shape *shape)
+{
+    return shape->first_cell == NULL ? shape->num_segments : s1f_num_cells(shape);
 }
 static inline int s1f_cell_has(const s1f_shape *shape, s1f_unit unit, s1f_product optional)
 {
@@ -228,7 +261,7 @@ typedef struct {
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
 static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)
 {
-    int is_first = unit.segment == 0, is_last = unit.segment == table->shape.num_segments - 1;
+    int is_first = unit.segment == 0, is_last = unit.segment + 1 == s1f_segments_of(&table->shape, unit.microbatch);
     return table->of[s1f_kind_of_cell(&table->shape, unit)][unit.pass][is_first][is_last];
 }
 

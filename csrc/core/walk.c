@@ -9,7 +9,7 @@ s1f_status s1f_walk_create(const s1f_edges *edges, const s1f_shape *shape, s1f_w
     *walk = (s1f_walk){
         .edges = edges,
         .num_ranks = num_ranks,
-        .num_segments = shape->num_segments,
+        .shape = *shape,
         .ranks = calloc((size_t)num_ranks, sizeof *walk->ranks),
         .links = calloc((size_t)edges->num_edges + 1, sizeof *walk->links), /* + 1: calloc(0) may be NULL */
         .ready = calloc((size_t)num_ranks, sizeof *walk->ready),

@@ -27,7 +27,8 @@ typedef struct {
 
 typedef struct {
     const s1f_edges *edges;
-    int32_t num_ranks, num_segments;
+    s1f_shape shape; /* of the order; what it points to is borrowed */
+    int32_t num_ranks;
     s1f_walker *ranks; /* [num_ranks] */
     s1f_link *links;   /* [edge] */
     int32_t *ready;    /* ranks that can go on, each at most once: the last goes first */
@@ -114,7 +115,7 @@ static inline __attribute__((always_inline)) int s1f_walk_go(s1f_walk *walk, int
     int32_t has_run = own->has_run, sent = own->sent, posted = own->posted;
     for (; unit != end; unit++, has_run = sent = posted = 0) {
         __builtin_prefetch(unit + 4); /* the next cache line: ranks take turns, so the processor does not foresee it */
-        const int64_t kind = s1f_kind(*unit), cell = (int64_t)unit->microbatch * walk->num_segments + unit->segment;
+        const int64_t kind = s1f_kind(*unit), cell = s1f_cell(&walk->shape, *unit);
         const s1f_kind_edges *uses = &walk->edges->kinds[kind];
         const s1f_stand at = {rank, unit, kind, cell, uses};
         if (!has_run) {

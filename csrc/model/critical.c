@@ -40,7 +40,7 @@ static int create_walk(walk *w)
     const s1f_shape *shape = &w->program->shape;
     size_t num_edges = (size_t)w->program->edges->num_edges + 1, num_ranks = (size_t)shape->num_ranks; /* never 0 */
     w->edges = w->program->edges->edges;
-    w->num_cells = (int64_t)shape->num_microbatches * shape->num_segments;
+    w->num_cells = s1f_num_cells(shape);
     size_t total = num_edges * (size_t)w->num_cells;
     w->sequence = malloc(total * sizeof *w->sequence);
     w->sender = malloc(total * sizeof *w->sender);
@@ -112,12 +112,12 @@ static double lesser(double a, double b)
 }
 
 /* The latest end of a unit whose result leaves on this edge, if its rank may be through with that at `through`. */
-static double walk_back_over_send(walk *w, int32_t edge, int32_t segment, double through)
+static double walk_back_over_send(walk *w, int32_t edge, int64_t column, double through)
 {
     int64_t number = --w->num_sent[edge];
     double scale = s1f_message_scale(w->program, w->costs, edge, number);
     double latency = scale * of_edge(w, w->costs->latency, edge);
-    double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[segment];
+    double bytes = w->costs->message_bytes == NULL ? 0 : (double)w->costs->message_bytes[column];
     double passed = lesser(w->latest_arrival[message(w, edge, number)] - latency, w->latest_transfer[edge]);
     w->latest_transfer[edge] = passed - scale * (bytes * of_edge(w, w->costs->seconds_per_byte, edge));
     double latest_end = lesser(through, w->latest_transfer[edge]) - w->costs->send;
@@ -138,8 +138,9 @@ static void walk_back_over(walk *w, int32_t rank)
             latest_end = lesser(latest_end, w->latest_credit[last]);
         }
     }
+    int64_t column = s1f_column(&w->program->shape, *unit_at(w, unit));
     for (int32_t j = uses->out.count - 1; j >= 0; j--)
-        latest_end = walk_back_over_send(w, uses->out.edges[j], unit_at(w, unit)->segment, latest_end);
+        latest_end = walk_back_over_send(w, uses->out.edges[j], column, latest_end);
     double start = w->simulation->start[rank][unit.i], end = w->simulation->end[rank][unit.i];
     latest_end = lesser(latest_end, w->simulation->makespan);
     w->latest_start[rank] = latest_end - (end - start);

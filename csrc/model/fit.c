@@ -22,16 +22,15 @@ static int64_t cell_of(const walker *w, s1f_unit unit)
 
 static s1f_unit unit_of(const walker *w, int64_t cell)
 {
-    const s1f_shape *shape = &w->program->shape;
-    int64_t segment = cell % shape->num_segments, row = cell / shape->num_segments;
-    return (s1f_unit){S1F_PASS_FORWARD, (int32_t)(row / shape->num_microbatches),
-                      (int32_t)(row % shape->num_microbatches), (int32_t)segment};
+    int64_t of_stage = s1f_num_cells(&w->program->shape);
+    return s1f_unit_of_cell(&w->program->shape, S1F_PASS_FORWARD, (int32_t)(cell / of_stage), cell % of_stage);
 }
 
 /* Bytes that a pass takes, or frees, in a cell of this kind. */
 static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
-    return w->table.of[kind][pass][unit.segment == 0][unit.segment == w->program->shape.num_segments - 1];
+    int is_last = unit.segment + 1 == s1f_segments_of(&w->program->shape, unit.microbatch);
+    return w->table.of[kind][pass][unit.segment == 0][is_last];
 }
 
 static int64_t bytes_of(const walker *w, s1f_unit unit, uint32_t holdings)
@@ -95,7 +94,8 @@ static int could_be_away(const walker *w, int64_t cell, int64_t i)
 
 static double tier_seconds(const walker *w, s1f_unit unit)
 {
-    return w->fit->tier_seconds[(int64_t)unit.stage * w->program->shape.num_segments + unit.segment];
+    const s1f_shape *shape = &w->program->shape;
+    return w->fit->tier_seconds[unit.stage * s1f_num_columns(shape) + s1f_column(shape, unit)];
 }
 
 /* Whether each way hides behind the unit that runs beside it, and the tier is through with all before. */
@@ -198,7 +198,7 @@ static void find_passes(const walker *w, int32_t rank)
 s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsigned char *kinds)
 {
     const s1f_shape *shape = &program->shape;
-    int64_t num_cells = (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+    int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
     walker w = {.program = program, .fit = fit, .kinds = kinds};
     if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
         return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");

@@ -14,7 +14,7 @@ typedef struct {
     /* What units may do. With both a unit moves where that hides, and is recomputed elsewhere; for this alone: */
     int32_t recomputes, moves;
     const double *const *start; /* [rank][i] seconds of the order as it is */
-    const double *tier_seconds; /* [stage][segment] one way */
+    const double *tier_seconds; /* [stage][column] one way */
 } s1f_fit;
 
 /* kinds[cell of all stages]: an s1f_cell_kind. A rank whose room is too little for any choice gives up what it can.

@@ -16,8 +16,8 @@ typedef struct {
     int64_t live[S1F_NUM_HOLDINGS], units, total;
 } ledger;
 
-/* Bytes that a unit of this stage and segment takes of a holding; cell: their row in [stage][segment]. */
-static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t segment,
+/* Bytes that a unit of this stage and column takes of a holding; cell: their place in [stage][column]. */
+static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t column,
                                int64_t cell)
 {
     int64_t activation = at(bytes->activation, cell), kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
@@ -28,7 +28,7 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_KV: return at(bytes->kv, stage);
     case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
     case S1F_HOLDS_INPUT: return at(bytes->input, cell);
-    case S1F_HOLDS_LOGITS: return at(bytes->logits, segment);
+    case S1F_HOLDS_LOGITS: return at(bytes->logits, column);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
@@ -36,21 +36,21 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
 
 int64_t s1f_held_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
 {
-    int64_t sum = 0, cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
+    int64_t sum = 0, column = s1f_column(shape, unit), cell = unit.stage * s1f_num_columns(shape) + column;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (holdings >> h & 1)
-            sum += bytes_of(bytes, (s1f_holding)h, unit.stage, unit.segment, cell);
+            sum += bytes_of(bytes, (s1f_holding)h, unit.stage, column, cell);
     return sum;
 }
 
 /* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
 static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, int64_t stage,
-                          int64_t segment, int64_t cell)
+                          int64_t column, int64_t cell)
 {
     l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (holdings >> h & 1) {
-            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, segment, cell);
+            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, column, cell);
             l->live[h] += changed;
             l->total += changed;
         }
@@ -82,7 +82,8 @@ static s1f_status require_bytes(const char *name, const int64_t *values, int64_t
 static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes *bytes)
 {
     const s1f_shape *shape = &program->shape;
-    int64_t stages = shape->num_stages, cells = stages * shape->num_segments, most_held = 1, num_places = 0;
+    int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
+    int64_t most_held = 1, num_places = 0;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         most_held = greater(most_held, program->ranks[rank].num_units);
     for (int32_t e = 0; e < program->edges->num_edges; e++)
@@ -96,11 +97,9 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
         (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a shard's logits", bytes->logits, shape->num_segments, most_held)) !=
-            S1F_OK ||
-        (status = require_bytes("bytes of a message", bytes->message, shape->num_segments, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a shard's statistics", bytes->statistics, shape->num_segments, most_held)) !=
-            S1F_OK)
+        (status = require_bytes("bytes of a shard's logits", bytes->logits, columns, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes of a message", bytes->message, columns, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes of a shard's statistics", bytes->statistics, columns, most_held)) != S1F_OK)
         return status;
     for (int64_t i = 0; bytes->kept != NULL && i < cells; i++)
         if (bytes->kept[i] > at(bytes->activation, i))
@@ -117,9 +116,9 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         return status;
     s1f_lifetime_table table = s1f_lifetimes_of(shape);
     int64_t largest_message = 0, largest_statistics = 0;
-    for (int32_t segment = 0; segment < shape->num_segments; segment++) {
-        largest_message = greater(largest_message, at(bytes->message, segment));
-        largest_statistics = greater(largest_statistics, at(bytes->statistics, segment));
+    for (int64_t column = 0; column < s1f_num_columns(shape); column++) {
+        largest_message = greater(largest_message, at(bytes->message, column));
+        largest_statistics = greater(largest_statistics, at(bytes->statistics, column));
     }
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
@@ -135,13 +134,13 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
             s1f_unit unit = program->ranks[rank].units[i];
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-            int64_t cell = (int64_t)unit.stage * shape->num_segments + unit.segment;
+            int64_t column = s1f_column(shape, unit), cell = unit.stage * s1f_num_columns(shape) + column;
             if (lifetimes.takes != 0) {
-                change(&l, bytes, lifetimes.takes, 1, unit.stage, unit.segment, cell);
+                change(&l, bytes, lifetimes.takes, 1, unit.stage, column, cell);
                 raise_peak(&l, &peak);
             }
             if (lifetimes.frees != 0)
-                change(&l, bytes, lifetimes.frees, -1, unit.stage, unit.segment, cell);
+                change(&l, bytes, lifetimes.frees, -1, unit.stage, column, cell);
         }
         peaks[rank] = peak;
     }

@@ -9,15 +9,15 @@
 
 #include "../core/program.h"
 
-typedef struct {                     /* NULL: nothing, but for `kept` */
-    const int64_t *activation;       /* [stage][segment] bytes of a unit */
-    const int64_t *kept;             /* [stage][segment] the part of them that I leaves to W; NULL: all */
-    const int64_t *output_gradient;  /* [stage][segment] */
-    const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch */
-    const int64_t *input;            /* [stage][segment] of a recomputed unit, beyond its receive place */
-    const int64_t *logits;           /* [segment] of a shard of the vocabulary, from S to T */
-    const int64_t *message;          /* [segment] */
-    const int64_t *statistics;       /* [segment] of a message from shard to shard */
+typedef struct {                     /* NULL: nothing, but for `kept`; columns: s1f_column */
+    const int64_t *activation;       /* [stage][column] bytes of a unit */
+    const int64_t *kept;             /* [stage][column] the part of them that I leaves to W; NULL: all */
+    const int64_t *output_gradient;  /* [stage][column] */
+    const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch: its slot, of the longest one */
+    const int64_t *input;            /* [stage][column] of a recomputed unit, beyond its receive place */
+    const int64_t *logits;           /* [column] of a shard of the vocabulary, from S to T */
+    const int64_t *message;          /* [column] */
+    const int64_t *statistics;       /* [column] of a message from shard to shard */
 } s1f_memory_bytes;
 
 typedef struct { /* of one rank: units, then bytes; each kind at its own peak */

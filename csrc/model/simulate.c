@@ -18,7 +18,7 @@ typedef struct {
     int32_t is_in_order;
     double link_free; /* when the link has passed its last message */
     double latency, seconds_per_byte;
-    const double *message_bytes; /* [segment] */
+    const double *message_bytes; /* [column] */
     int32_t next_incoming;       /* edge into the same rank, -1 ends */
 } link;
 
@@ -47,8 +47,9 @@ typedef struct {
     s1f_walk walk;
     int32_t num_steps;
     int32_t has_transfer_jitter;
-    double *kind_seconds;  /* [kind][segment], where given by what a unit is */
-    double *message_bytes; /* [segment], and once more for statistics */
+    int64_t num_columns;   /* s1f_column */
+    double *kind_seconds;  /* [kind][column], where given by what a unit is */
+    double *message_bytes; /* [column], and once more for statistics */
     double *tier_end;      /* [cell of all stages]: when the tier has moved its unit, out or back; NULL: at once */
     link *links;           /* [edge] */
     rank_state *ranks;     /* [rank] */
@@ -67,12 +68,14 @@ static s1f_status require_cost(const char *name, double value)
     return S1F_OK;
 }
 
-static s1f_status require_bytes(const char *name, const int64_t *bytes, int32_t num_segments)
+static s1f_status require_bytes(const char *name, const int64_t *bytes, const s1f_shape *shape)
 {
-    for (int32_t segment = 0; bytes != NULL && segment < num_segments; segment++)
-        if (bytes[segment] < 0)
-            return s1f_fail(S1F_ERR_ARG, "%s of segment %d is %lld, must be at least 0", name, (int)segment,
-                            (long long)bytes[segment]);
+    for (int64_t column = 0; bytes != NULL && column < s1f_num_columns(shape); column++)
+        if (bytes[column] < 0) {
+            s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, column);
+            return s1f_fail(S1F_ERR_ARG, "%s of segment %d is %lld, must be at least 0", name, (int)unit.segment,
+                            (long long)bytes[column]);
+        }
     return S1F_OK;
 }
 
@@ -125,11 +128,16 @@ static inline void wait_until(rank_state *r, double time, int32_t cause)
     }
 }
 
+static inline int64_t column_of(const simulator *s, s1f_unit unit)
+{
+    return s1f_column(&s->program->shape, unit);
+}
+
 static inline double seconds_of(const simulator *s, const rank_state *r, int64_t i, uint64_t *random)
 {
     s1f_unit unit = r->units[i];
     double seconds =
-        r->seconds != NULL ? r->seconds[i] : s->kind_seconds[s1f_kind(unit) * s->walk.num_segments + unit.segment];
+        r->seconds != NULL ? r->seconds[i] : s->kind_seconds[s1f_kind(unit) * s->num_columns + column_of(s, unit)];
     return s->costs->jitter > 0 ? seconds * (1 + s->costs->jitter * (2 * draw(random) - 1)) : seconds;
 }
 
@@ -174,7 +182,7 @@ static void start_tier(const simulator *s, rank_state *r, s1f_unit unit)
 {
     if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_LEAVING) && !s1f_pass_makes(unit.pass, S1F_PRODUCT_COMING))
         return;
-    double seconds = s->costs->tier_seconds[(int64_t)unit.stage * s->walk.num_segments + unit.segment];
+    double seconds = s->costs->tier_seconds[unit.stage * s->num_columns + column_of(s, unit)];
     r->tier_free = fmax(r->now, r->tier_free) + seconds;
     s->tier_end[s1f_cell_of_all(&s->program->shape, unit)] = r->tier_free;
 }
@@ -226,7 +234,7 @@ static inline void send(void *context, const s1f_stand *at, int32_t edge)
     if (l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
     double scale = s->has_transfer_jitter ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
-    double transfer = scale * (l->message_bytes[at->unit->segment] * l->seconds_per_byte);
+    double transfer = scale * (l->message_bytes[column_of(s, *at->unit)] * l->seconds_per_byte);
     l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
     *arrival(l, number, at->cell) = l->link_free + scale * l->latency;
 }
@@ -369,7 +377,7 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
     if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "transfer_jitter is %g, must be in 0..1: a share of a message's seconds",
                         costs->transfer_jitter);
-    int64_t num_kinds = (int64_t)shape->num_stages * shape->num_segments;
+    int64_t num_kinds = shape->num_stages * s1f_num_columns(shape);
     for (int64_t i = 0; costs->tier_seconds != NULL && i < num_kinds; i++)
         if ((status = require_cost("the time of the tier", costs->tier_seconds[i])) != S1F_OK)
             return status;
@@ -378,8 +386,8 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
     for (int32_t rank = 0; costs->optimizer != NULL && rank < shape->num_ranks; rank++)
         if ((status = require_cost("the time of an optimizer", costs->optimizer[rank])) != S1F_OK)
             return status;
-    if ((status = require_bytes("message_bytes", costs->message_bytes, shape->num_segments)) != S1F_OK ||
-        (status = require_bytes("statistics_bytes", costs->statistics_bytes, shape->num_segments)) != S1F_OK)
+    if ((status = require_bytes("message_bytes", costs->message_bytes, shape)) != S1F_OK ||
+        (status = require_bytes("statistics_bytes", costs->statistics_bytes, shape)) != S1F_OK)
         return status;
     for (int32_t rank = 0; costs->unit_seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
@@ -392,15 +400,15 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
 static s1f_status fill_seconds(simulator *s)
 {
     const s1f_shape *shape = &s->program->shape;
-    int32_t k = shape->num_segments;
+    int64_t k = s->num_columns;
     uint32_t occurs = 0; /* bits of passes */
     const int64_t *given[] = {s->costs->message_bytes, s->costs->statistics_bytes};
-    for (int32_t i = 0; i < 2 * k; i++)
+    for (int64_t i = 0; i < 2 * k; i++)
         s->message_bytes[i] = given[i / k] == NULL ? 0 : (double)given[i / k][i % k];
     for (int32_t rank = 0; s->kind_seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < s->ranks[rank].num_units; i++)
             occurs |= 1u << s->ranks[rank].units[i].pass;
-    for (int64_t i = 0; s->kind_seconds != NULL && i < (int64_t)shape->num_stages * k; i++)
+    for (int64_t i = 0; s->kind_seconds != NULL && i < shape->num_stages * k; i++)
         for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
             const double *of_pass = s->costs->pass_seconds[pass];
             if (!(occurs >> pass & 1))
@@ -431,8 +439,7 @@ static int create_links(simulator *s)
             .latency = s->costs->latency == NULL ? 0 : s->costs->latency[s1f_edge_boundary(edge)],
             .seconds_per_byte =
                 s->costs->seconds_per_byte == NULL ? 0 : s->costs->seconds_per_byte[s1f_edge_boundary(edge)],
-            .message_bytes =
-                s->message_bytes + (edge->channel == S1F_CHANNEL_STATISTICS ? s->program->shape.num_segments : 0),
+            .message_bytes = s->message_bytes + (edge->channel == S1F_CHANNEL_STATISTICS ? s->num_columns : 0),
             .next_incoming = s->ranks[edge->destination_rank].first_incoming,
         };
         s->ranks[edge->destination_rank].first_incoming = e;
@@ -449,18 +456,18 @@ static int create_links(simulator *s)
 static int create_arrays(simulator *s)
 {
     const s1f_shape *shape = &s->program->shape;
-    size_t num_ranks = (size_t)shape->num_ranks, num_cells = (size_t)shape->num_stages * (size_t)shape->num_segments;
+    size_t num_ranks = (size_t)shape->num_ranks, num_costs = (size_t)shape->num_stages * (size_t)s->num_columns;
     s->links = calloc((size_t)s->program->edges->num_edges + 1, sizeof *s->links); /* + 1: calloc(0) may be NULL */
     s->ranks = calloc(num_ranks, sizeof *s->ranks);
     s->step_end = calloc((size_t)s->num_steps, sizeof *s->step_end);
-    s->message_bytes = calloc(2 * (size_t)shape->num_segments, sizeof *s->message_bytes);
+    s->message_bytes = calloc(2 * (size_t)s->num_columns, sizeof *s->message_bytes);
     if (!s->links || !s->ranks || !s->step_end || !s->message_bytes)
         return 0;
     if (s->costs->unit_seconds == NULL &&
-        (s->kind_seconds = calloc(num_cells, S1F_MAX_PASSES * sizeof *s->kind_seconds)) == NULL)
+        (s->kind_seconds = calloc(num_costs, S1F_MAX_PASSES * sizeof *s->kind_seconds)) == NULL)
         return 0;
     if (s->costs->tier_seconds != NULL &&
-        (s->tier_end = calloc(num_cells * (size_t)shape->num_microbatches, sizeof *s->tier_end)) == NULL)
+        (s->tier_end = calloc((size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *s->tier_end)) == NULL)
         return 0;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
@@ -531,6 +538,7 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
     simulator s = {.program = program,
                    .costs = costs,
                    .num_steps = costs->num_steps > 0 ? costs->num_steps : 1,
+                   .num_columns = s1f_num_columns(&program->shape),
                    .has_transfer_jitter = costs->transfer_jitter > 0};
     s1f_status status = check_costs(program, costs);
     if (status != S1F_OK || (status = create_simulation(program, keep, &s.simulation)) != S1F_OK)

@@ -9,17 +9,17 @@
 #include "../core/program.h"
 
 typedef struct {
-    /* Seconds of a unit, one of the two: by what it is, [stage][segment] for each pass (NULL: the order has none); or by its number in the
+    /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the order has none); or by its number in the
      * order of its rank, [rank][i], to replay what was measured. */
     const double *pass_seconds[S1F_MAX_PASSES];
     const double *const *unit_seconds;
     /* [s] up to the last stage but one, for the edges whose lower stage is s, both ways alike; NULL: 0. */
     const double *latency;           /* seconds from the end of a transfer to the arrival */
     const double *seconds_per_byte;  /* of a link: 1 / bandwidth; 0: infinite */
-    const int64_t *message_bytes;    /* [segment]: activation and gradient alike; NULL: 0 */
-    const int64_t *statistics_bytes; /* [segment]: a message from shard to shard of the vocabulary; NULL: 0 */
+    const int64_t *message_bytes;    /* [column]: activation and gradient alike; NULL: 0 */
+    const int64_t *statistics_bytes; /* [column]: a message from shard to shard of the vocabulary; NULL: 0 */
     double send;                     /* seconds that a sender itself spends on each SEND */
-    /* [stage][segment] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A and
+    /* [stage][column] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A and
      * the backward of a moved unit wait for it. NULL: 0. Not with S1F_KEEP_CAUSES. */
     const double *tier_seconds;
     /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit i

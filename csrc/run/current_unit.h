@@ -14,11 +14,11 @@ struct s1f_kv_cache;
 
 typedef struct {
     s1f_unit unit;
-    int32_t num_segments;
+    int32_t num_segments; /* of its micro-batch */
     int32_t kv_slot, grad_slot;
     int32_t training;           /* a backward will follow */
     int64_t offset, length;     /* tokens: first position of the segment, tokens in it */
-    int64_t sequence_length;    /* tokens of the whole sequence */
+    int64_t sequence_length;    /* tokens of the micro-batch's whole sequence */
     struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step */
     void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;

@@ -14,7 +14,8 @@ struct s1f_executor {
     const s1f_instruction *instructions;
     int64_t num_instructions;
     const s1f_edge *edges;
-    int32_t num_edges, num_stages, num_segments, thread_scope;
+    s1f_shape shape;
+    int32_t num_edges, num_stages, thread_scope;
     s1f_group *group;
     s1f_kv_cache *cache;
     s1f_compute compute;
@@ -33,8 +34,7 @@ struct s1f_executor {
     int64_t next_weight, num_fills;
     int64_t step;
     int32_t training;
-    int64_t sequence_length;
-    int64_t *sizes, *offsets;    /* of the segments; sizes[0] == 0: not known yet */
+    int64_t *sizes, *offsets;    /* of the segments, [column]; sizes[0] == 0: not known yet */
     s1f_stage_measure *measures; /* per stage */
     int32_t *live_units;         /* per stage */
     int64_t *live_tokens;
@@ -86,11 +86,11 @@ static int allocate(s1f_executor *executor)
 {
     /* one element more than needed, so that an empty table is no special case */
     size_t num_edges = (size_t)executor->num_edges + 1, num_stages = (size_t)executor->num_stages;
-    size_t num_segments = (size_t)executor->num_segments;
+    size_t num_columns = (size_t)s1f_num_columns(&executor->shape);
     executor->ends = calloc(num_edges, sizeof *executor->ends);
     executor->slots = calloc(num_stages, sizeof *executor->slots);
-    executor->sizes = calloc(num_segments, sizeof *executor->sizes);
-    executor->offsets = calloc(num_segments, sizeof *executor->offsets);
+    executor->sizes = calloc(num_columns, sizeof *executor->sizes);
+    executor->offsets = calloc(num_columns, sizeof *executor->offsets);
     executor->spans = calloc((size_t)executor->num_instructions + 1, sizeof *executor->spans);
     executor->measures = calloc(num_stages, sizeof *executor->measures);
     executor->live_units = calloc(num_stages, sizeof *executor->live_units);
@@ -178,7 +178,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->instructions = s1f_program_instructions(program, rank, &executor->num_instructions);
     executor->edges = s1f_program_edges(program, &executor->num_edges);
     executor->num_stages = s1f_program_num_stages(program);
-    executor->num_segments = s1f_program_num_segments(program);
+    executor->shape = program->shape;
     executor->lifetimes = s1f_lifetimes_of(&program->shape);
     executor->thread_scope = thread_scope;
     executor->group = group;
@@ -204,33 +204,52 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
 /* Fixes the split of the sequence for this step and enters the cache's step. */
 static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, const int64_t *sizes)
 {
-    int64_t sum = 0;
-    for (int32_t s = 0; s < executor->num_segments; s++) {
-        if (sizes[s] < 1)
-            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", (int)s,
-                            (long long)sizes[s]);
-        executor->sizes[s] = sizes[s];
-        executor->offsets[s] = sum;
-        sum += sizes[s];
+    int64_t sum = 0, longest = 0;
+    for (int64_t column = 0; column < s1f_num_columns(&executor->shape); column++) {
+        s1f_unit unit = s1f_unit_of_cell(&executor->shape, S1F_PASS_FORWARD, 0, column);
+        if (sizes[column] < 1)
+            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", (int)unit.segment,
+                            (long long)sizes[column]);
+        sum = unit.segment == 0 ? 0 : sum;
+        executor->sizes[column] = sizes[column];
+        executor->offsets[column] = sum;
+        sum += sizes[column];
+        longest = sum > longest ? sum : longest;
     }
-    if (sum != sequence_length)
-        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)sum,
+    if (longest != sequence_length)
+        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,
                         (long long)sequence_length);
-    executor->sequence_length = sequence_length;
     return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, sequence_length,
-                                   executor->num_segments);
+                                   executor->shape.num_segments);
 }
 
 static s1f_status learn_sizes(s1f_executor *executor, const s1f_message *message)
 {
-    int64_t *sizes = malloc((size_t)executor->num_segments * sizeof *sizes);
+    int64_t num_columns = s1f_num_columns(&executor->shape), *sizes = malloc((size_t)num_columns * sizeof *sizes);
     if (sizes == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for %d segment sizes", (int)executor->num_segments);
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld segment sizes", (long long)num_columns);
     s1f_status status = executor->compute.segment_sizes(executor->compute.context, message->sequence_length, sizes);
     if (status == S1F_OK)
         status = set_sizes(executor, message->sequence_length, sizes);
     free(sizes);
     return status;
+}
+
+static int64_t size_of(const s1f_executor *executor, s1f_unit unit)
+{
+    return executor->sizes[s1f_column(&executor->shape, unit)];
+}
+
+static int64_t offset_of(const s1f_executor *executor, s1f_unit unit)
+{
+    return executor->offsets[s1f_column(&executor->shape, unit)];
+}
+
+/* Tokens of a unit's micro-batch; 0: not known yet. */
+static int64_t sequence_of(const s1f_executor *executor, s1f_unit unit)
+{
+    unit.segment = s1f_segments_of(&executor->shape, unit.microbatch) - 1;
+    return executor->sizes[0] == 0 ? 0 : offset_of(executor, unit) + size_of(executor, unit);
 }
 
 /* The message of a SEND or WAIT, as far as the program and the step say what it is. */
@@ -246,9 +265,9 @@ static s1f_message describe(const s1f_executor *executor, const s1f_instruction 
         .microbatch = producer.microbatch,
         .segment = producer.segment,
         .training = executor->training,
-        .sequence_length = executor->sequence_length,
-        .offset = executor->offsets[producer.segment],
-        .length = executor->sizes[producer.segment],
+        .sequence_length = sequence_of(executor, producer),
+        .offset = offset_of(executor, producer),
+        .length = size_of(executor, producer),
     };
 }
 
@@ -290,8 +309,9 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
         return status;
     if (executor->sizes[0] == 0 && (status = learn_sizes(executor, message)) != S1F_OK)
         return status;
-    int64_t offset = executor->offsets[producer.segment], length = executor->sizes[producer.segment];
-    if (message->sequence_length != executor->sequence_length || message->offset != offset || message->length != length)
+    int64_t offset = offset_of(executor, producer), length = size_of(executor, producer);
+    int64_t sequence = sequence_of(executor, producer);
+    if (message->sequence_length != sequence || message->offset != offset || message->length != length)
         /* the end may wrap where a header is corrupted */
         return s1f_fail(S1F_ERR_STATE,
                         "%s: segment %d is tokens [%lld, %lld) of %lld at the sender, [%lld, %lld) of %lld here: "
@@ -299,7 +319,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
                         end->text, (int)producer.segment, (long long)message->offset,
                         (long long)((uint64_t)message->offset + (uint64_t)message->length),
                         (long long)message->sequence_length, (long long)offset, (long long)(offset + length),
-                        (long long)executor->sequence_length);
+                        (long long)sequence);
     executor->num_inputs++;
     return S1F_OK;
 }
@@ -311,7 +331,7 @@ static void count_live(s1f_executor *executor, s1f_unit unit)
         return;
     s1f_stage_measure *measure = &executor->measures[unit.stage];
     int32_t units = ++executor->live_units[unit.stage];
-    int64_t tokens = executor->live_tokens[unit.stage] += executor->sizes[unit.segment];
+    int64_t tokens = executor->live_tokens[unit.stage] += size_of(executor, unit);
     measure->peak_live_units = units > measure->peak_live_units ? units : measure->peak_live_units;
     measure->peak_live_tokens = tokens > measure->peak_live_tokens ? tokens : measure->peak_live_tokens;
 }
@@ -319,7 +339,7 @@ static void count_live(s1f_executor *executor, s1f_unit unit)
 static void free_unit(s1f_executor *executor, s1f_unit unit)
 {
     executor->live_units[unit.stage]--;
-    executor->live_tokens[unit.stage] -= executor->sizes[unit.segment];
+    executor->live_tokens[unit.stage] -= size_of(executor, unit);
 }
 
 static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
@@ -331,13 +351,13 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
                         (int)unit.stage);
     s1f_current_unit current = {
         .unit = unit,
-        .num_segments = executor->num_segments,
+        .num_segments = s1f_segments_of(&executor->shape, unit.microbatch),
         .kv_slot = instruction->kv_slot,
         .grad_slot = instruction->grad_slot,
         .training = executor->training,
-        .offset = executor->offsets[unit.segment],
-        .length = executor->sizes[unit.segment],
-        .sequence_length = executor->sequence_length,
+        .offset = offset_of(executor, unit),
+        .length = size_of(executor, unit),
+        .sequence_length = sequence_of(executor, unit),
         .cache = executor->cache,
     };
     char text[48];
@@ -422,7 +442,7 @@ static s1f_status wait_back(s1f_executor *executor, s1f_unit unit)
 {
     if (executor->tier == NULL)
         return s1f_fail(S1F_ERR_STATE, "the order moves units, and there is no tier that they could come back from");
-    return s1f_tier_wait(executor->tier, executor->group, s1f_cell_of_all(&executor->lifetimes.shape, unit));
+    return s1f_tier_wait(executor->tier, executor->group, s1f_cell_of_all(&executor->shape, unit));
 }
 
 static s1f_status walk(s1f_executor *executor)
@@ -479,6 +499,18 @@ static s1f_status finish_transfers(s1f_executor *executor, s1f_status status)
     return status;
 }
 
+/* Places that an edge is cut into. Orders of rows change from step to step, and with them the places that they need; a
+ * power of two is most often what is there already, so that no memory is given back and touched again. */
+static int32_t count_places(const s1f_executor *executor, int32_t edge)
+{
+    int32_t needed = executor->edges[edge].num_places, count = 4;
+    if (executor->shape.first_cell == NULL || needed > INT32_MAX / 2)
+        return needed;
+    while (count < needed)
+        count *= 2;
+    return count;
+}
+
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes)
 {
@@ -490,7 +522,6 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     executor->step = step;
     executor->training = training;
     executor->sizes[0] = 0;
-    executor->sequence_length = 0;
     executor->num_inputs = executor->num_unsent = 0;
     executor->next_weight = executor->num_fills = 0;
     executor->result = (s1f_result){0};
@@ -500,7 +531,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
         return status;
     for (int32_t i = 0; i < executor->num_edges; i++)
         if (executor->ends[i] != NULL &&
-            (status = s1f_p2p_begin_step(executor->ends[i], executor->edges[i].num_places)) != S1F_OK)
+            (status = s1f_p2p_begin_step(executor->ends[i], count_places(executor, i))) != S1F_OK)
             return status;
     return finish_transfers(executor, walk(executor));
 }

@@ -36,7 +36,7 @@ typedef struct {
     void (*release)(void *context, void *keep);
     /* A part of W `unit`, whose I has run; *is_left 0: nothing is left of it. NULL: waits are not filled. */
     s1f_status (*fill)(void *context, s1f_unit unit, int32_t *is_left);
-    /* Segment sizes for a sequence length that another rank chose: fills sizes[num_segments]. */
+    /* Segment sizes for a sequence length that another rank chose: fills sizes, [column] (s1f_column). */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
 } s1f_compute;
 
@@ -68,7 +68,8 @@ void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
  * first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
-/* Runs one step. sequence_length 0: learn it from the first message. sizes[num_segments]: of the segments, NULL with 0.
+/* Runs one step. sequence_length: tokens of the longest sequence; 0: learn it from the first message, where all are alike.
+ * sizes: of the segments, [column] (s1f_column), NULL with 0.
  * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes);

@@ -21,6 +21,8 @@ typedef struct {
     int32_t microbatch;          /* -1: none has taken the slot in this step */
     int32_t live;                /* a backward of `microbatch` is still to come */
     int32_t forwards, backwards; /* units finished */
+    int32_t num_segments;        /* of the micro-batch */
+    int64_t sequence_length;     /* tokens of it */
     int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
     segment_state *segments;     /* [num_segments] */
 } slot_state;
@@ -245,6 +247,11 @@ static stage_state *find_stage(s1f_kv_cache *cache, int32_t stage)
     return NULL;
 }
 
+static int holds(const slot_state *slot, const s1f_current_unit *unit)
+{
+    return slot->live && slot->microbatch == unit->unit.microbatch;
+}
+
 /* The slots a unit names, after checking that the unit fits the step; *grads is NULL in F and R. */
 static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out,
                              grad_slot_state **grads)
@@ -258,24 +265,27 @@ static s1f_status find_slots(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     if (goes_back(unit) && (unit->grad_slot < 0 || unit->grad_slot >= stage->grad_slots))
         return s1f_fail(S1F_ERR_ARG, "%s: gradient slot is %d, stage %d has %d", name_of(unit).text,
                         (int)unit->grad_slot, (int)stage->stage, (int)stage->grad_slots);
-    if (unit->num_segments != cache->num_segments || unit->sequence_length != cache->sequence_length)
+    if (unit->num_segments > cache->num_segments || unit->sequence_length > cache->sequence_length)
         return s1f_fail(S1F_ERR_ARG, "%s: %d segments of %lld tokens, the step has %d of %lld", name_of(unit).text,
                         (int)unit->num_segments, (long long)unit->sequence_length, (int)cache->num_segments,
                         (long long)cache->sequence_length);
-    if (unit->unit.segment < 0 || unit->unit.segment >= cache->num_segments || unit->unit.microbatch < 0)
-        return s1f_fail(S1F_ERR_ARG, "%s: the step has %d segments", name_of(unit).text, (int)cache->num_segments);
-    if (unit->offset < 0 || unit->length < 1 || unit->length > cache->sequence_length - unit->offset)
+    if (unit->unit.segment < 0 || unit->unit.segment >= unit->num_segments || unit->unit.microbatch < 0)
+        return s1f_fail(S1F_ERR_ARG, "%s: the micro-batch has %d segments", name_of(unit).text,
+                        (int)unit->num_segments);
+    if (unit->offset < 0 || unit->length < 1 || unit->length > unit->sequence_length - unit->offset)
         return s1f_fail(S1F_ERR_ARG, "%s: tokens [%lld, %lld) do not lie in a sequence of %lld", name_of(unit).text,
                         (long long)unit->offset, (long long)(unit->offset + unit->length),
-                        (long long)cache->sequence_length);
+                        (long long)unit->sequence_length);
+    const slot_state *slot = &stage->slots[unit->kv_slot];
+    int takes = is_forward(unit) && unit->unit.segment == 0;
+    if (!takes && holds(slot, unit) &&
+        (unit->num_segments != slot->num_segments || unit->sequence_length != slot->sequence_length))
+        return s1f_fail(S1F_ERR_ARG, "%s: %d segments of %lld tokens, segment 0 had %d of %lld", name_of(unit).text,
+                        (int)unit->num_segments, (long long)unit->sequence_length, (int)slot->num_segments,
+                        (long long)slot->sequence_length);
     *out = &stage->slots[unit->kv_slot];
     *grads = goes_back(unit) ? &stage->grad_states[unit->grad_slot] : NULL;
     return S1F_OK;
-}
-
-static int holds(const slot_state *slot, const s1f_current_unit *unit)
-{
-    return slot->live && slot->microbatch == unit->unit.microbatch;
 }
 
 static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot)
@@ -287,8 +297,12 @@ static s1f_status begin_forward(s1f_kv_cache *cache, const s1f_current_unit *uni
                             (int)unit->kv_slot, (int)slot->microbatch);
         segment_state *segments = slot->segments;
         memset(segments, 0, (size_t)cache->num_segments * sizeof *segments);
-        *slot = (slot_state){
-            .microbatch = unit->unit.microbatch, .live = 1, .tag = cache->serial + 1, .segments = segments};
+        *slot = (slot_state){.microbatch = unit->unit.microbatch,
+                             .live = 1,
+                             .num_segments = unit->num_segments,
+                             .sequence_length = unit->sequence_length,
+                             .tag = cache->serial + 1,
+                             .segments = segments};
     }
     if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
@@ -315,31 +329,30 @@ static s1f_status check_tokens(const s1f_current_unit *unit, const segment_state
 }
 
 /* Between F and B of its segment. */
-static int may_recompute(const s1f_kv_cache *cache, const slot_state *slot, int32_t segment)
+static int may_recompute(const slot_state *slot, int32_t segment)
 {
-    return slot->forwards > segment && slot->backwards < cache->num_segments - segment;
+    return slot->forwards > segment && slot->backwards < slot->num_segments - segment;
 }
 
-static s1f_status begin_recomputation(const s1f_kv_cache *cache, const s1f_current_unit *unit, const slot_state *slot)
+static s1f_status begin_recomputation(const s1f_current_unit *unit, const slot_state *slot)
 {
     int32_t s = unit->unit.segment;
     if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
-    if (!may_recompute(cache, slot, s))
+    if (!may_recompute(slot, s))
         return s1f_fail(S1F_ERR_STATE, "%s: segment %d is recomputed %s", name_of(unit).text, (int)s,
                         slot->forwards > s ? "after its backward" : "before its forward");
     return check_tokens(unit, &slot->segments[s]);
 }
 
-static s1f_status begin_backward(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state *slot,
-                                 grad_slot_state *grads)
+static s1f_status begin_backward(const s1f_current_unit *unit, slot_state *slot, grad_slot_state *grads)
 {
-    int32_t s = unit->unit.segment, next = cache->num_segments - 1 - slot->backwards;
+    int32_t s = unit->unit.segment, next = slot->num_segments - 1 - slot->backwards;
     if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: micro-batch %d does not hold KV slot %d", name_of(unit).text,
                         (int)unit->unit.microbatch, (int)unit->kv_slot);
-    if (slot->forwards != cache->num_segments)
+    if (slot->forwards != slot->num_segments)
         return s1f_fail(S1F_ERR_STATE, "%s: backward before the forward of segment %d", name_of(unit).text,
                         (int)slot->forwards);
     if (s != next)
@@ -370,8 +383,8 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
     if (status != S1F_OK)
         return status;
     return is_forward(unit)  ? begin_forward(cache, unit, slot)
-           : goes_back(unit) ? begin_backward(cache, unit, slot, grads)
-                             : begin_recomputation(cache, unit, slot);
+           : goes_back(unit) ? begin_backward(unit, slot, grads)
+                             : begin_recomputation(unit, slot);
 }
 
 /* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
@@ -418,11 +431,11 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
         return s1f_fail(S1F_ERR_STATE, "%s: finished without having begun", name_of(unit).text);
     if (is_forward(unit)) {
         slot->forwards = unit->unit.segment + 1;
-        slot->live = unit->training || slot->forwards < cache->num_segments;
+        slot->live = unit->training || slot->forwards < slot->num_segments;
     } else if (goes_back(unit)) {
         release_segment(cache, unit);
-        slot->backwards = cache->num_segments - unit->unit.segment;
-        slot->live = slot->backwards < cache->num_segments;
+        slot->backwards = slot->num_segments - unit->unit.segment;
+        slot->live = slot->backwards < slot->num_segments;
         if (!slot->live)
             *grads = (grad_slot_state){0, 0};
     }
@@ -572,8 +585,8 @@ static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit
     int32_t s = unit->unit.segment;
     int begun = is_forward(unit) ? state->segments[s].serial != 0 && state->forwards == s
                 : goes_back(unit)
-                    ? state->forwards == cache->num_segments && state->backwards == cache->num_segments - 1 - s
-                    : may_recompute(cache, state, s);
+                    ? state->forwards == state->num_segments && state->backwards == state->num_segments - 1 - s
+                    : may_recompute(state, s);
     if (!holds(state, unit) || !begun)
         return s1f_fail(S1F_ERR_STATE, "%s: attention runs in a unit that has not begun", name_of(unit).text);
     return S1F_OK;

@@ -55,7 +55,8 @@ typedef struct {
 s1f_status s1f_kv_cache_create(s1f_kv_cache **out);
 void s1f_kv_cache_free(s1f_kv_cache *cache); /* NULL is fine */
 
-/* Enters a step: slots of each stage (at least one kv slot), tokens per sequence, segments. Keeps slabs, forgets every
+/* Enters a step: slots of each stage (at least one kv slot), tokens of the longest sequence, the most segments of one. A
+ * micro-batch may have fewer of both; its slot has room for the longest. Keeps slabs, forgets every
  * state and shape (also what a failed step left). S1F_ERR_ARG on counts below 1 or a stage named twice. */
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
                                    int64_t sequence_length, int32_t num_segments);

@@ -23,13 +23,12 @@ static const char *broken_rule_kfkb(const s1f_request *request)
 
 static s1f_status order_1f1b(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), request->num_segments);
+    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), 1);
 }
 
 static s1f_status order_kfkb(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t num_units = (int64_t)group_of(request) * request->num_segments;
-    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), num_units);
+    return s1f_schedule_alternate_groups(schedule, rank, s1f_warmup_of_rank(request, rank), group_of(request));
 }
 
 const s1f_family s1f_family_1f1b = {
@@ -41,6 +40,7 @@ const s1f_family s1f_family_1f1b = {
               .options = S1F_OPTION_EXTRA_WARMUP},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_1f1b,
+    .takes_rows = 1,
 };
 
 const s1f_family s1f_family_kfkb = {
@@ -52,4 +52,5 @@ const s1f_family s1f_family_kfkb = {
               .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP},
     .broken_rule = broken_rule_kfkb,
     .order_of_rank = order_kfkb,
+    .takes_rows = 1,
 };

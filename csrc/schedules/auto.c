@@ -32,6 +32,7 @@ typedef struct {
 typedef struct {
     s1f_problem problem;
     int32_t *rank_of_stage;
+    int64_t *first_cell;
     double *ones, *input, *weight;
     int64_t *unit_bytes, *cap_bytes;
 } owned_problem;
@@ -43,13 +44,13 @@ typedef struct {
 
 typedef struct {
     const s1f_problem *problem;
-    const double *tails; /* [F, I, W][stage][segment] */
+    const double *tails; /* [F, I, W][stage][column] */
     s1f_search *search;
     rule rule;
-    int32_t *stages;      /* [rank][v] ascending */
-    int64_t *stage_bytes; /* [stage] of one micro-batch */
-    int64_t *batch_bytes; /* [rank] of one micro-batch */
-    int64_t *limits;      /* [rank] bytes under this rule */
+    int32_t *stages;       /* [rank][v] ascending */
+    int64_t *bytes_before; /* [stage][num_cells + 1]: of the first so many units in plain order */
+    int64_t *batch_bytes;  /* [rank] of the largest micro-batch */
+    int64_t *limits;       /* [rank] bytes under this rule */
     s1f_board board;
     s1f_edges *edges;
     int64_t *num_forwards; /* [stage] that have started, in plain order */
@@ -63,19 +64,19 @@ typedef struct {
 
 static int64_t units_per_stage(const s1f_problem *p)
 {
-    return (int64_t)p->num_microbatches * p->num_segments;
+    return p->first_cell != NULL ? p->first_cell[p->num_microbatches] : (int64_t)p->num_microbatches * p->num_segments;
 }
 
 /* The i-th unit of a stage in plain order: I and W take segments backwards. */
-static s1f_unit unit_at(const s1f_problem *p, s1f_pass pass, int32_t stage, int64_t i)
+static s1f_unit unit_at(const lister *l, s1f_pass pass, int32_t stage, int64_t i)
 {
-    int32_t k = p->num_segments, s = (int32_t)(i % k);
-    return (s1f_unit){(int32_t)pass, stage, (int32_t)(i / k), pass == S1F_PASS_FORWARD ? s : k - 1 - s};
+    return pass == S1F_PASS_FORWARD ? s1f_unit_of_cell(&l->board.shape, pass, stage, i)
+                                    : s1f_unit_going_back(&l->board.shape, pass, stage, i);
 }
 
 static int64_t cell_of(const lister *l, s1f_unit unit)
 {
-    return (int64_t)unit.stage * l->problem->num_segments + unit.segment;
+    return unit.stage * s1f_num_columns(&l->board.shape) + s1f_column(&l->board.shape, unit);
 }
 
 static int table_of(s1f_unit unit)
@@ -93,13 +94,9 @@ static double seconds_of(const lister *l, s1f_unit unit)
 /* Bytes of the forwards of a stage that have started, of micro-batches from `from` on; none of them has gone back. */
 static int64_t bytes_started(const lister *l, int32_t stage, int64_t from)
 {
-    int64_t k = l->problem->num_segments, count = l->num_forwards[stage] - from * k;
-    if (count <= 0)
-        return 0;
-    int64_t bytes = count / k * l->stage_bytes[stage];
-    for (int64_t s = 0; s < count % k; s++)
-        bytes += l->problem->unit_bytes[stage * k + s];
-    return bytes;
+    const int64_t *before = &l->bytes_before[stage * (units_per_stage(l->problem) + 1)];
+    int64_t first = s1f_first_cell(&l->board.shape, (int32_t)from);
+    return l->num_forwards[stage] > first ? before[l->num_forwards[stage]] - before[first] : 0;
 }
 
 /* Whether an F fits on its rank now, with room left for the rest of the rank's oldest micro-batch. */
@@ -113,7 +110,9 @@ static int fits(const lister *l, int32_t rank, s1f_unit forward)
         return 0;
     int32_t v = p->num_stages / p->num_ranks;
     for (int32_t i = 0; i < v; i++) {
-        int64_t next = l->num_forwards[l->stages[rank * v + i]] / p->num_segments;
+        int64_t num_forwards = l->num_forwards[l->stages[rank * v + i]], next = p->num_microbatches;
+        if (num_forwards < units_per_stage(p))
+            next = s1f_unit_of_cell(&l->board.shape, S1F_PASS_FORWARD, 0, num_forwards).microbatch;
         oldest = next < oldest ? next : oldest;
     }
     if (forward.microbatch == oldest)
@@ -132,7 +131,7 @@ static int next_on_path(const lister *l, s1f_pass pass, int32_t stage, choice *n
     int64_t i = pass == S1F_PASS_FORWARD ? l->num_forwards[stage] : l->num_inputs[stage];
     if (i == units_per_stage(l->problem))
         return 0;
-    next->unit = unit_at(l->problem, pass, stage, i);
+    next->unit = unit_at(l, pass, stage, i);
     next->begin = s1f_board_ready(&l->board, next->unit);
     return !isinf(next->begin);
 }
@@ -146,7 +145,7 @@ static int next_weight(const lister *l, int32_t rank, s1f_unit *weight)
         int32_t stage = l->stages[rank * v + i];
         if (l->num_weights[stage] == l->num_inputs[stage])
             continue;
-        s1f_unit unit = unit_at(l->problem, S1F_PASS_BACKWARD_WEIGHT, stage, l->num_weights[stage]);
+        s1f_unit unit = unit_at(l, S1F_PASS_BACKWARD_WEIGHT, stage, l->num_weights[stage]);
         double end = s1f_board_end(&l->board, unit, S1F_PRODUCT_INPUT_GRADIENT);
         if (end < oldest) {
             oldest = end;
@@ -169,7 +168,7 @@ static double standing(const lister *l, int32_t rank, s1f_unit unit)
     case OLDEST_FIRST: return 2.0 * p->num_stages * unit.microbatch - depth;
     case LONGEST_TAIL: break;
     }
-    return -l->tails[(int64_t)table_of(unit) * p->num_stages * p->num_segments + cell_of(l, unit)];
+    return -l->tails[table_of(unit) * p->num_stages * s1f_num_columns(&l->board.shape) + cell_of(l, unit)];
 }
 
 /* Among the next F and I of the rank's stages. *is_full: an F would have gone first, but for memory. */
@@ -304,8 +303,32 @@ static void free_lister(lister *l)
     s1f_board_free(&l->board);
     free(l->limits);
     free(l->batch_bytes);
-    free(l->stage_bytes);
+    free(l->bytes_before);
     free(l->stages);
+}
+
+static void count_bytes(lister *l)
+{
+    const s1f_problem *p = l->problem;
+    const s1f_shape *shape = &l->board.shape;
+    int64_t count = units_per_stage(p);
+    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+        int64_t *before = &l->bytes_before[stage * (count + 1)];
+        before[0] = 0;
+        for (int64_t i = 0; i < count; i++)
+            before[i + 1] = before[i] + p->unit_bytes[cell_of(l, unit_at(l, S1F_PASS_FORWARD, stage, i))];
+    }
+    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+        for (int32_t m = 0; m < p->num_microbatches; m++) {
+            int64_t bytes = 0;
+            for (int32_t stage = 0; stage < p->num_stages; stage++) {
+                const int64_t *before = &l->bytes_before[stage * (count + 1)];
+                bytes += p->rank_of_stage[stage] == rank
+                             ? before[s1f_first_cell(shape, m + 1)] - before[s1f_first_cell(shape, m)]
+                             : 0;
+            }
+            l->batch_bytes[rank] = bytes > l->batch_bytes[rank] ? bytes : l->batch_bytes[rank];
+        }
 }
 
 static s1f_status create_lister(lister *l)
@@ -313,7 +336,7 @@ static s1f_status create_lister(lister *l)
     const s1f_problem *p = l->problem;
     size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages;
     if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
-        (l->stage_bytes = calloc(S, sizeof *l->stage_bytes)) == NULL ||
+        (l->bytes_before = malloc(S * ((size_t)units_per_stage(p) + 1) * sizeof *l->bytes_before)) == NULL ||
         (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
         (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
         (l->num_forwards = malloc(S * sizeof *l->num_forwards)) == NULL ||
@@ -328,21 +351,19 @@ static s1f_status create_lister(lister *l)
         for (int32_t stage = 0; stage < p->num_stages; stage++)
             if (p->rank_of_stage[stage] == rank)
                 l->stages[num_placed++] = stage;
-    for (int32_t stage = 0; stage < p->num_stages; stage++) {
-        for (int32_t s = 0; s < p->num_segments; s++)
-            l->stage_bytes[stage] += p->unit_bytes[(int64_t)stage * p->num_segments + s];
-        l->batch_bytes[p->rank_of_stage[stage]] += l->stage_bytes[stage];
-    }
     s1f_shape shape = s1f_problem_shape(p);
     s1f_status status = s1f_board_create(&shape, p->transfer, &l->board);
+    if (status == S1F_OK)
+        count_bytes(l);
     return status != S1F_OK ? status : s1f_edges_create(&shape, &l->edges);
 }
 
 static s1f_status offer_lists(const s1f_problem *problem, s1f_search *search)
 {
     lister l = {.problem = problem, .search = search};
-    int64_t cells = (int64_t)problem->num_stages * problem->num_segments, num_listed = 0;
-    int64_t num_units = S1F_SPLIT_PASSES * cells * problem->num_microbatches;
+    int64_t columns = problem->first_cell != NULL ? units_per_stage(problem) : problem->num_segments, num_listed = 0;
+    int64_t cells = problem->num_stages * columns;
+    int64_t num_units = S1F_SPLIT_PASSES * problem->num_stages * units_per_stage(problem);
     double *tails = malloc((size_t)(S1F_SPLIT_PASSES * cells) * sizeof *tails);
     s1f_status status = tails != NULL ? create_lister(&l)
                                       : s1f_fail(S1F_ERR_MEMORY, "no memory to list %lld units", (long long)num_units);
@@ -409,7 +430,7 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
     for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
         int is_auto = facts == &s1f_family_auto.facts;
         for (uint32_t set = 0; set < 8 && !is_auto && status == S1F_OK; set++) {
-            s1f_options options = {0};
+            s1f_options options = {.segments_of = given->segments_of};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
                 asked |= set >> bit & 1 ? ours[bit] : 0;
@@ -439,6 +460,7 @@ static void free_problem(owned_problem *own)
     free(own->weight);
     free(own->input);
     free(own->ones);
+    free(own->first_cell);
     free(own->rank_of_stage);
 }
 
@@ -447,18 +469,22 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
 {
     const s1f_options *options = &request->options;
     int32_t P = request->num_ranks, S = P * request->stages_per_rank;
-    int64_t cells = (int64_t)S * request->num_segments;
+    int64_t cells = S * request->num_columns;
     own->rank_of_stage = malloc((size_t)S * sizeof *own->rank_of_stage);
     own->ones = malloc((size_t)cells * sizeof *own->ones);
     own->input = malloc((size_t)cells * sizeof *own->input);
     own->weight = malloc((size_t)cells * sizeof *own->weight);
     own->unit_bytes = malloc((size_t)cells * sizeof *own->unit_bytes);
     own->cap_bytes = malloc((size_t)P * sizeof *own->cap_bytes);
+    own->first_cell = malloc(((size_t)request->num_microbatches + 1) * sizeof *own->first_cell);
     if (own->rank_of_stage == NULL || own->ones == NULL || own->input == NULL || own->weight == NULL ||
-        own->unit_bytes == NULL || own->cap_bytes == NULL)
+        own->unit_bytes == NULL || own->cap_bytes == NULL || own->first_cell == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", S);
     for (int32_t stage = 0; stage < S; stage++)
         own->rank_of_stage[stage] = placement(P, stage);
+    own->first_cell[0] = 0;
+    for (int32_t m = 0; options->segments_of != NULL && m < request->num_microbatches; m++)
+        own->first_cell[m + 1] = own->first_cell[m] + options->segments_of[m];
     int has_costs = options->forward_costs != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
     for (int64_t i = 0; i < cells; i++) {
         double input = has_costs ? options->input_costs[i] : 1, weight = has_costs ? options->weight_costs[i] : 1;
@@ -476,6 +502,7 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
                                  .num_microbatches = request->num_microbatches,
                                  .num_segments = request->num_segments,
                                  .rank_of_stage = own->rank_of_stage,
+                                 .first_cell = options->segments_of != NULL ? own->first_cell : NULL,
                                  .seconds = {has_costs ? options->forward_costs : own->ones, own->input, own->weight},
                                  .transfer = options->transfer,
                                  .unit_bytes = own->unit_bytes,
@@ -486,7 +513,7 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
 static s1f_status build_placed(const s1f_request *request, s1f_placement *placement, double *makespan,
                                s1f_schedule **out)
 {
-    owned_problem own = {{0}, NULL, NULL, NULL, NULL, NULL, NULL};
+    owned_problem own = {{0}, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     s1f_search *search = NULL;
     s1f_schedule *schedule = NULL;
     s1f_status status = create_problem(request, placement, &own);
@@ -515,14 +542,19 @@ done:
 static int find_short_rank(const s1f_request *request, s1f_placement *placement, int32_t *rank, int64_t *least)
 {
     const s1f_options *options = &request->options;
-    int32_t P = request->num_ranks, k = request->num_segments;
+    int32_t P = request->num_ranks, num_kinds = options->segments_of != NULL ? request->num_microbatches : 1;
     for (*rank = 0; options->cap_bytes != NULL && *rank < P; ++*rank) {
-        *least = 0;
-        for (int32_t stage = 0; stage < P * request->stages_per_rank; stage++)
-            for (int32_t s = 0; s < k && placement(P, stage) == *rank; s++)
-                *least += options->unit_bytes[(int64_t)stage * k + s];
-        if (options->cap_bytes[*rank] < *least)
-            return 1;
+        int64_t first = 0;
+        for (int32_t m = 0; m < num_kinds; m++) {
+            int32_t k = options->segments_of != NULL ? options->segments_of[m] : request->num_segments;
+            *least = 0;
+            for (int32_t stage = 0; stage < P * request->stages_per_rank; stage++)
+                for (int32_t s = 0; s < k && placement(P, stage) == *rank; s++)
+                    *least += options->unit_bytes[stage * request->num_columns + first + s];
+            if (options->cap_bytes[*rank] < *least)
+                return 1;
+            first += k;
+        }
     }
     return 0;
 }
@@ -562,7 +594,7 @@ static const char *broken_rule(const s1f_request *request)
     int32_t rank;
     int64_t least;
     int64_t cells = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
-    if (cells * request->num_microbatches > MOST_UNITS / S1F_SPLIT_PASSES)
+    if (request->num_cells * request->num_ranks * request->stages_per_rank > MOST_UNITS / S1F_SPLIT_PASSES)
         return "3 P v M k <= 2^22";
     if (request->options.cap != 0 && request->options.cap < cells / request->num_ranks)
         return "cap >= v k";
@@ -584,4 +616,5 @@ const s1f_family s1f_family_auto = {
                          S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
 };

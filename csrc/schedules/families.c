@@ -77,7 +77,7 @@ static s1f_status check_costs(const s1f_request *request)
 {
     const double *const costs[] = {request->options.forward_costs, request->options.input_costs,
                                    request->options.weight_costs};
-    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     for (int pass = 0; pass < 3; pass++) {
         if (costs[pass] == NULL)
             return s1f_fail(S1F_ERR_ARG, "costs must be given for all of F, I and W");
@@ -92,13 +92,14 @@ static s1f_status check_costs(const s1f_request *request)
 static s1f_status check_sum(const s1f_request *request)
 {
     const s1f_options *options = &request->options;
-    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     double sum = 3 * (double)count * options->transfer;
     for (int64_t i = 0; options->forward_costs != NULL && i < count; i++)
         sum += options->forward_costs[i] + options->input_costs[i] + options->weight_costs[i];
-    if (sum * request->num_microbatches > MOST_SECONDS)
-        return s1f_fail(S1F_ERR_ARG, "costs and transfers of all units sum to %g seconds, must be at most %g",
-                        sum * request->num_microbatches, MOST_SECONDS);
+    sum *= options->segments_of == NULL ? request->num_microbatches : 1; /* else a column is one cell */
+    if (sum > MOST_SECONDS)
+        return s1f_fail(S1F_ERR_ARG, "costs and transfers of all units sum to %g seconds, must be at most %g", sum,
+                        MOST_SECONDS);
     return S1F_OK;
 }
 
@@ -112,7 +113,7 @@ static s1f_status check_bytes(const s1f_request *request)
         return S1F_OK;
     if (options->cap != 0)
         return s1f_fail(S1F_ERR_ARG, "cap, in units, and cap_bytes are two forms of one cap: give one");
-    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     int64_t most = INT64_MAX / (count * request->num_microbatches);
     for (int64_t i = 0; i < count; i++)
         if (options->unit_bytes[i] < 0 || options->unit_bytes[i] > most)
@@ -162,6 +163,26 @@ static s1f_status check_options(const s1f_request *request)
     return check_sum(request);
 }
 
+/* Where micro-batches have each their own segments, a column is a cell. */
+static s1f_status count_cells(s1f_request *request)
+{
+    int32_t most = 0;
+    request->num_cells = 0;
+    for (int32_t m = 0; m < request->num_microbatches; m++) {
+        int32_t count = request->options.segments_of[m];
+        s1f_status status = require_at_least("num_segments of a micro-batch", count, 1);
+        if (status != S1F_OK)
+            return status;
+        most = count > most ? count : most;
+        request->num_cells += count;
+    }
+    request->num_columns = request->num_cells;
+    if (most != request->num_segments)
+        return s1f_fail(S1F_ERR_ARG, "the most segments of a micro-batch are %d, num_segments is %d", most,
+                        request->num_segments);
+    return S1F_OK;
+}
+
 /* Checks everything but the family's rules. */
 static s1f_status check_request(const char *name, s1f_request *request)
 {
@@ -177,7 +198,19 @@ static s1f_status check_request(const char *name, s1f_request *request)
     if (stages > most || (int64_t)request->num_microbatches * request->num_segments > most / stages)
         return s1f_fail(S1F_ERR_ARG, "%lld stages x %d micro-batches x %d segments are more than %lld units",
                         (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
+    request->num_columns = request->num_segments;
+    request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
+    if (request->options.segments_of != NULL && (status = count_cells(request)) != S1F_OK)
+        return status;
     return check_options(request);
+}
+
+static int has_unequal_rows(const s1f_request *request)
+{
+    int differ = 0;
+    for (int32_t m = 0; request->options.segments_of != NULL && m < request->num_microbatches; m++)
+        differ |= request->options.segments_of[m] != request->num_segments;
+    return differ;
 }
 
 static const char *broken_rule(const s1f_request *request)
@@ -188,6 +221,8 @@ static const char *broken_rule(const s1f_request *request)
         snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->over_segments->facts.name);
         return text;
     }
+    if (!family->takes_rows && has_unequal_rows(request))
+        return "the same k for all micro-batches";
     return family->broken_rule != NULL ? family->broken_rule(request) : NULL;
 }
 
@@ -195,7 +230,7 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
                                     int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
                                     const char **rule)
 {
-    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
+    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
     if (options != NULL)
         request.options = *options;
     s1f_status status = check_request(family, &request);
@@ -221,7 +256,7 @@ static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out)
 {
-    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}};
+    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
     if (options != NULL)
         request.options = *options;
     s1f_status status = check_request(family, &request);
@@ -259,21 +294,24 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     s1f_status status = s1f_schedule_create(request->num_ranks, num_stages, request->num_microbatches,
                                             request->num_segments, rank_of_stage, out);
     free(rank_of_stage);
+    if (status == S1F_OK && request->options.segments_of != NULL &&
+        (status = s1f_schedule_set_rows(*out, request->options.segments_of)) != S1F_OK) {
+        s1f_schedule_free(*out);
+        *out = NULL;
+    }
     return status;
 }
 
 s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i)
 {
-    int32_t k = s1f_schedule_num_segments(schedule);
-    s1f_unit unit = {S1F_PASS_FORWARD, stage, (int32_t)(i / k), (int32_t)(i % k)};
-    return s1f_schedule_append(schedule, unit);
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return s1f_schedule_append(schedule, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i));
 }
 
 s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, int64_t i)
 {
-    int32_t k = s1f_schedule_num_segments(schedule);
-    s1f_unit unit = {S1F_PASS_BACKWARD, stage, (int32_t)(i / k), k - 1 - (int32_t)(i % k)};
-    return s1f_schedule_append(schedule, unit);
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return s1f_schedule_append(schedule, s1f_unit_going_back(&shape, S1F_PASS_BACKWARD, stage, i));
 }
 
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
@@ -291,10 +329,30 @@ s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t 
     return status;
 }
 
+static s1f_status forward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
+{
+    (void)unused;
+    return s1f_schedule_append_forward(schedule, rank, i);
+}
+
+static s1f_status backward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
+{
+    (void)unused;
+    return s1f_schedule_append_backward(schedule, rank, i);
+}
+
+s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return s1f_schedule_alternate(schedule, rank, warmup, s1f_num_cells(&shape), forward_unit, backward_unit, 0);
+}
+
 static s1f_status forward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
 {
     s1f_status status = S1F_OK;
-    for (int64_t i = group * size; i < (group + 1) * size && status == S1F_OK; i++)
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
+    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
         status = s1f_schedule_append_forward(schedule, rank, i);
     return status;
 }
@@ -302,15 +360,17 @@ static s1f_status forward_group(s1f_schedule *schedule, int32_t rank, int64_t si
 static s1f_status backward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
 {
     s1f_status status = S1F_OK;
-    for (int64_t i = group * size; i < (group + 1) * size && status == S1F_OK; i++)
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
+    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
         status = s1f_schedule_append_backward(schedule, rank, i);
     return status;
 }
 
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
 {
-    int64_t num_units = (int64_t)s1f_schedule_num_microbatches(schedule) * s1f_schedule_num_segments(schedule);
-    return s1f_schedule_alternate(schedule, rank, warmup, num_units / size, forward_group, backward_group, size);
+    int64_t num_groups = s1f_schedule_num_microbatches(schedule) / size;
+    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, forward_group, backward_group, size);
 }
 
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank)
@@ -326,7 +386,7 @@ const char *s1f_rule_one_stage_per_rank(const s1f_request *request)
 const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
                            int64_t least_cap)
 {
-    if ((int64_t)request->num_microbatches * request->num_segments < least_units)
+    if (request->num_cells < least_units)
         return request->num_segments == 1 ? rules->micro_batches : rules->units;
     if (request->options.cap != 0 && request->options.cap < least_cap)
         return rules->cap;

@@ -11,6 +11,7 @@ typedef struct {
     const s1f_family *family;
     int32_t num_ranks, num_microbatches, num_segments, stages_per_rank; /* P, M, k, v */
     s1f_options options;
+    int64_t num_cells, num_columns; /* of a stage, as in unit.h */
 } s1f_request;
 
 /* Appends the order of one rank to an empty schedule with loop placement. */
@@ -28,6 +29,7 @@ struct s1f_family {
     /* Set where the family takes whole micro-batches only (rule k = 1): its form over segments. */
     const s1f_family *over_segments;
     const void *numbers; /* what the family's file reads, where its families differ in numbers only */
+    int32_t takes_rows;  /* 1: micro-batches may differ in their segments */
 };
 
 extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
@@ -56,8 +58,10 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
 typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, int64_t context, int64_t i);
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
                                   s1f_append *forward, s1f_append *backward, int64_t context);
-/* The same where an item is a group of `size` units in plain order, which goes forward, and back, as a whole. `size`
- * divides M k. */
+/* The same where an item is a unit of the rank's own stage, in plain order. */
+s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup);
+/* The same where an item is a group of `size` micro-batches in plain order, which goes forward, and back, as a whole. `size`
+ * divides M. */
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
 /* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);

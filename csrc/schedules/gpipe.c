@@ -6,8 +6,7 @@
 
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    int64_t all = (int64_t)request->num_microbatches * request->num_segments;
-    return s1f_schedule_alternate_groups(schedule, rank, all, 1);
+    return s1f_schedule_alternate_groups(schedule, rank, 1, request->num_microbatches);
 }
 
 const s1f_family s1f_family_gpipe = {
@@ -18,6 +17,7 @@ const s1f_family s1f_family_gpipe = {
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_of_rank,
+    .takes_rows = 1,
 };
 
 const s1f_family s1f_family_terapipe = {
@@ -28,4 +28,5 @@ const s1f_family s1f_family_terapipe = {
               .stages_per_rank = 1},
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_of_rank,
+    .takes_rows = 1,
 };

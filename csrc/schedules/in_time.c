@@ -9,13 +9,12 @@
 
 static int64_t num_cells(const s1f_shape *shape)
 {
-    return (int64_t)shape->num_stages * shape->num_microbatches * shape->num_segments;
+    return shape->num_stages * s1f_num_cells(shape);
 }
 
 static int64_t cell(const s1f_board *board, s1f_unit unit)
 {
-    return (int64_t)unit.stage * board->shape.num_microbatches * board->shape.num_segments +
-           s1f_cell(&board->shape, unit);
+    return s1f_cell_of_all(&board->shape, unit);
 }
 
 s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board)

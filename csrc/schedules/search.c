@@ -74,6 +74,7 @@ s1f_shape s1f_problem_shape(const s1f_problem *p)
         .num_segments = p->num_segments,
         .products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD),
         .rank_of_stage = p->rank_of_stage,
+        .first_cell = p->first_cell,
     };
 }
 
@@ -97,42 +98,43 @@ static s1f_unit maker_of(s1f_product product, s1f_unit cell)
 /* Lengthens the tails of all that a unit waits for by way of it. */
 static void lengthen_inputs(const s1f_problem *p, const s1f_shape *shape, s1f_unit unit, double *tails)
 {
-    int64_t cells = (int64_t)p->num_stages * p->num_segments, cell = (int64_t)unit.stage * p->num_segments;
+    int64_t columns = s1f_num_columns(shape), cells = p->num_stages * columns;
+    int64_t cell = unit.stage * columns + s1f_column(shape, unit);
     int32_t pass = split_pass(unit.pass);
-    double tail = p->seconds[pass][cell + unit.segment] + tails[pass * cells + cell + unit.segment];
+    double tail = p->seconds[pass][cell] + tails[pass * cells + cell];
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);) {
-        int64_t earlier = (int64_t)input.maker.stage * p->num_segments + input.maker.segment;
+        int64_t earlier = input.maker.stage * columns + s1f_column(shape, input.maker);
         double *longest = &tails[(int64_t)input.product * cells + earlier];
         *longest = fmax(*longest, lag_between(p, unit.stage, input.maker.stage) + tail);
     }
 }
 
-/* Unit i of micro-batch 0, counted so that each comes after all that it waits for. */
-static s1f_unit unit_in_turn(const s1f_problem *p, int64_t i)
+/* Unit i of a micro-batch, counted so that each comes after all that it waits for. */
+static s1f_unit unit_in_turn(const s1f_shape *shape, int32_t microbatch, int64_t i)
 {
-    int32_t S = p->num_stages, k = p->num_segments;
+    int32_t S = shape->num_stages, k = s1f_segments_of(shape, microbatch);
     int32_t product = (int32_t)(i / k / S), stage = (int32_t)(i / k % S), segment = (int32_t)(i % k);
     int goes_on = product == S1F_PRODUCT_OUTPUT; /* to later stages and segments */
     return maker_of((s1f_product)product,
-                    (s1f_unit){0, goes_on ? stage : S - 1 - stage, 0, goes_on ? segment : k - 1 - segment});
+                    (s1f_unit){0, goes_on ? stage : S - 1 - stage, microbatch, goes_on ? segment : k - 1 - segment});
 }
 
 void s1f_problem_tails(const s1f_problem *p, double *tails)
 {
-    int64_t count = (int64_t)S1F_SPLIT_PASSES * p->num_stages * p->num_segments;
     s1f_shape shape = s1f_problem_shape(p);
+    int64_t count = S1F_SPLIT_PASSES * p->num_stages * s1f_num_columns(&shape);
     for (int64_t i = 0; i < count; i++)
         tails[i] = 0;
-    for (int64_t i = count - 1; i >= 0; i--)
-        lengthen_inputs(p, &shape, unit_in_turn(p, i), tails);
+    for (int32_t m = 0; m < (p->first_cell == NULL ? 1 : p->num_microbatches); m++)
+        for (int64_t i = (int64_t)S1F_SPLIT_PASSES * p->num_stages * s1f_segments_of(&shape, m) - 1; i >= 0; i--)
+            lengthen_inputs(p, &shape, unit_in_turn(&shape, m, i), tails);
 }
 
 static int32_t id_of_product(const s1f_search *x, s1f_product product, s1f_unit cell)
 {
-    const s1f_problem *p = x->problem;
-    return (((int32_t)product * p->num_stages + cell.stage) * p->num_microbatches + cell.microbatch) * p->num_segments +
-           cell.segment;
+    int64_t of_product = x->shape.num_stages * s1f_num_cells(&x->shape);
+    return (int32_t)((int32_t)product * of_product + s1f_cell_of_all(&x->shape, cell));
 }
 
 static int32_t id_of(const s1f_search *x, s1f_unit unit)
@@ -144,8 +146,8 @@ static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
 {
     const s1f_problem *p = x->problem;
     int32_t id = id_of(x, unit), pass = split_pass(unit.pass);
-    int64_t cell = (int64_t)unit.stage * p->num_segments + unit.segment;
-    int64_t cells = (int64_t)p->num_stages * p->num_segments;
+    int64_t columns = s1f_num_columns(&x->shape), cells = p->num_stages * columns;
+    int64_t cell = unit.stage * columns + s1f_column(&x->shape, unit);
     s1f_unit_input input;
     x->units[id] = unit;
     x->rank[id] = p->rank_of_stage[unit.stage];
@@ -168,12 +170,15 @@ static int64_t related(const s1f_search *x, s1f_unit unit)
            unit.segment;
 }
 
-/* A unit's past is what it waits for, and the past of that. */
+/* A unit's past is what it waits for, and the past of that; in the longest micro-batch, and so in those with fewer segments. */
 static void fill_past(s1f_search *x)
 {
-    int64_t count = x->num_units / x->problem->num_microbatches;
+    int64_t count = (int64_t)S1F_SPLIT_PASSES * x->problem->num_stages * x->problem->num_segments;
+    int32_t longest = 0;
+    while (s1f_segments_of(&x->shape, longest) < x->problem->num_segments)
+        longest++;
     for (int64_t i = 0; i < count && x->words > 0; i++) {
-        s1f_unit unit = unit_in_turn(x->problem, i);
+        s1f_unit unit = unit_in_turn(&x->shape, longest, i);
         int64_t own = related(x, unit);
         uint64_t *row = &x->past[own * x->words];
         s1f_unit_input input;
@@ -184,6 +189,16 @@ static void fill_past(s1f_search *x)
         }
         row[own / 64] |= (uint64_t)1 << own % 64;
     }
+}
+
+/* The least seconds of a stage's first unit: F of a first segment. */
+static double least_first(const s1f_search *x, int32_t stage)
+{
+    const double *seconds = &x->problem->seconds[0][stage * s1f_num_columns(&x->shape)];
+    double least = seconds[0];
+    for (int32_t m = 1; x->shape.first_cell != NULL && m < x->shape.num_microbatches; m++)
+        least = fmin(least, seconds[x->shape.first_cell[m]]);
+    return least;
 }
 
 /* No rank starts before the first unit reaches it, then all its work follows; and one micro-batch goes all the way. */
@@ -197,7 +212,7 @@ static double lower_bound(const s1f_search *x, const double *tails)
             is_first &= p->rank_of_stage[earlier] != rank;
         if (is_first)
             bound = fmax(bound, head + x->work[rank]);
-        head += p->seconds[0][(int64_t)stage * p->num_segments];
+        head += least_first(x, stage);
         head += stage + 1 < p->num_stages ? lag_between(p, stage, stage + 1) : 0;
     }
     return bound;
@@ -211,7 +226,7 @@ static void fill(s1f_search *x, const double *tails)
     for (int product = 0; product < S1F_SPLIT_PASSES; product++)
         for (int32_t stage = 0; stage < p->num_stages; stage++)
             for (int32_t m = 0; m < p->num_microbatches; m++)
-                for (int32_t s = 0; s < p->num_segments; s++)
+                for (int32_t s = 0; s < s1f_segments_of(&x->shape, m); s++)
                     fill_unit(x, maker_of((s1f_product)product, (s1f_unit){0, stage, m, s}), tails);
     for (int32_t id = 0; id < x->num_units; id++)
         x->first[x->rank[id] + 1]++;
@@ -223,16 +238,17 @@ static void fill(s1f_search *x, const double *tails)
 
 s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
 {
-    size_t P = (size_t)p->num_ranks, cells = (size_t)p->num_stages * (size_t)p->num_segments;
-    size_t N = S1F_SPLIT_PASSES * cells * (size_t)p->num_microbatches;
+    s1f_shape shape = s1f_problem_shape(p);
+    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, cells = S * (size_t)s1f_num_columns(&shape);
+    size_t N = S1F_SPLIT_PASSES * S * (size_t)s1f_num_cells(&shape);
     s1f_search *x = calloc(1, sizeof *x);
     double *tails = malloc(S1F_SPLIT_PASSES * cells * sizeof *tails);
     int is_short = x == NULL || tails == NULL;
     if (!is_short) {
         x->problem = p;
-        x->shape = s1f_problem_shape(p);
+        x->shape = shape;
         x->num_units = (int32_t)N;
-        size_t related = S1F_SPLIT_PASSES * cells; /* units of one micro-batch */
+        size_t related = S1F_SPLIT_PASSES * S * (size_t)p->num_segments; /* units of one micro-batch */
         x->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;
         is_short =
             (x->past = calloc(related * (size_t)x->words + 1, sizeof *x->past)) == NULL ||
@@ -361,11 +377,12 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
     return 1;
 }
 
-/* 1 where a comes before b whatever the ranks do: by its inputs, or because equal micro-batches take turns. */
+/* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are equal. */
 static int precedes(const s1f_search *x, s1f_unit a, s1f_unit b)
 {
     int64_t i = related(x, a), j = related(x, b);
-    return a.microbatch <= b.microbatch && (x->past[j * x->words + i / 64] >> i % 64 & 1);
+    int may = x->shape.first_cell == NULL ? a.microbatch <= b.microbatch : a.microbatch == b.microbatch;
+    return may && (x->past[j * x->words + i / 64] >> i % 64 & 1);
 }
 
 /* -- starts -------------------------------------------------------------------------------------------------------- */

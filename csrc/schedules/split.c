@@ -34,13 +34,13 @@ typedef struct {
 
 static int64_t units_per_stage(const s1f_request *request)
 {
-    return (int64_t)request->num_microbatches * request->num_segments;
+    return request->num_cells;
 }
 
 static double seconds(const walk *w, s1f_unit unit)
 {
     const s1f_options *options = &w->request->options;
-    int64_t cost = (int64_t)unit.stage * w->request->num_segments + unit.segment;
+    int64_t cost = unit.stage * w->request->num_columns + s1f_column(&w->board.shape, unit);
     if (w->is_equal)
         return 1;
     return unit.pass == S1F_PASS_FORWARD          ? options->forward_costs[cost]
@@ -201,7 +201,7 @@ static void free_walk(walk *w)
 static double largest_cost(const s1f_request *request)
 {
     const s1f_options *options = &request->options;
-    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_segments;
+    int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     double largest = 0;
     for (int64_t i = 0; i < count; i++)
         largest =
@@ -319,9 +319,8 @@ s1f_status s1f_schedule_split(const s1f_request *request, s1f_placement *placeme
 
 s1f_status s1f_plan_input(s1f_schedule *plan, int32_t stage, int64_t i)
 {
-    int32_t k = s1f_schedule_num_segments(plan);
-    s1f_unit unit = {S1F_PASS_BACKWARD_INPUT, stage, (int32_t)(i / k), k - 1 - (int32_t)(i % k)};
-    return s1f_schedule_append(plan, unit);
+    s1f_shape shape = s1f_schedule_shape(plan);
+    return s1f_schedule_append(plan, s1f_unit_going_back(&shape, S1F_PASS_BACKWARD_INPUT, stage, i));
 }
 
 s1f_status s1f_plan_one_stage(const s1f_request *request, s1f_schedule *plan, int32_t rank, int32_t ahead)

@@ -79,6 +79,7 @@ const s1f_family s1f_family_seq_v_half = {
               "M k >= floor(P / 2) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
     .numbers = &half,
 };
 
@@ -88,5 +89,6 @@ const s1f_family s1f_family_seq_v_min = {
               "M k >= floor((P + 1) / 3) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
     .numbers = &min,
 };

@@ -59,7 +59,8 @@ static void copy_ahead(const s1f_unit *units, int64_t count, int64_t ahead, s1f_
 
 static double seconds_of(const spreading *s, s1f_unit unit)
 {
-    return s->pass_seconds[unit.pass][(int64_t)unit.stage * s->board.shape.num_segments + unit.segment];
+    return s
+        ->pass_seconds[unit.pass][unit.stage * s1f_num_columns(&s->board.shape) + s1f_column(&s->board.shape, unit)];
 }
 
 /* Whether the next unit of a queue may start, its inputs apart. */
@@ -123,7 +124,7 @@ static s1f_status require_seconds(spreading *s, int64_t num_units)
     const s1f_shape *shape = &s->board.shape;
     double most = 0;
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        for (int64_t i = 0; i < (int64_t)shape->num_stages * shape->num_segments; i++) {
+        for (int64_t i = 0; i < shape->num_stages * s1f_num_columns(shape); i++) {
             double seconds = s->pass_seconds[pass][i];
             if (!(seconds >= 0) || !isfinite(seconds * (double)num_units))
                 return s1f_fail(S1F_ERR_ARG, "the duration of a unit is %g, must be finite and at least 0", seconds);
@@ -196,12 +197,11 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
                       (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
                       (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
     shape.products |= s1f_products_of_passes(passes);
-    spreading s = {.pass_seconds = pass_seconds, .num_cells = (int64_t)shape.num_microbatches * shape.num_segments};
+    spreading s = {.pass_seconds = pass_seconds, .num_cells = s1f_num_cells(&shape)};
     int64_t num_units = 0;
     status = create(&s, schedule, &shape, what, ahead, &num_units);
     if (status == S1F_OK)
-        status = s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-                                     shape.rank_of_stage, &s.out);
+        status = s1f_schedule_create_like(schedule, &s.out);
     if (status == S1F_OK)
         status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
     for (int32_t rank = 0; s.ranks != NULL && rank < shape.num_ranks; rank++)

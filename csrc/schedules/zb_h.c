@@ -64,6 +64,7 @@ const s1f_family s1f_family_seq_zb_h1 = {
               S1F_OPTION_CAP | S1F_OPTION_COSTS},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
     .numbers = &h1,
 };
 
@@ -73,5 +74,6 @@ const s1f_family s1f_family_seq_zb_h2 = {
               S1F_OPTION_CAP | S1F_OPTION_COSTS},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
     .numbers = &h2,
 };

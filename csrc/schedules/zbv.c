@@ -47,9 +47,7 @@ static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, i
     static const int steady[] = {F_FIRST, I_FIRST, F_SECOND, I_SECOND};
     int64_t P = request->num_ranks, k = request->num_segments;
     int32_t second = 2 * request->num_ranks - 1 - rank;
-    writer w = {.plan = plan,
-                .stages = {rank, second, rank, second},
-                .num_units = (int64_t)request->num_microbatches * request->num_segments};
+    writer w = {.plan = plan, .stages = {rank, second, rank, second}, .num_units = request->num_cells};
     s1f_status status;
     if ((status = repeat(&w, 2 * (P - rank) - 1, down, 1)) != S1F_OK ||
         (status = repeat(&w, rank + k - 1, both, 2)) != S1F_OK || (status = repeat(&w, P - rank, turn, 2)) != S1F_OK)
@@ -76,4 +74,5 @@ const s1f_family s1f_family_seq_zbv = {
               S1F_OPTION_CAP | S1F_OPTION_COSTS},
     .broken_rule = broken_rule,
     .build = build,
+    .takes_rows = 1,
 };

@@ -45,10 +45,10 @@ static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int32_t 
 
 /* Outputs `index` and the one after it: rows [0, end of the segment) of both. */
 static s1f_status view_pair(s1f_op_call *call, int index, void *first, void *second, int32_t dtype,
-                            const s1f_layer_shape *shape, const s1f_current_unit *unit)
+                            const s1f_layer_shape *shape, const s1f_current_unit *unit, int64_t rows_per_head)
 {
     int64_t sizes[4] = {shape->batch, shape->kv_heads, unit->offset + unit->length, shape->head_dim}, strides[4];
-    s1f_slab_strides(shape->kv_heads, unit->sequence_length, shape->head_dim, strides);
+    s1f_slab_strides(shape->kv_heads, rows_per_head, shape->head_dim, strides);
     s1f_status status = view_rows(call, index, first, dtype, 4, sizes, strides);
     return status == S1F_OK ? view_rows(call, index + 1, second, dtype, 4, sizes, strides) : status;
 }
@@ -92,7 +92,7 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
     };
     status = s1f_segment_write(unit, key, &shape, k, v, docs, &rows);
     if (status == S1F_OK)
-        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit, rows.sequence_length);
     return status == S1F_OK ? view_docs(call, 2, &rows, &shape, unit) : status;
 }
 
@@ -113,9 +113,10 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     if (status == S1F_OK)
         status = s1f_segment_check_layer(q, s1f_op_int(call->scalars[0]), key, &shape);
     if (status == S1F_OK)
-        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit);
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit, rows.sequence_length);
     if (status == S1F_OK)
-        status = view_pair(call, 2, grads.dk, grads.dv, s1f_dtype_of_sums(shape.dtype), &shape, unit);
+        status =
+            view_pair(call, 2, grads.dk, grads.dv, s1f_dtype_of_sums(shape.dtype), &shape, unit, rows.sequence_length);
     if (status == S1F_OK)
         status = view_docs(call, 4, &rows, &shape, unit);
     int64_t held = grads.first ? 0 : unit->offset + unit->length, one = 1;

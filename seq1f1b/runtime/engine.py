@@ -28,6 +28,7 @@ from seq1f1b.runtime.arguments import (
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
+from seq1f1b.runtime.rows import RankOrder, RowOrders, check_equal_rows, check_rows
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import Rule
@@ -209,12 +210,11 @@ class PipelineEngine:
             if joined is not None and joined is not group:
                 joined.close()
             raise
-        self._eval_program: Any = None
-        self._eval_executor: Any = None
+        self._eval_parts: tuple[Any, Any] | None = None  # program and executor
         self._step = 0
         self._known_shapes: set[tuple[bool, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
-        self._closed = self._running = False
+        self._closed = self._running = self._has_had_rows = False
         self.last_step: StepRecord | None = None
 
     # -- public ----------------------------------------------------------------------------------------------------
@@ -227,6 +227,7 @@ class PipelineEngine:
         kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
         loss_weight: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        segment_sizes: Sequence[Sequence[int]] | None = None,
     ) -> list[Tensor]:
         """Forward and backward of one batch; adds to ``.grad``.
 
@@ -240,6 +241,14 @@ class PipelineEngine:
                 or FSDP2 the division of their reduction is undone. The losses returned do not change.
             grad_scaler: scales gradients, not the losses returned. Call its ``unscale_``, ``step`` and ``update`` as
                 always, on every rank. If gradients of one rank overflow, all ranks skip the optimizer's step.
+            segment_sizes: makes this a step of rows: for every micro-batch the tokens of its own segments, the same on
+                every rank. Lengths and numbers of segments may differ between micro-batches, and so may their number
+                from step to step; ``inputs``, ``target`` and sliced keyword arguments are lists of them, of one batch
+                size. The order is that of the engine's schedule, given by name, for these numbers of segments.
+                Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
+                replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
+                ``scale_grads=False`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
+                losses returned are the mean of each micro-batch; with ``loss_reduction="sum"`` nothing changes.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
@@ -247,10 +256,10 @@ class PipelineEngine:
             PipelineError: another rank failed, was lost or made no progress.
         """
         if grad_scaler is None or not grad_scaler.is_enabled():
-            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight))[0]
+            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=segment_sizes))[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale))
+        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=segment_sizes))
         self._share_overflow()
         return losses
 
@@ -261,18 +270,22 @@ class PipelineEngine:
         target: Any = None,
         kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
         return_outputs: bool = False,
+        segment_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Any:
         """Forward only, without gradients. Arguments as :meth:`step`; target may be left out.
 
         Returns:
             M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair of
-            them and the output of the whole batch, segments and micro-batches merged (None elsewhere).
+            them and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
+            ``segment_sizes`` a list of the micro-batches' outputs.
         """
         with torch.no_grad():
-            losses, outputs = self.run(StepArguments(False, inputs, target, kwargs, return_outputs=return_outputs))
+            losses, outputs = self.run(
+                StepArguments(False, inputs, target, kwargs, return_outputs=return_outputs, rows=segment_sizes)
+            )
             if not return_outputs:
                 return losses
-            return losses, None if outputs is None else merge(outputs, 0)
+            return losses, outputs if outputs is None or segment_sizes is not None else merge(outputs, 0)
 
     def verify(
         self,
@@ -421,7 +434,8 @@ class PipelineEngine:
     def close(self) -> None:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
         self._closed = True
-        self._executor = self._eval_executor = None
+        self._executor, self._eval_parts = None, None
+        self._row_orders.clear()
         if self._tier is not None:
             self._tier.close()
         self._ends.clear()
@@ -457,6 +471,7 @@ class PipelineEngine:
         self._program = self._lower(self.schedule.handle)
         self._connect()
         self._executor = self._make_executor(self._program)
+        self._row_orders = RowOrders(schedule if isinstance(schedule, str) else None, self.rank, self.num_ranks)
         if not self._group.is_thread:
             self._group.begin()
 
@@ -466,7 +481,7 @@ class PipelineEngine:
                 module,
                 index,
                 num_stages=self.num_stages,
-                num_segments=self.num_segments,
+                first_cells=self.schedule.first_cells,
                 loss_fn=self._options.loss_fn,
                 device=self.device,
                 order=self.schedule.ranks[self.rank],
@@ -504,6 +519,8 @@ class PipelineEngine:
                 num_segments=self.num_segments,
                 stages_per_rank=stages_per_rank,
             )
+        if schedule.rows is not None:
+            raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
         expected = (self.num_ranks, self.num_microbatches, self.num_segments)
         found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
         if found != expected:
@@ -512,6 +529,10 @@ class PipelineEngine:
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
         schedule.check()
+        return self._with_options(schedule)
+
+    def _with_options(self, schedule: Schedule) -> Schedule:
+        """The order, with the units that the engine's options add to it."""
         schedule = schedule.recompute(self._options.recompute)
         if not _has_units(schedule, "W") and self._options.weights == "fill":
             schedule = schedule.defer_weights()
@@ -579,11 +600,23 @@ class PipelineEngine:
             _C.executor_set_tier(executor, self._tier.handle)
         return executor
 
-    def _eval_parts(self) -> tuple[Any, Any]:
-        if self._eval_executor is None:
-            self._eval_program = self._lower(_C.schedule_forward_only(self.schedule.handle))
-            self._eval_executor = self._make_executor(self._eval_program)
-        return self._eval_program, self._eval_executor
+    def _make_parts(self, schedule: Schedule, training: bool) -> tuple[Any, Any]:
+        """The program of an order, and its executor."""
+        program = self._lower(schedule.handle if training else _C.schedule_forward_only(schedule.handle))
+        return program, self._make_executor(program)
+
+    def _order_of(self, arguments: StepArguments) -> RankOrder:
+        """The order of a step."""
+        if arguments.rows is not None:
+            check_rows(arguments.rows, self.shard[1])
+            return self._row_orders.find(
+                arguments.rows, arguments.training, self._stages, self._with_options, self._make_parts
+            )
+        if arguments.training:
+            return RankOrder(self.schedule, self._stages, self._program, self._executor)
+        if self._eval_parts is None:
+            self._eval_parts = self._make_parts(self.schedule, training=False)
+        return RankOrder(self.schedule, self._stages, *self._eval_parts)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -597,20 +630,26 @@ class PipelineEngine:
         self._running = True
         entered = None  # the executor, once the step has begun
         try:
+            order = self._order_of(arguments)
             step = Step(
                 arguments,
                 self._options,
-                self._stages,
+                order.stages,
                 self.num_stages,
                 self.device,
                 self._enter_shape,
-                *self._shard_steps(arguments.training),
+                *self._shard_steps(arguments.training, order.schedule),
             )
-            program, executor = (self._program, self._executor) if step.training else self._eval_parts()
+            program, executor = order.program, order.executor
+            if self._tier is not None:
+                self._tier.num_cells = order.schedule.first_cells[-1]
             self._set_limits(shape_known=False)  # until the length is learnt
             step.prepare()
             self._step = self._group.begin_step(step.training)
             self._agree()
+            if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
+                check_equal_rows(self._group, arguments.rows)
+                self._has_had_rows = True
             self._tied.meet()
             accumulators = self._enter_grad_dtype() if step.training else []
             if step.training:
@@ -667,25 +706,27 @@ class PipelineEngine:
             step.deferred_weights(),
             step.moved_bytes(),
             step.logit_bytes(),
+            step.length,
+            order.schedule if arguments.rows is not None else None,
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
 
-    def _shard_steps(self, training: bool) -> tuple[HeadStep | None, EmbeddingStep | None]:
+    def _shard_steps(self, training: bool, schedule: Schedule) -> tuple[HeadStep | None, EmbeddingStep | None]:
         """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""
-        options, order = self._options, self.schedule.ranks[self.rank]
+        options, order, first = self._options, schedule.ranks[self.rank], schedule.first_cells
         head = embedding = None
         if options.head is not None:
             assert isinstance(options.loss_fn, nn.Module)
             head = HeadStep(
                 options.loss_fn,
                 self.schedule.rank_of_stage[-1],
-                num_segments=self.num_segments,
+                first_cells=first,
                 training=training,
                 is_mean=options.loss_reduction == "mean",
                 order=order,
             )
         if options.embedding is not None:
-            embedding = EmbeddingStep(options.embedding, num_segments=self.num_segments, training=training, order=order)
+            embedding = EmbeddingStep(options.embedding, first_cells=first, training=training, order=order)
         return head, embedding
 
     def _check_idle(self) -> None:

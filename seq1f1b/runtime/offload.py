@@ -30,14 +30,14 @@ class Tier:
     Args:
         directory: where its file lies.
         group: the handle of the rank's group, whose failures end a wait.
-        num_cells: micro-batches times segments.
+        num_cells: segments of all micro-batches; an order of rows sets its own.
     Raises:
         OSError: no file can be made, written and read there.
     """
 
     def __init__(self, directory: str | os.PathLike[str], group: object, num_cells: int) -> None:
         self.handle: Any = _C.tier_create(os.fspath(directory))
-        self._group, self._num_cells = group, num_cells
+        self._group, self.num_cells = group, num_cells
         file_system, _, is_memory, *_ = _C.tier_facts(self.handle)
         if is_memory:
             warnings.warn(
@@ -48,7 +48,7 @@ class Tier:
 
     def number(self, stage: int, key: int) -> int:
         """The unit's cell of all stages, by which the executor waits for it as well."""
-        return stage * self._num_cells + key
+        return stage * self.num_cells + key
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
         _C.tier_out(self.handle, number, [s.data_ptr() for s in storages], [s.nbytes() for s in storages])

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from seq1f1b import _C
@@ -40,6 +41,8 @@ class StepRecord:
     deferred_weights: dict[int, int]  # by stage
     moved_bytes: int
     logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
+    length: int = 0  # tokens of the longest micro-batch
+    schedule: Schedule | None = None  # of a step of rows
 
 
 @sendable
@@ -197,7 +200,7 @@ class PipelineReport:
         If the step's segments were equally long, ``partition_sequence`` takes them as ``costs`` and cuts segments of
         equal measured cost.
         """
-        seconds = [0.0] * len(self.ranks[0].segment_sizes)
+        seconds = [0.0] * self.simulated.schedule.num_segments
         for rank in self.ranks:
             for unit, start, end in (*rank.timeline, *rank.fills):
                 seconds[unit.segment] += end - start
@@ -318,6 +321,7 @@ def make_report(
     if gather is None:
         return own
     ranks = tuple(gather(own))
+    schedule = record.schedule or schedule
     if not record.training:
         schedule = schedule.forward_only()
     return _of_ranks(ranks, schedule)
@@ -330,8 +334,16 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
     durations = [list(_unit_seconds(r).values()) for r in ranks]
-    simulated = schedule.simulate(durations=durations, segment_sizes=ranks[0].segment_sizes)
+    sizes = _sizes_of(schedule, ranks[0].segment_sizes)
+    simulated = schedule.simulate(durations=durations, segment_sizes=sizes)
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
+
+
+def _sizes_of(schedule: Schedule, flat: Sequence[int]) -> Sequence[Any] | None:
+    """Tokens of the segments; in an order of rows by micro-batch."""
+    if schedule.rows is not None:
+        return [flat[begin:end] for begin, end in pairwise(schedule.first_cells)]
+    return flat if len(flat) == schedule.num_segments else None  # rows of one k, read back from text
 
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
@@ -358,7 +370,7 @@ def _rank_report(
     filled = sum(last - first for _, first, last in fills)
     stages = tuple(_stage_report(record, stage, rank, trained[stage]) for stage in record.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, sum(record.sizes), cache)
+    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, record.length, cache)
     places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
     return Report(
         rank=rank,

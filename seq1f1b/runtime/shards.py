@@ -41,9 +41,9 @@ class _Replicas:
             self._parallel.end_step()
 
 
-def _last_key(order: Sequence[Unit], kind: str, num_segments: int) -> int:
-    """m k + s of the rank's last unit of a pass, -1 if it has none."""
-    return next((u.microbatch * num_segments + u.segment for u in reversed(order) if u.kind == kind), -1)
+def _last_key(order: Sequence[Unit], kind: str, first_cells: Sequence[int]) -> int:
+    """The cell of the rank's last unit of a pass, -1 if it has none."""
+    return next((first_cells[u.microbatch] + u.segment for u in reversed(order) if u.kind == kind), -1)
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
@@ -71,6 +71,7 @@ class HeadStep:
         loss_fn: the shard, as it was given to the engine.
         last_rank: the rank of the last stage.
         is_mean: the loss is a mean over targets, not their sum.
+        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
         order: this rank's units.
     """
 
@@ -79,7 +80,7 @@ class HeadStep:
         loss_fn: nn.Module,
         last_rank: int,
         *,
-        num_segments: int,
+        first_cells: Sequence[int],
         training: bool,
         is_mean: bool,
         order: Sequence[Unit],
@@ -87,17 +88,17 @@ class HeadStep:
         head = head_of(loss_fn)
         assert head is not None
         self._replicas, self._head = _Replicas(loss_fn), head
-        self._num_segments, self._training, self._is_mean = num_segments, training, is_mean
+        self._first_cells, self._training, self._is_mean = first_cells, training, is_mean
         self._is_on_last = head.rank == last_rank
         self._cells: dict[int, _Cell] = {}
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
-        self.losses: dict[int, Tensor] = {}  # by m k + s, on the rank of the last stage
+        self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
         self.peak_bytes = 0  # of logits between S and T
-        self._last = _last_key(order, "T", num_segments)
+        self._last = _last_key(order, "T", first_cells)
 
     def _key(self, m: int, s: int) -> int:
-        return m * self._num_segments + s
+        return self._first_cells[m] + s
 
     def message(
         self, m: int, s: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None
@@ -185,18 +186,19 @@ class EmbeddingStep:
 
     Args:
         module: the shard, as it was given to the engine.
+        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
         order: this rank's units.
     """
 
-    def __init__(self, module: nn.Module, *, num_segments: int, training: bool, order: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, *, first_cells: Sequence[int], training: bool, order: Sequence[Unit]) -> None:
         shard = embedding_of(module)
         assert shard is not None
         self._replicas, self._shard = _Replicas(module), shard
-        self._num_segments, self._training = num_segments, training
+        self._first_cells, self._training = first_cells, training
         self.inputs: Sequence[Sequence[tuple[Any, ...]]] = ()  # of the pipeline, by [micro-batch][segment]
         self._cells: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
         self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
-        self._last = _last_key(order, "G", num_segments)
+        self._last = _last_key(order, "G", first_cells)
 
     def embed(self, m: int, s: int, received: Received) -> tuple[Tensor, ...]:
         """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
@@ -238,7 +240,7 @@ class EmbeddingStep:
             self._replicas.backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], key == self._last)
 
     def _key(self, m: int, s: int) -> int:
-        return m * self._num_segments + s
+        return self._first_cells[m] + s
 
     def end(self) -> None:
         self._replicas.end_step()

@@ -126,14 +126,12 @@ class Leaves:
         self._pairs.clear()
 
 
-def split_inputs(
-    inputs: Any, num_microbatches: int, sizes: Sequence[int], dim: int, shard: Shard
-) -> list[list[tuple[Any, ...]]]:
-    """Positional arguments of the first stage, per micro-batch and segment."""
+def split_inputs(inputs: Any, rows: Sequence[Sequence[int]], dim: int, shard: Shard) -> list[list[tuple[Any, ...]]]:
+    """Positional arguments of the first stage, per micro-batch and segment. rows: tokens of the segments of each."""
     units = []
-    for m, microbatch in enumerate(microbatches(inputs, num_microbatches, "inputs")):
+    for m, microbatch in enumerate(microbatches(inputs, len(rows), "inputs")):
         arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-        units.append(split_sequence(arguments, sizes, dim, f"inputs of micro-batch {m}", shard))
+        units.append(split_sequence(arguments, rows[m], dim, f"inputs of micro-batch {m}", shard))
     return units
 
 
@@ -162,11 +160,12 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
 
 
 def split_kwargs(
-    kwargs: Any, rules: Mapping[str, Rule], num_microbatches: int, sizes: Sequence[int], dim: int, shard: Shard
+    kwargs: Any, rules: Mapping[str, Rule], rows: Sequence[Sequence[int]], dim: int, shard: Shard
 ) -> list[list[dict[str, Any]]]:
-    """Keyword arguments of a stage, per micro-batch and segment."""
+    """Keyword arguments of a stage, per micro-batch and segment. rows: tokens of the segments of each micro-batch."""
+    num_microbatches = len(rows)
     if not kwargs and not any(callable(rule) for rule in rules.values()):
-        return [[{}] * len(sizes)] * num_microbatches
+        return [[{}] * len(sizes) for sizes in rows]
     per_microbatch: list[dict[str, Any]]
     if isinstance(kwargs, list):
         per_microbatch = microbatches(kwargs, num_microbatches, "kwargs")
@@ -177,7 +176,7 @@ def split_kwargs(
             parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
             for m in range(num_microbatches):
                 per_microbatch[m][name] = parts[m]
-    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, shard) for m in range(num_microbatches)]
+    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, shard) for m, sizes in enumerate(rows)]
 
 
 def _kwargs_of_segments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Stage:
         index: int,
         *,
         num_stages: int,
-        num_segments: int,
+        first_cells: Sequence[int],
         loss_fn: Callable[[Any, Any], Tensor] | None,
         device: torch.device,
         order: Sequence[Unit],
@@ -50,7 +51,6 @@ class Stage:
     ) -> None:
         self.module = module
         self.index = index
-        self.num_segments = num_segments
         self.device = device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
@@ -58,19 +58,29 @@ class Stage:
         self.loss_fn = loss_fn if self.is_last and not spreads_vocabulary else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        own = [(u.kind, u.microbatch * num_segments + u.segment) for u in order if u.stage == index]
-        self.forwards = [key for kind, key in own if kind == "F"]
-        self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
-        self.recomputed = {key for kind, key in own if kind == "R"}
-        self.moved = {key for kind, key in own if kind == "O"}
-        self.tier = tier  # where they go
+        self._take_order(order, first_cells)
+        self.tier = tier  # where moved units go
         self.shares_random = shares_random  # other ranks are threads that draw from the same generators
-        # After it all gradients of weights are there: B, or W.
-        self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
         self.is_whole = is_whole  # units are whole micro-batches, as outside a step
         self.looks = Looks(index, self.modules, unchecked)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
+
+    def _take_order(self, order: Sequence[Unit], first_cells: Sequence[int]) -> None:
+        self.first_cells = first_cells
+        own = [(u.kind, first_cells[u.microbatch] + u.segment) for u in order if u.stage == self.index]
+        self.forwards = [key for kind, key in own if kind == "F"]
+        self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
+        self.recomputed = {key for kind, key in own if kind == "R"}
+        self.moved = {key for kind, key in own if kind == "O"}
+        # After it all gradients of weights are there: B, or W.
+        self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
+
+    def with_order(self, order: Sequence[Unit], first_cells: Sequence[int]) -> Stage:
+        """The same stage under another order: order: this rank's units; first_cells: of the whole."""
+        stage = copy.copy(self)
+        stage._take_order(order, first_cells)
+        return stage
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -109,24 +119,24 @@ class StageArguments:
     """A stage's arguments for one step; lists are by [micro-batch][segment].
 
     Attributes:
-        sizes: tokens of each segment.
+        rows: tokens of each segment.
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses.
         shares: what part of the micro-batch's loss each of these losses is.
-        auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence, by segment.
+        auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
         measures: whether to count the bytes that graphs keep.
         looks: whether to look for what mixes tokens without the engine's knowledge.
     """
 
     training: bool
-    sizes: Sequence[int]
+    rows: Sequence[Sequence[int]]
     inputs: list[list[tuple[Any, ...]]] | None = None
     kwargs: list[list[dict[str, Any]]] | None = None
     targets: list[list[Any]] | None = None
     seeds: list[list[Tensor]] | None = None
     shares: list[list[float]] | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary_seeds: Sequence[tuple[float, float]] = ()
+    auxiliary_seeds: Sequence[Sequence[tuple[float, float]]] = ()
     keep_outputs: bool = False
     measures: bool = False
     looks: bool = False
@@ -146,14 +156,17 @@ class StageStep:
         self.following: StageStep | None = None
         self.shards: HeadStep | None = None  # of the last stage, where the output layer is spread
         self.embedding: EmbeddingStep | None = None  # of the first stage, where the embedding is
-        self.units: dict[int, LiveUnit] = {}  # by m k + s
+        self.units: dict[int, LiveUnit] = {}  # by cell: segments of all micro-batches, counted on
         self.saved_bytes = self.saved_tokens = self.peak_saved_bytes = 0  # of all units, if measured
         self.kept_bytes = self.gradient_bytes = self.kept_tokens = self.peak_gradient_bytes = 0  # of what I leaves to W
         self.deferred_weights: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
-        self._module, self._parallel, self._num_segments = stage.module, stage.parallel, stage.num_segments
+        self._module, self._parallel, self._first_cells = stage.module, stage.parallel, stage.first_cells
         self._seeds = arguments.seeds
         self._measures = arguments.measures and stage.shows_saved_bytes
-        self._looks = arguments.looks and not any(map(is_compiled, stage.modules))
+        looks = arguments.looks and not any(map(is_compiled, stage.modules))
+        # The first unit that follows another: F0.1, or that of the first micro-batch of several segments.
+        several = (m for m, row in enumerate(arguments.rows) if looks and len(row) > 1)
+        self._looked_at = next((self._first_cells[m] + 1 for m in several), -1)
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
         self.moved_bytes = 0  # of all units, on their way out
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
@@ -175,7 +188,7 @@ class StageStep:
 
     @property
     def losses(self) -> dict[int, Tensor]:
-        """Losses of the units that have one, by m k + s."""
+        """Losses of the units that have one, by cell."""
         if self.shards is not None:
             return self.shards.losses
         return {key: unit.loss for key, unit in self.units.items() if unit.loss is not None}
@@ -188,9 +201,9 @@ class StageStep:
 
     def check_finished(self) -> None:
         """Raises where I of a unit has left what no W took: gradients of weights would be missing."""
-        for key, unit in self.units.items():
+        for unit in self.units.values():
             if unit.tape is not None:
-                m, s = divmod(key, self._num_segments)
+                m, s = unit.microbatch, unit.segment
                 raise RuntimeError(f"stage {self.stage.index}: no W{m}.{s} has taken what I{m}.{s} left")
 
     def end(self) -> None:
@@ -201,11 +214,11 @@ class StageStep:
 
     def forward(self, m: int, s: int, received: Received) -> tuple[Tensor, ...] | None:
         """F(m.s). Returns what crosses to the next stage, None from the last one."""
-        key = m * self._num_segments + s
+        key = self._first_cells[m] + s
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
         if self.training and key in self.stage.split:
             unit.tape = Tape(self.deferred_weights)
-        unit.is_whole, unit.is_last = self.stage.is_whole, s + 1 == self._num_segments
+        unit.is_whole, unit.is_last = self.stage.is_whole, s + 1 == len(self.arguments.rows[m])
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit
         enter(unit)
@@ -218,11 +231,11 @@ class StageStep:
             unit.aside = Aside(self.stage.modules if self._measures else (), inputs)
             around = around if self._measures else unit.aside
         with around:
-            result = self._watched(run, key, unit, inputs) if self._looks and key == 1 else run(key, unit, inputs)
+            result = self._watched(run, key, unit, inputs) if key == self._looked_at else run(key, unit, inputs)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:
                 unit.previous.forget()
-            carried_out = unit.carried_out if s + 1 < self._num_segments else None
+            carried_out = unit.carried_out if s + 1 < len(self.arguments.rows[m]) else None
             unit.forget()
             unit.carried_out = carried_out
         return result
@@ -250,8 +263,8 @@ class StageStep:
     def _watched(
         self, run: Callable[..., tuple[Tensor, ...] | None], key: int, unit: LiveUnit, inputs: tuple[Any, ...]
     ) -> tuple[Tensor, ...] | None:
-        """The same for F0.1, looking for what mixes tokens without the engine's knowledge."""
-        sizes = self.arguments.sizes
+        """The same for one unit, looking for what mixes tokens without the engine's knowledge."""
+        sizes = self.arguments.rows[unit.microbatch]
         with self.stage.looks.watch(inputs, sizes[0], sizes[1]) as unit.watch:
             result = run(key, unit, inputs)
         unit.watch = None
@@ -265,7 +278,7 @@ class StageStep:
         if unit.kept is None:  # else R saves
             unit.saved_bytes = saved.bytes
             self.saved_bytes += saved.bytes
-            self.saved_tokens += self.arguments.sizes[unit.segment]
+            self.saved_tokens += self.arguments.rows[unit.microbatch][unit.segment]
         self._note_saved(self._head_bytes)
         return result
 
@@ -295,7 +308,7 @@ class StageStep:
 
     def _finish_middle(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         outputs = output if isinstance(output, tuple) else (output,)
-        self._check_outputs(outputs, self.arguments.sizes[unit.segment])
+        self._check_outputs(outputs, self.arguments.rows[unit.microbatch][unit.segment])
         outputs = tuple([o if o.is_contiguous() else o.contiguous() for o in outputs])
         if unit.kept is not None:
             outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
@@ -435,7 +448,7 @@ class StageStep:
 
     def recompute(self, m: int, s: int, received: Received) -> None:
         """R(m.s): what F would have saved, from what it kept. The loss and the outputs are F's."""
-        key = m * self._num_segments + s
+        key = self._first_cells[m] + s
         unit = self.units[key]
         kept, unit.kept = unit.kept, None
         left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
@@ -465,7 +478,7 @@ class StageStep:
         """A(m.s): it has gone."""
         aside, tier, number = self._moving(m, s)
         aside.gone(tier, number)
-        unit = self.units[m * self._num_segments + s]
+        unit = self.units[self._first_cells[m] + s]
         unit.saved_bytes -= aside.moved_bytes if self._measures else 0
 
     def load(self, m: int, s: int, received: Received) -> None:
@@ -473,11 +486,11 @@ class StageStep:
         aside, tier, number = self._moving(m, s)
         aside.load(tier, number)
         if self._measures:
-            self.units[m * self._num_segments + s].saved_bytes += aside.moved_bytes
+            self.units[self._first_cells[m] + s].saved_bytes += aside.moved_bytes
             self._note_saved()
 
     def _moving(self, m: int, s: int) -> tuple[Aside, Tier, int]:
-        key, tier = m * self._num_segments + s, self.stage.tier
+        key, tier = self._first_cells[m] + s, self.stage.tier
         assert tier is not None
         return self.units[key].aside, tier, tier.number(self.stage.index, key)
 
@@ -488,10 +501,10 @@ class StageStep:
 
         Returns the gradients of the stage's inputs, None from the first stage.
         """
-        key = m * self._num_segments + s
+        key = self._first_cells[m] + s
         unit = self.units[key]
         unit.forward = False
-        roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[s])
+        roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[m][s])
         enter(unit)
         if unit.aside is not None:
             unit.aside.back()
@@ -517,7 +530,7 @@ class StageStep:
 
     def weight(self, m: int, s: int, received: Received) -> None:
         """W(m.s): the gradients of weights that I left."""
-        key = m * self._num_segments + s
+        key = self._first_cells[m] + s
         unit = self.units[key]
         tape, unit.tape = unit.tape, None
         if tape is None:
@@ -531,7 +544,7 @@ class StageStep:
 
     def fill(self, m: int, s: int) -> bool:
         """Runs one product of W(m.s), whose I has run; returns whether any is left."""
-        tape = self.units[m * self._num_segments + s].tape
+        tape = self.units[self._first_cells[m] + s].tape
         is_left = tape is not None and tape.run_next()
         if self._parallel is not None and not is_left:
             self._parallel.after_weight(is_last=False)  # the last one has its place in the order, alike on all replicas
@@ -546,7 +559,7 @@ class StageStep:
         unit.gradient_bytes = gradients + kept - unit.kept_bytes
         self.kept_bytes += unit.kept_bytes
         self.gradient_bytes += unit.gradient_bytes
-        self.kept_tokens += self.arguments.sizes[unit.segment]
+        self.kept_tokens += self.arguments.rows[unit.microbatch][unit.segment]
         pending = sum(other.gradient_bytes for other in self.units.values())
         self.peak_gradient_bytes = max(self.peak_gradient_bytes, pending)
 

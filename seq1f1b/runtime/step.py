@@ -15,6 +15,7 @@ from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.deferred import deferring
+from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import (
@@ -48,6 +49,7 @@ class StepArguments:
     gradient_scale: float = 1.0
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
+    rows: Rows | None = None
 
 
 class Step:
@@ -82,7 +84,10 @@ class Step:
             )
         self._shards, self._embedding = shards, embedding
         self._leaves = Leaves()
-        self.length, self.sizes = 0, [0] * options.num_segments
+        self.rows: Rows = arguments.rows or ()  # tokens of the segments of every micro-batch, once they are known
+        self._num_microbatches = len(self.rows) or options.num_microbatches
+        self.length = 0  # tokens of the longest micro-batch
+        self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
         self._weights: list[list[float]] = []
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Callable[..., Any], ...]] = {}
@@ -98,18 +103,23 @@ class Step:
             raise ValueError("target was given, but the engine has no loss_fn")
         if self._arguments.loss_weight is not None:
             check_number("loss_weight", self._arguments.loss_weight)
-        check_rules(self._kwargs, options.arg_rules, is_split=options.num_segments == 1)
+        is_split = all(len(row) == 1 for row in self.rows) if self.rows else options.num_segments == 1
+        check_rules(self._kwargs, options.arg_rules, is_split=is_split)
         if self._last is not None and target is not None:
-            self._target = microbatches(target, options.num_microbatches, "target")
+            self._target = microbatches(target, self._num_microbatches, "target")
         if self._first is not None or self._embedding is not None:
             if self._inputs is None:
                 where = (
                     "the rank of the first stage" if self._embedding is None else "every rank: the embedding is spread"
                 )
                 raise ValueError(f"inputs are needed on {where}")
-            check_count(self._inputs, options.num_microbatches, "inputs")
+            check_count(self._inputs, self._num_microbatches, "inputs")
             self._inputs = self._leaves.replace(self._inputs)
-            self.learn(sequence_length(self._inputs, options.seq_dim))
+            length = sequence_length(self._inputs, options.seq_dim)
+            if not self.rows:
+                self.learn(length)
+        if self.rows:  # every rank was given them
+            self.learn(max(map(sum, self.rows)))
 
     # -- the executor's ----------------------------------------------------------------------------------------------
 
@@ -134,41 +144,42 @@ class Step:
     def learn(self, length: int) -> list[int]:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
         options, arguments = self._options, self._arguments
-        M, dim, shard = options.num_microbatches, options.seq_dim, options.shard
-        self.length, self.sizes = length, options.sizes_of(length, self._documents())
+        dim, shard, self.length = options.seq_dim, options.shard, length
+        if self._arguments.rows is None:
+            self.sizes = options.sizes_of(length, self._documents())
+            self.rows = (self.sizes,) * self._num_microbatches
+        else:
+            self.sizes = [size for row in self.rows for size in row]
         is_known = self._enter_shape((self.training, length))
         inputs = None
         if self._first is not None or self._embedding is not None:
-            inputs = split_inputs(self._inputs, M, self.sizes, dim, shard)
+            inputs = split_inputs(self._inputs, self.rows, dim, shard)
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
         kwargs = None
         if self._kwargs or options.arg_rules:
-            kwargs = split_kwargs(self._leaves.replace(self._kwargs), options.arg_rules, M, self.sizes, dim, shard)
+            kwargs = split_kwargs(self._leaves.replace(self._kwargs), options.arg_rules, self.rows, dim, shard)
         targets = seeds = segment_shares = None
         if self._last is not None and self._target is not None:
             targets = self._split_targets()
             segment_shares, seeds = self._weigh(self._last)
-        scale = arguments.gradient_scale / (M if options.scale_grads and arguments.loss_weight is None else 1.0)
-        mean = options.loss_reduction == "mean"
+        auxiliary_seeds = self._weigh_auxiliary()
         for index, stage in self._stages.items():
             part = stage.begin(
                 StageArguments(
                     training=self.training,
-                    sizes=self.sizes,
+                    rows=self.rows,
                     inputs=inputs if stage.is_first else None,
                     kwargs=kwargs,
                     targets=targets if stage.is_last else None,
                     seeds=seeds if stage.is_last else None,
                     shares=segment_shares if stage.is_last else None,
                     loss_kwargs=arguments.loss_kwargs or {},
-                    auxiliary_seeds=[
-                        (scale * size / length, scale) if mean else (scale * shard[1],) * 2 for size in self.sizes
-                    ],
+                    auxiliary_seeds=auxiliary_seeds,
                     keep_outputs=arguments.return_outputs and stage.is_last,
                     measures=self.training and not is_known,
-                    looks=options.num_segments > 1 and not is_known,
+                    looks=not is_known,
                 ),
             )
             self._parts[index] = part
@@ -207,12 +218,27 @@ class Step:
 
     def _split_targets(self) -> list[list[Any]]:
         options = self._options
-        if options.num_segments * options.shard[1] == 1:
+        if options.shard[1] == 1 and all(len(row) == 1 for row in self.rows):
             return [[target] for target in self._target]
         return [
-            split_sequence(target, self.sizes, options.seq_dim, f"target of micro-batch {m}", options.shard)
+            split_sequence(target, self.rows[m], options.seq_dim, f"target of micro-batch {m}", options.shard)
             for m, target in enumerate(self._target)
         ]
+
+    def _weigh_auxiliary(self) -> list[list[tuple[float, float]]]:
+        """Gradients of an auxiliary loss of each segment, and of one of its micro-batch's whole sequence."""
+        options, arguments = self._options, self._arguments
+        averages = options.scale_grads and arguments.loss_weight is None
+        if options.loss_reduction == "sum":
+            scale = arguments.gradient_scale / (self._num_microbatches if averages else 1.0) * options.shard[1]
+            return [[(scale, scale)] * len(row) for row in self.rows]
+        num_tokens = sum(map(sum, self.rows))
+        seeds = []
+        for row in self.rows:
+            parts = self._num_microbatches if arguments.rows is None else num_tokens / sum(row)
+            scale = arguments.gradient_scale / (parts if averages else 1.0)
+            seeds.append([(scale * size / sum(row), scale) for size in row])
+        return seeds
 
     def _weigh(self, last: Stage) -> tuple[list[list[float]], list[list[Tensor]]]:
         """Shares of this rank's segments in their micro-batch's loss, and the seeds of their backwards.
@@ -221,11 +247,11 @@ class Step:
         the shards is to be the loss.
         """
         options, arguments = self._options, self._arguments
-        M, k, (rank, num_shards) = options.num_microbatches, options.num_segments, options.shard
+        M, (rank, num_shards) = self._num_microbatches, options.shard
         if options.loss_reduction == "sum":
-            counts = segment_shares = [[1.0] * k for _ in range(M)]
+            counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
-            pieces = shard_sizes(self.sizes, options.shard)
+            pieces = [shard_sizes(row, options.shard) for row in self.rows]
             all_counts = count_targets(self._target, pieces, options.seq_dim, options.loss_weight)
             counts, segment_shares = (
                 [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
@@ -235,6 +261,9 @@ class Step:
             divisor = last.gradient_divisor
             scale = arguments.gradient_scale * (num_shards if divisor is None else divisor)
             seeds = [[scale * count / arguments.loss_weight for count in row] for row in counts]
+        elif arguments.rows is not None and options.scale_grads and options.loss_reduction == "mean":
+            scale = arguments.gradient_scale * num_shards / (sum(map(sum, all_counts)) or 1.0)
+            seeds = [[scale * count for count in row] for row in counts]
         else:
             scale = arguments.gradient_scale / (M if options.scale_grads else 1.0)
             seeds = [[weight * scale for weight in row] for row in self._weights]
@@ -277,8 +306,10 @@ class Step:
         part = self._last_part()
         if part is None:
             return None
-        M, k = self._options.num_microbatches, self._options.num_segments
-        return [merge([part.units[m * k + s].output for s in range(k)], self._options.seq_dim) for m in range(M)]
+        first, dim = part.stage.first_cells, self._options.seq_dim
+        return [
+            merge([part.units[first[m] + s].output for s in range(len(row))], dim) for m, row in enumerate(self.rows)
+        ]
 
     def activations(self) -> dict[int, Activations]:
         """Bytes that units held, for each stage where they were measured."""

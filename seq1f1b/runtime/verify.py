@@ -211,6 +211,7 @@ def _variant(engine: PipelineEngine, whole: bool) -> PipelineEngine:
         stage.looks.tells = False
     other._program = other._lower(schedule.handle)
     other._executor = other._make_executor(other._program)
+    other._eval_parts = None
     return other
 
 

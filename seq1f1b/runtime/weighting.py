@@ -2,11 +2,14 @@
 
 A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
 share enters as the seed of the backward, so the graph is that of the plain loss.
+
+Lists are by [micro-batch][segment]; micro-batches may have a number of segments each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ IGNORED = -100  # torch's ignore_index
 
 def count_targets(
     whole: Sequence[Any],
-    sizes: Sequence[int],
+    rows: Sequence[Sequence[int]],
     dim: int,
     count: Callable[[Any], float] | None,
 ) -> list[list[float]]:
@@ -27,15 +30,15 @@ def count_targets(
 
     Args:
         whole: targets of the M micro-batches.
-        sizes: tokens of each segment, or of each shard of each segment.
+        rows: tokens of each segment, or of each shard of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
     """
     if count is None:
-        return [_default_counts(target, sizes, dim) for target in whole]
+        return [_default_counts(target, sizes, dim) for target, sizes in zip(whole, rows, strict=True)]
     split = [
         [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
-        for m, target in enumerate(whole)
+        for m, (target, sizes) in enumerate(zip(whole, rows, strict=True))
     ]
     counts = [[float(count(target)) for target in segments] for segments in split]
     for m, segments in enumerate(counts):
@@ -76,21 +79,25 @@ def shares(counts: list[list[float]]) -> list[list[float]]:
 
 def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Tensor]]:
     """Scalars on the device by [micro-batch][segment], made by one call."""
-    return [list(row.unbind()) for row in torch.tensor(values, dtype=torch.float64, device=device).unbind()]
+    seeds = torch.tensor([value for row in values for value in row], dtype=torch.float64, device=device).unbind()
+    ends = [*accumulate(map(len, values), initial=0)]
+    return [list(seeds[begin:end]) for begin, end in pairwise(ends)]
 
 
 def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by m k + s); zero if nothing was counted."""
-    num_segments = len(weights[0])
-    if num_segments == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
+    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted."""
+    counts = [len(row) for row in weights]
+    if max(counts) == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
         return [losses[m].reshape(()) for m in range(len(weights))]
     zero = None
-    if len(losses) < len(weights) * num_segments:
+    if len(losses) < sum(counts):
         zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=device)
-    parts = [losses.get(i, zero) for i in range(len(weights) * num_segments)]
+    parts = [losses.get(i, zero) for i in range(sum(counts))]
     values = torch.stack([part.reshape(()) for part in parts if part is not None])
-    scale = torch.tensor(weights, dtype=values.dtype, device=device)
-    return list((values.view_as(scale) * scale).sum(1).unbind())
+    scale = torch.tensor([weight for row in weights for weight in row], dtype=values.dtype, device=device)
+    if min(counts) == max(counts):
+        return list((values * scale).view(len(counts), -1).sum(1).unbind())
+    return [part.sum() for part in torch.split(values * scale, counts)]
 
 
 def shift_labels(tokens: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None) -> Tensor:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.schedule import Simulation, Unit, inputs_of, per_place, per_unit
+from seq1f1b.schedule import Simulation, Unit, inputs_of
+from seq1f1b.tables import per_place, per_unit
 from seq1f1b.view import style
 
 if TYPE_CHECKING:
@@ -121,18 +122,21 @@ def timeline_html(
 class _Lifetimes:
     """What units of an order take at their start and free at their end, as the core says."""
 
-    def __init__(self, units: Iterable[Unit], num_segments: int) -> None:
+    def __init__(self, units: Iterable[Unit]) -> None:
         units = list(units)
         self._passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
         self._kinds = {unit[1:]: 1 + "RL".index(unit.kind) for unit in units if unit.kind in "RL"}  # of cells, as in C
-        self._num_segments = num_segments
-        self._known: dict[tuple[str, int, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._segments_of: dict[int, int] = {}  # by micro-batch
+        for unit in units:
+            self._segments_of[unit.microbatch] = max(self._segments_of.get(unit.microbatch, 0), unit.segment + 1)
+        self._known: dict[tuple[str, int, int, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def of(self, unit: Unit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        key = unit.kind, unit.segment, self._kinds.get(unit[1:], 0)
+        num_segments = self._segments_of[unit.microbatch]
+        key = unit.kind, unit.segment, num_segments, self._kinds.get(unit[1:], 0)
         if key not in self._known:
             number = _C.PASSES.index(unit.kind), 0, 0, unit.segment
-            self._known[key] = _C.unit_lifetimes(self._num_segments, self._passes, number, key[2])
+            self._known[key] = _C.unit_lifetimes(num_segments, self._passes, number, key[3])
         return self._known[key]
 
 
@@ -143,7 +147,7 @@ def live_units(track: Sequence[tuple[Unit, float, float]]) -> Curve:
     split; where nothing goes back, while it runs.
     """
     units = [unit for unit, _, _ in track]
-    lifetimes = _Lifetimes(units, 1 + max(unit.segment for unit in units))
+    lifetimes = _Lifetimes(units)
     changes: dict[float, int] = defaultdict(int)
     for unit, start, end in track:
         takes, frees = lifetimes.of(unit)
@@ -161,19 +165,23 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
     given, peaks, schedule = run.given, run.memory, run.schedule
     if given is None or peaks is None:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
-    P, k = schedule.num_stages, schedule.num_segments
-    whole = per_unit(given.activations, "activations", P, k)
-    kept = whole if given.kept_activations is None else per_unit(given.kept_activations, "kept_activations", P, k)
+    P, k, rows = schedule.num_stages, schedule.num_segments, schedule.rows
+    columns = k if rows is None else sum(rows)
+    whole = per_unit(given.activations, "activations", P, k, rows)
+    kept = whole
+    if given.kept_activations is not None:
+        kept = per_unit(given.kept_activations, "kept_activations", P, k, rows)
     kv, kv_gradients = (per_place(getattr(given, name), name, P, "stage") for name in ("kv", "kv_gradients"))
     amounts = {  # of what a unit takes: the kind that is shown, and bytes by stage and segment
         "saved": ("activations", [total - part for total, part in zip(whole, kept, strict=True)]),
         "for_weight": ("activations", kept),
-        "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k)),
-        "kv": ("kv", [kv[i // k] for i in range(P * k)]),
-        "kv_gradients": ("kv_gradients", [kv_gradients[i // k] for i in range(P * k)]),
-        "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k)),
+        "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k, rows)),
+        "kv": ("kv", [kv[i // columns] for i in range(P * columns)]),
+        "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
+        "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
     }
-    lifetimes = _Lifetimes((unit for track in run.timeline for unit, _, _ in track), k)
+    lifetimes = _Lifetimes(unit for track in run.timeline for unit, _, _ in track)
+    first = schedule.first_cells
     curves = []
     for rank, track in enumerate(run.timeline):
         changes: dict[str, dict[float, int]] = {name: defaultdict(int) for name in _MEMORY_COLORS}
@@ -181,7 +189,12 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
             for time, sign, names in zip((start, end), (1, -1), lifetimes.of(unit), strict=True):
                 for holding in names:
                     name, bytes_of = amounts[holding]
-                    changes[name][time] += sign * bytes_of[unit.stage * k + unit.segment]
+                    changes[name][time] += (
+                        sign
+                        * bytes_of[
+                            unit.stage * columns + (0 if rows is None else first[unit.microbatch]) + unit.segment
+                        ]
+                    )
         begin, end = track[0][1], max(stop for _, _, stop in track)
         for name in ("weights", "optimizer", "logits", "receive"):
             changes[name][begin] += getattr(peaks, name)[rank]

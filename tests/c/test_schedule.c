@@ -54,6 +54,24 @@ static s1f_status build_all(void)
     return status;
 }
 
+/* Rows of their own segments, in a V, and by search. */
+static s1f_status build_rows(void)
+{
+    static const int32_t segments_of[] = {2, 1, 3, 1, 1};
+    s1f_options options = {.segments_of = segments_of};
+    s1f_schedule *schedule = NULL, *searched = NULL;
+    s1f_status status = s1f_schedule_build("seq-v-half", 2, 5, 3, 2, &options, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    if (status == S1F_OK)
+        status = s1f_schedule_check(schedule, 0);
+    options.segments_of = segments_of + 3;
+    if (status == S1F_OK)
+        status = s1f_schedule_build("auto", 2, 1, 1, 1, &options, &searched);
+    s1f_schedule_free(searched);
+    s1f_schedule_free(schedule);
+    return status;
+}
+
 /* Split backward with costs: three walks, of which one stays. */
 static s1f_status build_timed(void)
 {
@@ -253,6 +271,7 @@ static void test_failing_allocations(void)
         "[0]F0.0 [0]F1.0 [0]F2.0 [2]F0.0 [2]F1.0 [2]F2.0\n[1]F0.0 [1]F1.0 [1]F2.0 [3]F0.0 [3]F1.0 [3]F2.0",
         "F0.0 O0.0 F0.1 A0.0 F0.2 I0.2 W0.2 L0.0 I0.1 W0.1 I0.0 W0.0",
         "E0.0 F0.0 S0.0 T0.0 B0.0 G0.0\nE0.0 F0.0 S0.0 T0.0 B0.0 G0.0",
+        "F0.0 F0.1 F1.0 R0.1 B0.1 B0.0 B1.0\nF0.0 F0.1 B0.1 F1.0 B0.0 B1.0", /* rows of 2 and 1 segments */
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
@@ -261,6 +280,7 @@ static void test_failing_allocations(void)
     s1f_schedule_free(given_schedule);
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
+    fail_each_allocation(build_rows, 40);
     fail_each_allocation(build_auto, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
@@ -327,6 +347,33 @@ static void test_append(void)
     s1f_schedule_free(NULL);
     s1f_program_free(NULL);
     s1f_simulation_free(NULL);
+}
+
+static void test_rows(void)
+{
+    static const int32_t both[] = {0, 1}, rows[] = {2, 4, 1}, short_rows[] = {2, 3, 1}, empty[] = {4, 0, 1};
+    s1f_schedule *schedule = NULL, *like = NULL;
+    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_rows(schedule, empty), S1F_ERR_ARG, "num_segments of micro-batch 1 is 0");
+    CHECK_STATUS(s1f_schedule_set_rows(schedule, short_rows), S1F_ERR_ARG, "are 3, num_segments is 4");
+    CHECK_STATUS(s1f_schedule_set_rows(schedule, rows), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_rows(schedule, rows), S1F_ERR_STATE, "before any unit");
+    CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 1, 3}), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 0, 2}), S1F_ERR_ARG, "segment 2 must be in 0..1");
+    CHECK_STATUS(s1f_schedule_create_like(schedule, &like), S1F_OK, "");
+    s1f_shape shape = s1f_schedule_shape(like);
+    CHECK(s1f_num_cells(&shape) == 7 && s1f_num_columns(&shape) == 7 && s1f_segments_of(&shape, 2) == 1);
+    for (int64_t cell = 0; cell < 7; cell++) {
+        s1f_unit unit = s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, 1, cell);
+        CHECK(s1f_cell(&shape, unit) == cell && s1f_cell_of_all(&shape, unit) == 7 + cell);
+        CHECK(unit.segment < s1f_segments_of(&shape, unit.microbatch));
+        s1f_unit back = s1f_unit_going_back(&shape, S1F_PASS_BACKWARD, 1, cell);
+        CHECK(back.microbatch == unit.microbatch && back.segment == rows[unit.microbatch] - 1 - unit.segment);
+    }
+    s1f_schedule_free(like);
+    s1f_schedule_free(schedule);
+    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 3, 1, &(s1f_options){.segments_of = rows}, &schedule), S1F_ERR_ARG,
+                 "are 4, num_segments is 3");
 }
 
 static void test_unit_text(void)
@@ -406,6 +453,7 @@ int main(void)
     test_options();
     test_create();
     test_append();
+    test_rows();
     test_unit_text();
     test_huge_index();
     test_long_cycle();

@@ -211,8 +211,8 @@ def breaks_a_rule(schedule: Schedule) -> bool:
         return True
     present, after = set(units), {unit: set() for unit in units}
     has_backward = any(unit.kind != "F" for unit in units)
-    stages, segments = range(schedule.num_stages), range(schedule.num_segments)
-    for stage, m, s in itertools.product(stages, range(schedule.num_microbatches), segments):
+    cells = [(m, s) for m, count in enumerate(schedule.segments_of) for s in range(count)]
+    for stage, (m, s) in itertools.product(range(schedule.num_stages), cells):
         kinds = {kind for kind in "FBIW" if Unit(kind, stage, m, s) in present}
         if kinds not in ([{"F", "B"}, {"F", "I", "W"}] if has_backward else [{"F"}]):
             return True
@@ -234,7 +234,7 @@ def breaks_a_rule(schedule: Schedule) -> bool:
             after[unit].add(Unit("F", stage - 1, m, s))
         if kind in "BI":
             after[unit].add(Unit("F", stage, m, s))
-            if s + 1 < schedule.num_segments:
+            if s + 1 < schedule.segments_of[m]:
                 after[unit].add(back(stage, m, s + 1))
             if stage + 1 < schedule.num_stages:
                 after[unit].add(back(stage + 1, m, s))

@@ -9,6 +9,7 @@ enum { MOST_CELLS = 48, MOST_UNITS = 64, MOST_RANKS = 8 };
 typedef struct {
     double costs[3][MOST_CELLS];
     int64_t unit_bytes[MOST_CELLS], cap_bytes[MOST_RANKS];
+    int32_t segments_of[MOST_UNITS];
 } option_arrays;
 
 /* Arrays are as long as the counts ask for, so they are given only where these fit. */
@@ -51,6 +52,18 @@ static s1f_options take_options(fuzz_input *in, int fits, option_arrays *arrays)
     return options;
 }
 
+/* Segments of every micro-batch, the last thing that an input says. */
+static const int32_t *take_rows(fuzz_input *in, const int32_t counts[4], option_arrays *arrays)
+{
+    int64_t sum = 0;
+    int32_t most = counts[2] < MOST_CELLS ? counts[2] : MOST_CELLS, is_largest = take_below(in, 8);
+    for (int32_t m = 0; m < counts[1]; m++) {
+        arrays->segments_of[m] = m == 0 && is_largest != 7 ? counts[2] : take_below(in, most + 1) + (is_largest < 6);
+        sum += arrays->segments_of[m];
+    }
+    return sum * counts[0] * counts[3] <= MOST_CELLS ? arrays->segments_of : NULL;
+}
+
 /* What the caller asked for holds of the order that came out. */
 static void require_caps(const s1f_schedule *schedule, const s1f_options *options)
 {
@@ -82,6 +95,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     double cells = (double)counts[0] * counts[2] * counts[3];
     int fits = cells <= MOST_CELLS && counts[0] <= MOST_RANKS && counts[1] <= MOST_UNITS && cells > 0;
     s1f_options options = take_options(&in, fits, &arrays);
+    if (fits && take_below(&in, 4) == 1)
+        options.segments_of = take_rows(&in, counts, &arrays);
     const char *rule = "untouched";
     s1f_status status =
         s1f_schedule_broken_rule(facts->name, counts[0], counts[1], counts[2], counts[3], &options, &rule);

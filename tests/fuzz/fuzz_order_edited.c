@@ -102,8 +102,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         split_all(&lists[rank]);
     for (int i = 0; i < MOST_EDITS && in.left > 0; i++)
         edit(&in, &lists[take_below(&in, shape.num_ranks)]);
-    REQUIRE(s1f_schedule_create(shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-                                shape.rank_of_stage, &edited) == S1F_OK);
+    REQUIRE(s1f_schedule_create_like(schedule, &edited) == S1F_OK);
     for (int32_t rank = 0; rank < shape.num_ranks; rank++)
         for (int32_t i = 0; i < lists[rank].count; i++)
             REQUIRE(s1f_schedule_append(edited, lists[rank].units[i]) == S1F_OK);

@@ -15,8 +15,10 @@ static s1f_program *take_program(fuzz_input *in)
     int32_t P = 1 + take_below(in, MOST_RANKS - 1), M = 1 + take_below(in, 3), k = 1 + take_below(in, 3);
     s1f_schedule *schedule = NULL;
     s1f_program *program = NULL;
-    if (s1f_schedule_build(family, P, M, k, 1 + take_below(in, 2), NULL, &schedule) == S1F_OK)
-        REQUIRE(s1f_schedule_lower_edges(schedule, take_below(in, 3), &program) == S1F_OK);
+    int32_t v = 1 + take_below(in, 2), prefetch = take_below(in, 3), segments_of[3] = {k, 1 + M % k, 1};
+    s1f_options options = {.segments_of = take_below(in, 4) == 3 && k * M * P * v <= MOST_CELLS ? segments_of : NULL};
+    if (s1f_schedule_build(family, P, M, k, v, &options, &schedule) == S1F_OK)
+        REQUIRE(s1f_schedule_lower_edges(schedule, prefetch, &program) == S1F_OK);
     s1f_schedule_free(schedule);
     return program;
 }
@@ -44,7 +46,7 @@ static const double *take_doubles(fuzz_input *in, double *values, int count, cos
 static s1f_costs take_costs(fuzz_input *in, const s1f_program *program, cost_arrays *arrays)
 {
     const s1f_shape *shape = &program->shape;
-    int cells = shape->num_stages * shape->num_segments;
+    int columns = (int)s1f_num_columns(shape), cells = shape->num_stages * columns;
     uint8_t given = (uint8_t)take_bits(in, 1);
     s1f_costs costs = {0};
     arrays->are_costs = 1;
@@ -62,7 +64,7 @@ static s1f_costs take_costs(fuzz_input *in, const s1f_program *program, cost_arr
     if (given & 4)
         costs.seconds_per_byte = take_doubles(in, arrays->per_byte, shape->num_stages - 1, arrays);
     if (given & 8) {
-        for (int32_t s = 0; s < shape->num_segments; s++)
+        for (int32_t s = 0; s < columns; s++)
             arrays->message_bytes[s] = take_int64(in);
         costs.message_bytes = arrays->message_bytes;
     }
@@ -152,14 +154,14 @@ static void remember(fuzz_input *in, const s1f_program *program)
 {
     static int64_t arrays[6][MOST_CELLS];
     const s1f_shape *shape = &program->shape;
-    int cells = shape->num_stages * shape->num_segments;
+    int columns = (int)s1f_num_columns(shape), cells = shape->num_stages * columns;
     uint8_t given = (uint8_t)take_bits(in, 1);
     s1f_memory_bytes bytes = {.activation = take_bytes(in, arrays[0], cells, given & 1),
                               .kept = take_bytes(in, arrays[1], cells, given & 2),
                               .output_gradient = take_bytes(in, arrays[2], cells, given & 4),
                               .kv = take_bytes(in, arrays[3], shape->num_stages, given & 8),
                               .kv_gradient = take_bytes(in, arrays[4], shape->num_stages, given & 16),
-                              .message = take_bytes(in, arrays[5], shape->num_segments, given & 32)};
+                              .message = take_bytes(in, arrays[5], columns, given & 32)};
     s1f_memory_peak peaks[MOST_RANKS], untouched;
     memset(peaks, 0x5a, sizeof peaks);
     memset(&untouched, 0x5a, sizeof untouched);

@@ -182,8 +182,8 @@ def test_a_segment_of_another_length() -> None:
         ({"length": 7}, r"tokens \[0, 7\) do not lie in a sequence of 6"),
         ({"slot": 1}, "KV slot is 1, stage 0 has 1"),
         ({"stage": 4}, "the step has no stage 4"),
-        ({"num_segments": 2}, "2 segments of 6 tokens, the step has 3 of 6"),
-        ({"segment": 3}, "the step has 3 segments"),
+        ({"num_segments": 4}, "4 segments of 6 tokens, the step has 3 of 6"),
+        ({"segment": 3}, "the micro-batch has 3 segments"),
     ],
 )
 def test_a_unit_that_does_not_fit_the_step(change: dict[str, int], message: str) -> None:
@@ -194,6 +194,20 @@ def test_a_unit_that_does_not_fit_the_step(change: dict[str, int], message: str)
             step.cache, 0, unit["stage"], 0, unit["segment"], unit["num_segments"], unit["slot"], -1, True,
             unit["offset"], unit["length"], TOKENS, "thread",
         )  # fmt: skip
+
+
+def test_a_micro_batch_of_fewer_segments_than_the_step() -> None:
+    """It may have fewer, and fewer tokens; but all its units have the same."""
+    cache = SimulatedStep(SIZES).cache
+
+    def begin(segment: int, num_segments: int, offset: int, tokens: int) -> None:
+        _C.current_unit_set(cache, 0, 0, 0, segment, num_segments, 0, -1, True, offset, 2, tokens, "thread")
+
+    begin(0, 2, 0, 4)
+    _C.current_unit_clear("thread", True)
+    for num_segments, tokens in ((3, 6), (2, 5)):
+        with pytest.raises(ValueError, match=rf"{num_segments} segments of {tokens} tokens, segment 0 had 2 of 4"):
+            begin(1, num_segments, 2, tokens)
 
 
 @pytest.mark.parametrize("stages", [[], [(0, 0, 1)], [(0, 1, -1)], [(0, 1, 1), (0, 1, 1)]])

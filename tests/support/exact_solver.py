@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.schedule import Schedule, Simulation, Unit, per_unit, unit_of
+from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
+from seq1f1b.tables import per_unit
 
 __all__ = ["Optimum", "shortest_schedule"]
 
