@@ -6,12 +6,12 @@ import contextlib
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
+from seq1f1b.simulation import PeakMemory, Simulation, StepMemory
 from seq1f1b.tables import flat_rows, per_place, per_unit
 
 __all__ = [
@@ -78,58 +78,6 @@ Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 
 Costs = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
 """Seconds per unit: one number, or ``[stage][segment]``; ``[stage][micro-batch][segment]`` in an order of rows."""
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes that a step holds. Per stage: a number or one for each; per unit: a number or ``[stage][segment]``.
-
-    Attributes:
-        activations: what F of a unit saves beyond its input, which lies in its receive place; held to the end of B. If
-            the unit is recomputed, R saves it; if it is moved, it is not held from A to L.
-        kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
-        output_gradients: gradients inside the stage that I leaves to W, per unit.
-        kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
-        kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
-        inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
-        weights: with their gradients, per stage. Held throughout.
-        optimizer: its state, per stage. Held throughout.
-        logits: of one unit of the last stage, with what its loss needs; held throughout.
-        shard_logits: of a shard of the vocabulary, a number or one per segment; held from S to the end of T.
-    """
-
-    activations: int | Sequence[Sequence[int]] = 0
-    kept_activations: int | Sequence[Sequence[int]] | None = None
-    output_gradients: int | Sequence[Sequence[int]] = 0
-    kv: int | Sequence[int] = 0
-    kv_gradients: int | Sequence[int] = 0
-    weights: int | Sequence[int] = 0
-    optimizer: int | Sequence[int] = 0
-    logits: int = 0
-    inputs: int | Sequence[Sequence[int]] = 0
-    shard_logits: int | Sequence[int] = 0
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """Most bytes that each rank holds, one value per rank; every kind of :class:`StepMemory` at its own peak.
-
-    Attributes:
-        receive: places of the receivers, each as large as the largest message.
-        total: most of all kinds together at one time; the sum of the peaks may be more.
-    """
-
-    activations: tuple[int, ...]
-    output_gradients: tuple[int, ...]
-    kv: tuple[int, ...]
-    kv_gradients: tuple[int, ...]
-    receive: tuple[int, ...]
-    weights: tuple[int, ...]
-    optimizer: tuple[int, ...]
-    logits: tuple[int, ...]
-    total: tuple[int, ...]
-    inputs: tuple[int, ...]
-    shard_logits: tuple[int, ...]
 
 
 class Schedule:
@@ -741,64 +689,6 @@ def _ignore(num_run: int) -> None:
 
 def _doubles(row: bytes) -> memoryview[float]:
     return memoryview(row).cast("d")
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What one step costs. Tuples hold one value per rank; times in seconds.
-
-    Attributes:
-        makespan: first start to last end over all ranks.
-        span: first start to last end of the rank.
-        busy: sum of its units.
-        wait: time it waits for messages, for free places of its receivers and for its tier.
-        bubble: makespan less busy.
-        peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
-        peak_tokens: the same in tokens, where segment sizes were given.
-        peak_bytes: the same in bytes, where bytes per unit were given.
-        memory: peaks of every kind of memory, where these were given.
-        given: what was given.
-        period: seconds per step where several were simulated: from the last end of the first step to that of the last.
-        slack: where asked for, per rank in run order: seconds by which a unit alone may take longer while the makespan
-            stays.
-        critical_path: where asked for, units each of which waited for the one before it, from a first start to the last
-            end: the makespan is theirs and their transfers'.
-        start, end: seconds of every unit in run order.
-    """
-
-    makespan: float
-    span: tuple[float, ...]
-    busy: tuple[float, ...]
-    wait: tuple[float, ...]
-    bubble: tuple[float, ...]
-    peak: tuple[int, ...]
-    peak_tokens: tuple[int, ...] | None
-    peak_bytes: tuple[int, ...] | None
-    memory: PeakMemory | None
-    given: StepMemory | None = field(repr=False)
-    period: float | None
-    slack: tuple[tuple[float, ...], ...] | None
-    critical_path: tuple[Unit, ...] | None
-    schedule: Schedule = field(repr=False)
-    start: tuple[memoryview[float], ...] = field(repr=False, hash=False)
-    end: tuple[memoryview[float], ...] = field(repr=False, hash=False)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """(unit, start, end) of every unit in run order."""
-        tracks = zip(self.schedule.ranks, self.start, self.end, strict=True)
-        return tuple(tuple(zip(*track, strict=True)) for track in tracks)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Share of the ranks' time that is bubble."""
-        return sum(self.bubble) / (self.makespan * len(self.bubble)) if self.makespan > 0 else 0.0
-
-    def to_text(self, width: int = 100) -> str:
-        """The timeline as text, one line per rank, in ``width`` columns."""
-        from seq1f1b.view.draw import timeline_text
-
-        return timeline_text(self.timeline, width=width)
 
 
 @dataclass(frozen=True)

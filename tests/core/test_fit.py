@@ -87,6 +87,22 @@ def test_what_can_fit_fits(kind: str) -> None:
         tried += 1
 
 
+@pytest.mark.parametrize("counts", [[4, 1, 2], [1, 5, 1, 3]])
+def test_rows_of_their_own_length(counts: list[int]) -> None:
+    """Bytes by [stage][micro-batch][segment]: long units give up, and none in vain."""
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=len(counts), num_segments=counts)
+    rows = [[[10 * m + s + 1 for s in range(count)] for m, count in enumerate(counts)]] * 2
+    memory = StepMemory(activations=rows)
+    whole, least = order.peak_memory(memory).total, order.recompute().peak_memory(memory).total
+    for share in (0.0, 0.3, 0.7):
+        room = [int(a + share * (b - a)) for a, b in zip(least, whole, strict=True)]
+        fitted = order.fit(memory, room)
+        assert all(a <= b for a, b in zip(fitted.peak_memory(memory).total, room, strict=True))
+        assert order.with_cell_kinds(fitted.cell_kinds()) == fitted
+        assert [len(word) for word in fitted.cell_kinds()[0].split(" ")] == counts
+    assert order.fit(memory, whole) == order
+
+
 def test_a_rank_without_room_gives_up_all_that_helps() -> None:
     order = build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=2)
     fitted = order.fit(EQUAL, 0)
