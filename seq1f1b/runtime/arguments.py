@@ -49,6 +49,7 @@ class Options:
     weights: str
     shard: Shard
     recompute: str | Callable[[Unit], bool] = "none"
+    check_recompute: bool = False
     offload: str | os.PathLike[str] | None = None
     offload_units: str | Callable[[Unit], bool] | None = None
     unchecked: bool = False

@@ -105,6 +105,8 @@ class PipelineEngine:
             ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
             itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
             holds the head runs once.
+        check_recompute: whether the first step of a length compares what R computes with what F did, bit for bit. A
+            stage that does not do the same both times is an error there, and wrong gradients without it.
         offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
             before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
             process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
@@ -152,6 +154,7 @@ class PipelineEngine:
         spin_us: float | None = None,
         weights: str = "planned",
         recompute: str | Callable[[Unit], bool] = "none",
+        check_recompute: bool = False,
         offload: str | os.PathLike[str] | None = None,
         offload_units: str | Callable[[Unit], bool] | None = None,
         shard: tuple[int, int] = (0, 1),
@@ -185,6 +188,7 @@ class PipelineEngine:
                 spin_us=spin_us,
                 weights=weights,
                 recompute=recompute,
+                check_recompute=check_recompute,
                 offload=offload,
                 offload_units=offload_units,
                 shard=shard,

@@ -7,7 +7,7 @@ numbers. The order says which units have an R (``csrc/core/unit.h``); nothing he
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -75,6 +75,19 @@ class Kept:
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())
         may = self._trains or any(isinstance(t, Tensor) and t.requires_grad for t in given)
         return output.detach().requires_grad_(may)
+
+
+def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Of each tensor its shape, dtype and two sums over its bytes, one of them by their places.
+
+    What differs in a bit, or in the order of its values, has another.
+    """
+    found = []
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+        places = torch.arange(data.numel(), device=data.device) % 8191 + 1
+        found.append((tuple(tensor.shape), tensor.dtype, int(data.sum()), int((data * places).sum())))
+    return found
 
 
 def one_at_a_time(run: _Run) -> _Run:

@@ -18,7 +18,7 @@ from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
 from seq1f1b.runtime.offload import Aside, Tier
-from seq1f1b.runtime.recompute import Kept, one_at_a_time
+from seq1f1b.runtime.recompute import Kept, digest, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Unit
@@ -126,6 +126,7 @@ class StageArguments:
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
         measures: whether to count the bytes that graphs keep.
         looks: whether to look for what mixes tokens without the engine's knowledge.
+        compares: whether R has to compute what F did.
     """
 
     training: bool
@@ -140,6 +141,7 @@ class StageArguments:
     keep_outputs: bool = False
     measures: bool = False
     looks: bool = False
+    compares: bool = False
 
 
 class StageStep:
@@ -249,12 +251,27 @@ class StageStep:
                 output = self._module(*inputs, **kwargs)
             if self.training and self.stage.last_gradients == ("B", key):
                 unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
+        if self.arguments.compares and (unit.kept is not None or unit.is_again):
+            self._compare(unit, output)
         if self.shards is not None:
             return self._finish_hidden(unit, output)
         if not self.stage.is_last:
             return self._finish_middle(unit, output)
         self._finish_last(key, unit, output)
         return None
+
+    def _compare(self, unit: LiveUnit, output: Any) -> None:
+        """Notes what F computes; R must compute the same."""
+        found = digest([*_tensors(output), *(unit.carried_out or {}).values()])
+        if not unit.is_again:
+            unit.digest = found
+        elif found != unit.digest:
+            raise RuntimeError(
+                f"stage {self.stage.index} has computed something else in R{unit.microbatch}.{unit.segment} than in "
+                "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
+                "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
+                "unit out of recompute="
+            )
 
     def _kwargs(self, unit: LiveUnit) -> Mapping[str, Any]:
         given = self.arguments.kwargs

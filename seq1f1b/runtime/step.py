@@ -180,6 +180,7 @@ class Step:
                     keep_outputs=arguments.return_outputs and stage.is_last,
                     measures=self.training and not is_known,
                     looks=not is_known,
+                    compares=options.check_recompute and not is_known,
                 ),
             )
             self._parts[index] = part

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import seq1f1b
 from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b.runtime.recompute import digest
 from seq1f1b.testing import run_ranks
 
 GRID = list(dict.fromkeys(cases()))
@@ -431,6 +432,42 @@ def test_a_carried_state_that_is_changed_or_left_out_is_told() -> None:
         step_of_counting("all", in_place=True)
     with pytest.raises(RuntimeError, match=r"\[0\]R0.2: stage 0 has carried out states \[\] in R, and \[0\] in F"):
         step_of_counting("all", leaves_once=True)
+
+
+class Drawing(nn.Linear):
+    """Multiplies by a number that is none of torch's."""
+
+    draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5) * (1.0 + random.random() if self.draws else 1.0)
+
+
+def test_a_stage_that_does_something_else_in_r_is_told() -> None:
+    options = {"num_microbatches": 1, "num_segments": 2, "loss_fn": lambda o, t: o.mean(), "recompute": "all"}
+    inputs, target = torch.randn(2, 4, 3), torch.zeros(2, 4)
+    engine = PipelineEngine(Drawing(3, 3), **options, check_recompute=True)
+    with pytest.raises(RuntimeError, match=r"\[0\]R0.1: stage 0 has computed something else in R0.1 than in its F"):
+        engine.step(inputs, target=target)
+    PipelineEngine(Drawing(3, 3), **options).step(inputs, target=target)  # nobody asked
+    stage = Drawing(3, 3)
+    stage.draws = False
+    engine = PipelineEngine(stage, **options, check_recompute=True)
+    for length in (4, 4, 3):
+        engine.step(inputs[:, :length], target=target[:, :length])
+    stage.draws = True
+    engine.step(inputs, target=target)  # a length that was compared is not compared again
+    with pytest.raises(RuntimeError, match="has computed something else"):
+        engine.step(inputs[:, :2], target=target[:, :2])
+
+
+def test_a_digest_tells_bits_and_their_places_apart() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    same = digest([x])
+    assert digest([x.clone()]) == same == digest([x.t().contiguous().t()])
+    for other in (x + 1e-6 * (x == 5), x.flip(0), x.view(4, 3), x.double(), x.roll(1, 1)):
+        assert digest([other]) != same
+    assert digest([torch.tensor(float("nan"))]) == digest([torch.tensor(float("nan"))])
 
 
 # -- what is seen of it ------------------------------------------------------------------------------------------------
