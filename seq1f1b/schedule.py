@@ -112,7 +112,7 @@ class Schedule:
 
     @property
     def segments_of(self) -> tuple[int, ...]:
-        """Segments of every micro-batch. In an order of rows, :attr:`rows` holds the same; it is None in others."""
+        """Segments of every micro-batch. In an order of rows, ``rows`` holds the same; it is None in others."""
         return self.rows or (self.num_segments,) * self.num_microbatches
 
     @property

@@ -42,7 +42,7 @@ class StepPlan:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The step simulated, in FLOPs in place of seconds: stages of equal work, messages that take no time."""
+        """The step simulated, in FLOPs in place of seconds, with equal stages and messages that take no time."""
         stages = self.schedule.num_stages
         forward = [[cost / stages for cost in row] for row in self.costs]
         backward = [[2.0 * cost for cost in row] for row in forward]
@@ -50,7 +50,7 @@ class StepPlan:
 
     @property
     def doc_ids(self) -> list[Tensor]:
-        """For each row, (1, tokens): for each token the position of its document's first token in the row."""
+        """For each row and token the position of its document's first token in the row, (1, tokens) for each row."""
         ids = []
         for row in self.rows:
             whole = torch.tensor([self.lengths[index] for index in row])

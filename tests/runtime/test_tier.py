@@ -168,7 +168,7 @@ SHORT = r": reading \d+ bytes failed after \d+: Input/output error: give offload
     [
         (replaced, "/dev/full", "A", FULL),
         (replaced, "/proc/self/mem", "A", BROKEN),
-        (truncated, "", "[BI]", SHORT),
+        (truncated, "", "[ABI]", SHORT),
     ],
     ids=["full", "EIO", "short read"],
 )
