@@ -47,7 +47,7 @@ STEPS, LEAST = 3, 2  # steps of each plan behind the first, and how many have to
 
 
 def receive_bytes(case: Case, plan: Plan, profile: Profile) -> list[int]:
-    """Of the places of each rank."""
+    """The bytes that the receive places of each rank take."""
     counts = {"num_ranks": case.ranks, "stages_per_rank": plan.stages_per_rank, "seq_len": case.length}
     cost = CostModel(case.shape, ProfiledHardware.of(profile, MACHINE), **counts, layout=plan.layout)
     return [rank.receive for rank in cost.rank_bytes(plan.build(), plan.segment_sizes, prefetch=plan.prefetch)]

@@ -249,7 +249,7 @@ class Schedule:
         return rooms
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
-        """Of each cell of all stages: 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
+        """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
         order = self
         for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
             if kind in kinds:

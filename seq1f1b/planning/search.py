@@ -143,7 +143,7 @@ def _runs(texts: Iterable[str]) -> list[str]:
 
 
 def _share(plan: Plan, kind: str) -> str:
-    """Of the units, those of this kind; empty where there are none."""
+    """The share of the units that are of this kind; the text is empty where there are none."""
     kinds = "".join(plan.units).replace(" ", "")
     return f"{kinds.count(kind) / len(kinds):.0%} of units" if kind in kinds else ""
 

@@ -78,7 +78,7 @@ class Kept:
 
 
 def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Of each tensor its shape, dtype and two sums over its bytes, one of them by their places.
+    """The shape, the dtype and two sums over the bytes of each tensor; one sum weighs bytes by their places.
 
     What differs in a bit, or in the order of its values, has another.
     """

@@ -35,7 +35,7 @@ def fewest(order: Schedule, rank: int, memory: StepMemory, room: int, kind: str)
 
 
 def test_no_choice_gives_up_fewer() -> None:
-    """Of orders whose units are alike: against every choice."""
+    """Compares with every other choice, in orders whose units are alike."""
     counted = 0
     for name, (P, M, k) in itertools.product(
         ("seq1f1b", "gpipe", "seq-zb-h1", "seq1f1b-interleaved"), [(2, 2, 2), (2, 3, 1)]
