@@ -17,19 +17,16 @@ Writes caps.jsonl and caps.txt into the output folder.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from arms import Case
-from common import FOREIGN_LIMIT, ForeignLoad, spawn
+from common import FOREIGN_LIMIT, ForeignLoad, show_and_write, spawn
 from memory import MACHINE, MIB, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
 from pipeline import peaks_of_steps
 
@@ -164,11 +161,7 @@ def main() -> None:
     if not options.show:
         run(options, results)
         results = Results(results.path, options.foreign)
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        show(results)
-    sys.stdout.write(text.getvalue())
-    (Path(options.output) / "caps.txt").write_text(text.getvalue())
+    show_and_write(lambda: show(results), Path(options.output) / "caps.txt")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -14,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +150,15 @@ def header(title: str) -> str:
         f"# python {os.path.relpath(sys.argv[0], root)} {' '.join(sys.argv[1:])}".rstrip(),
     ]
     return "\n".join(lines)
+
+
+def show_and_write(show: Callable[[], None], path: Path) -> None:
+    """Prints what a function prints, and writes it to a file."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        show()
+    sys.stdout.write(text.getvalue())
+    path.write_text(text.getvalue())
 
 
 class Records:

@@ -28,11 +28,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import io
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from arms import Arm, Case, OurArm, Spec, errors, make_arm, timed, whole_model
-from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, spawn
+from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, show_and_write, spawn
 from model import HeadLoss, Stage, cross_entropy
 from pipeline import LARGEST_ERROR, peaks_of_steps
 from predict import Setup, measure_part
@@ -601,11 +599,7 @@ def main() -> None:
     if not options.show:
         run(options, results)
         results = Results(results.path, options.foreign)
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        show(results)
-    sys.stdout.write(text.getvalue())
-    (output / "memory.txt").write_text(text.getvalue())
+    show_and_write(lambda: show(results), output / "memory.txt")
     draw(results, str(output / "memory.png"))
 
 

@@ -33,6 +33,7 @@ extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
 #define S1F_CAPSULE_SCHEDULE "seq1f1b.schedule"
 #define S1F_CAPSULE_PROGRAM "seq1f1b.program"
 #define S1F_CAPSULE_KV_CACHE "seq1f1b.kv_cache"
+#define S1F_CAPSULE_DESCRIPTOR "seq1f1b.descriptor"
 #define S1F_CAPSULE_MAPPING "seq1f1b.mapping"
 #define S1F_CAPSULE_GROUP "seq1f1b.group"
 #define S1F_CAPSULE_EDGE_END "seq1f1b.edge_end"

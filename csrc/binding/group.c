@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* -- errors and signals ------------------------------------------------------------------------------------------ */
 
@@ -53,6 +54,20 @@ static s1f_status check_signals(void *context)
 }
 
 /* -- mappings and groups ------------------------------------------------------------------------------------------- */
+
+static void close_descriptor(PyObject *capsule)
+{
+    close((int)((intptr_t)PyCapsule_GetPointer(capsule, S1F_CAPSULE_DESCRIPTOR) - 1));
+}
+
+/* In C, because a signal handler may raise at any line of a Python destructor. */
+static PyObject *descriptor_own(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    int fd;
+    if (!PyArg_ParseTuple(arguments, "i", &fd))
+        return NULL;
+    return PyCapsule_New((void *)(intptr_t)(fd + 1), S1F_CAPSULE_DESCRIPTOR, close_descriptor); /* 0 is no pointer */
+}
 
 static PyObject *mapping_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
@@ -249,6 +264,7 @@ static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_group_methods[] = {
+    {"descriptor_own", descriptor_own, METH_VARARGS, "descriptor_own(fd): closes the descriptor as it is freed."},
     {"mapping_create", mapping_create, METH_VARARGS, "mapping_create(fd, bytes): maps shared memory of a descriptor."},
     {"group_block_bytes", group_block_bytes, METH_VARARGS,
      "group_block_bytes(num_ranks): size of the block that the ranks share."},

@@ -46,17 +46,9 @@ class Descriptor:
     """
 
     def __init__(self, open_one: Callable[[], int]) -> None:
-        self.number = -1
         with uninterrupted():
             self.number = open_one()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        number, self.number = self.number, -1
-        if number >= 0:
-            os.close(number)
+            self._owner = _C.descriptor_own(self.number)
 
 
 def memory(size: int) -> Descriptor:
