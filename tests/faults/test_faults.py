@@ -12,7 +12,7 @@ HARNESS = Path(__file__).with_name("fault_harness.py")
 
 
 @pytest.mark.parametrize(
-    "count", [30, pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
+    "count", [15, pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
 )  # fmt: skip
 def test_faults(tmp_path: Path, count: int) -> None:
     results = tmp_path / "faults.txt"
