@@ -172,6 +172,25 @@ def test_backwards_that_are_split_filled_or_recomputed(schedule: str, num_ranks:
         check(train(schedule, num_ranks, [(rows, tokens, targets)], **options), rows, tokens, targets)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_three_hundred_lists(num_ranks: int) -> None:
+    """75 for each number of ranks: backwards whole, split, filled, and recomputed in all units or all but the first."""
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("seq1f1b", {}),
+        ("seq-zb-h1", {}),
+        ("seq1f1b", {"weights": "fill"}),
+        ("seq1f1b", {"recompute": "all"}),
+        ("seq1f1b", {"recompute": lambda unit: unit.segment > 0}),
+    ]
+    rng = random.Random(num_ranks)
+    for seed in range(75):
+        schedule, options = kinds[seed % len(kinds)]
+        rows = [*random_rows(rng), *(cut(rng, 7, 3) for _ in range(4))]  # enough units for a split backward
+        tokens, targets = data_of(rows, seed)
+        check(train(schedule, num_ranks, [(rows, tokens, targets)], **options), rows, tokens, targets)
+
+
 def test_rows_that_move_away(tmp_path: Any) -> None:
     rows = [[4, 3, 9], [2], [5, 5], [1], [8, 1, 1, 1]]
     tokens, targets = data_of(rows)
