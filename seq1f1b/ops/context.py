@@ -44,6 +44,7 @@ class LiveUnit:
     tape: Any = None  # of a unit whose backward is split: what I leaves to W
     kept: Any = None  # of a unit that is recomputed, from F to R: what R starts from
     is_again = False  # True while R runs
+    blocks_again = 0  # the first blocks of the stage, which its backward computes again one by one
     digest: Any = None  # of what its F computed, where R is compared with it
     aside: Any = None  # of a unit that is moved: what its graph saves
     kept_bytes = gradient_bytes = 0  # of it, in the steps that measure: inputs of layers, and their outputs' gradients

@@ -17,6 +17,7 @@ from seq1f1b.device.edges import TRANSPORTS as DEVICE_TRANSPORTS
 from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
+from seq1f1b.runtime.blocks import check_blocks
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, check_units
@@ -50,6 +51,7 @@ class Options:
     shard: Shard
     recompute: str | Callable[[Unit], bool] = "none"
     check_recompute: bool = False
+    recompute_blocks: tuple[str, float | Callable[[Unit], float]] | None = None
     offload: str | os.PathLike[str] | None = None
     offload_units: str | Callable[[Unit], bool] | None = None
     unchecked: bool = False
@@ -79,6 +81,7 @@ class Options:
         if self.weights not in ("planned", "fill"):
             raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
         check_units("recompute", self.recompute)
+        check_blocks(self.recompute_blocks)
         if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
             raise TypeError(f"offload must be a directory, got {type(self.offload).__name__}")
         if self.offload_units is not None:

@@ -240,7 +240,7 @@ def _layers(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[Layer]:
     }
     for name, parent in _named_uncompiled("", module):
         for child, layer in parent._modules.items():
-            if layer is None or not _is_linear(layer) or _is_compiled(layer):
+            if layer is None or not _is_linear(layer) or runs_compiled(layer):
                 continue
             if id(layer._parameters["weight"]) not in shared and layer.out_features <= _WIDEST * layer.in_features:
                 yield Layer(f"{name}{child}", parent, child, layer)
@@ -251,13 +251,14 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and "forward" not in module.__dict__ and "weight" in module._parameters
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether the module itself is compiled; a part of it may be in any case."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _named_uncompiled(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The module and its parts, none of which runs as compiled code, with the prefix of their children's names."""
-    if _is_compiled(module):
+    if runs_compiled(module):
         return
     yield prefix, module
     for name, child in module._modules.items():

@@ -25,6 +25,7 @@ from seq1f1b.runtime.arguments import (
     modules_of,
     order_of,
 )
+from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -107,6 +108,10 @@ class PipelineEngine:
             holds the head runs once.
         check_recompute: whether the first step of a length compares what R computes with what F did, bit for bit. A
             stage that does not do the same both times is an error there, and wrong gradients without it.
+        recompute_blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the
+            share of them, in 0..1 or a callable of a unit, that units compute again block by block within their
+            backward. The list is a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the
+            first ones are computed again. Units of ``recompute`` run again whole.
         offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
             before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
             process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
@@ -155,6 +160,7 @@ class PipelineEngine:
         weights: str = "planned",
         recompute: str | Callable[[Unit], bool] = "none",
         check_recompute: bool = False,
+        recompute_blocks: tuple[str, float | Callable[[Unit], float]] | None = None,
         offload: str | os.PathLike[str] | None = None,
         offload_units: str | Callable[[Unit], bool] | None = None,
         shard: tuple[int, int] = (0, 1),
@@ -189,6 +195,7 @@ class PipelineEngine:
                 weights=weights,
                 recompute=recompute,
                 check_recompute=check_recompute,
+                recompute_blocks=recompute_blocks,
                 offload=offload,
                 offload_units=offload_units,
                 shard=shard,
@@ -479,6 +486,11 @@ class PipelineEngine:
         if not self._group.is_thread:
             self._group.begin()
 
+    def _blocks(self, module: Any, index: int) -> Blocks | None:
+        """The blocks of a stage that units compute again."""
+        chosen = self._options.recompute_blocks
+        return None if chosen is None else Blocks(without_wrapper(module), index, *chosen)
+
     def _make_stages(self, modules: Sequence[Any], *, is_whole: bool = False) -> dict[int, Stage]:
         return {
             index: Stage(
@@ -491,8 +503,9 @@ class PipelineEngine:
                 order=self.schedule.ranks[self.rank],
                 unchecked=self._options.unchecked,
                 is_whole=is_whole,
-                shares_random=self._group.is_thread and self._has_units("R"),
+                shares_random=self._group.is_thread and (self._has_units("R") or bool(self._options.recompute_blocks)),
                 tier=self._tier,
+                blocks=self._blocks(module, index),
                 spreads_vocabulary=self._options.head is not None,
             )
             for index, module in zip(self.stages, modules, strict=True)
@@ -666,7 +679,7 @@ class PipelineEngine:
             entered = executor
             start = time.perf_counter()
             try:
-                with inside_step(), step_on(self.device), step.deferring():
+                with inside_step(), step_on(self.device), step.changed_layers():
                     _C.executor_step(
                         executor,
                         self._step,
@@ -709,6 +722,7 @@ class PipelineEngine:
             dict(self._activations),
             step.deferred_weights(),
             step.moved_bytes(),
+            step.blocks_again(),
             step.logit_bytes(),
             step.length,
             order.schedule if arguments.rows is not None else None,

@@ -40,6 +40,7 @@ class StepRecord:
     activations: dict[int, Activations]  # by stage; empty where not measured
     deferred_weights: dict[int, int]  # by stage
     moved_bytes: int
+    blocks_again: int
     logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
     length: int = 0  # tokens of the longest micro-batch
     schedule: Schedule | None = None  # of a step of rows
@@ -106,6 +107,7 @@ class Report:
         send: for credits and copies.
         tier: for what moves to the tier and back, in G and before the backwards that read it.
         moved_bytes: sent to the tier, and brought back.
+        recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
             times the bytes of the step's layers; slabs of an earlier, longer step are kept and make the held ones more.
@@ -140,6 +142,7 @@ class Report:
     tier: float = 0.0
     moved_bytes: int = 0
     logit_bytes: int = 0
+    recomputed_blocks: int = 0
 
     @property
     def moved_units(self) -> int:
@@ -239,9 +242,11 @@ class PipelineReport:
             rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
         moves = [
             f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
-            f"({r.moved_bytes / 2**20:.4g} MiB), for which it waited {r.tier:.3g} s\n"
+            f"({r.moved_bytes / 2**20:.4g} MiB), for which it waited {r.tier:.3g} s"
+            + f"; beside it {r.recomputed_blocks} blocks were computed again" * bool(r.recomputed_blocks)
+            + "\n"
             for r in self.ranks
-            if r.recomputed_units + r.moved_units
+            if r.recomputed_units + r.moved_units + r.recomputed_blocks
         ]
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
         return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}"
@@ -396,6 +401,7 @@ def _rank_report(
         tier=tier * 1e-9,
         moved_bytes=record.moved_bytes,
         logit_bytes=record.logit_bytes,
+        recomputed_blocks=record.blocks_again,
     )
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.ops.context import LiveUnit, enter
 from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
+from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
 from seq1f1b.runtime.deferred import Tape
 from seq1f1b.runtime.looks import Looks
@@ -47,6 +48,7 @@ class Stage:
         is_whole: bool = False,
         shares_random: bool = False,
         tier: Tier | None = None,
+        blocks: Blocks | None = None,
         spreads_vocabulary: bool = False,
     ) -> None:
         self.module = module
@@ -60,6 +62,7 @@ class Stage:
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         self._take_order(order, first_cells)
         self.tier = tier  # where moved units go
+        self.blocks = blocks  # that some units compute again
         self.shares_random = shares_random  # other ranks are threads that draw from the same generators
         self.is_whole = is_whole  # units are whole micro-batches, as outside a step
         self.looks = Looks(index, self.modules, unchecked)
@@ -171,6 +174,7 @@ class StageStep:
         self._looked_at = next((self._first_cells[m] + 1 for m in several), -1)
         self._output_spec: dict[int, list[tuple[torch.Size, torch.dtype]]] = {}  # by segment length
         self.moved_bytes = 0  # of all units, on their way out
+        self.blocks_again = 0  # in all units
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._last_head = -1
         trained = (p.requires_grad for module in stage.modules for p in module.parameters())
@@ -220,6 +224,9 @@ class StageStep:
         unit = LiveUnit(self.stage.index, m, s, self.training, self.units[key - 1] if s else None)
         if self.training and key in self.stage.split:
             unit.tape = Tape(self.deferred_weights)
+        if self.training and self.stage.blocks is not None and key not in self.stage.recomputed:
+            unit.blocks_again = self.stage.blocks.count(m, s)
+            self.blocks_again += unit.blocks_again
         unit.is_whole, unit.is_last = self.stage.is_whole, s + 1 == len(self.arguments.rows[m])
         inputs = self._inputs(key, unit, received)
         self.units[key] = unit

@@ -271,13 +271,16 @@ class Step:
         return self._weights, make_seeds(seeds, self._device)
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Around the units of a training step: linear layers leave to W what the order splits."""
+    def changed_layers(self) -> Iterator[None]:
+        """Around the units of a training step: linear layers leave to W what the order splits, and blocks are computed
+        again where their unit says so."""
         with ExitStack() as stack:
             modules = [module for stage in self._stages.values() for module in stage.modules]
             for stage in self._stages.values():
                 if self.training and stage.split:
                     stack.enter_context(deferring(stage.module, [m for m in modules if m is not stage.module]))
+                if self.training and stage.blocks is not None:
+                    stack.enter_context(stage.blocks.in_step())
             yield
 
     # -- its end -----------------------------------------------------------------------------------------------------
@@ -323,6 +326,10 @@ class Step:
     def moved_bytes(self) -> int:
         """Bytes that units have sent to the tier."""
         return sum(part.moved_bytes for part in self._parts.values())
+
+    def blocks_again(self) -> int:
+        """Blocks that all units together computed again."""
+        return sum(part.blocks_again for part in self._parts.values())
 
     def logit_bytes(self) -> int:
         """Most bytes of logits that this rank's shard of the vocabulary held at once."""

@@ -1,0 +1,110 @@
+"""Blocks of a stage that a unit computes again in its backward, one by one, and so saves their inputs alone.
+
+Between a unit that keeps all and one that is recomputed whole: a share of the blocks. It needs no unit of its own in
+the order, since every block is computed again just before its own backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from seq1f1b.ops.context import current
+from seq1f1b.runtime.deferred import runs_compiled
+from seq1f1b.schedule import Unit
+
+__all__: list[str] = []
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class Blocks:
+    """The blocks of one stage, and how many of them a unit computes again.
+
+    Args:
+        module: the stage's. name: of a list of modules in it, which run one after the other, each once in a forward.
+        share: of them, the first ones, rounded up: a number in 0..1, or a callable that is given a unit.
+    Raises:
+        ValueError: the stage has no such list, a block is compiled, or a number is out of range.
+    """
+
+    def __init__(self, module: Any, index: int, name: str, share: float | Callable[[Unit], float]) -> None:
+        self._share, self._index = share, index
+        try:
+            found = module.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(f"recompute_blocks: stage {index} has no list of blocks named {name!r}: {error}") from None
+        if not isinstance(found, _LISTS):
+            raise ValueError(
+                f"recompute_blocks: {name!r} of stage {index} is a {type(found).__name__}, must be a ModuleList, a "
+                "ModuleDict or a Sequential"
+            )
+        self.modules: Sequence[nn.Module] = [*found.children()]
+        path = name.split(".")
+        around = [".".join(path[:n]) for n in range(len(path))]
+        for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
+            if runs_compiled(module.get_submodule(where)):
+                raise ValueError(
+                    f"recompute_blocks: {where or 'the module'} of stage {index} is compiled, so its blocks cannot be "
+                    "computed again in some units alone; use recompute=, which runs the whole stage again"
+                )
+
+    def count(self, microbatch: int, segment: int) -> int:
+        """How many the unit computes again."""
+        share = self._share
+        if callable(share):
+            share = _checked(share(Unit("F", self._index, microbatch, segment)), f"of F{microbatch}.{segment}")
+        return math.ceil(share * len(self.modules))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within, a block looks at the running unit to see whether its backward computes it again."""
+        for at, block in enumerate(self.modules):
+            block.__dict__["forward"] = _Forward(block.forward, at)
+        try:
+            yield
+        finally:
+            for block in self.modules:
+                _restore(block)
+
+
+class _Forward:
+    """In place of a block's own forward, while a training step runs."""
+
+    def __init__(self, own: Callable[..., Any], at: int) -> None:
+        self.own, self._at = own, at
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        unit = current()
+        if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
+            return self.own(*arguments, **named)
+        return checkpoint(self.own, *arguments, use_reentrant=False, **named)
+
+
+def _restore(block: nn.Module) -> None:
+    forward = block.__dict__.pop("forward", None)
+    own = forward.own if isinstance(forward, _Forward) else forward
+    if own is not None and getattr(own, "__func__", None) is not type(block).forward:
+        block.__dict__["forward"] = own  # the instance had one of its own
+
+
+def check_blocks(value: Any) -> None:
+    """Raises unless it names a list of blocks, and their share."""
+    if value is None:
+        return
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
+        raise TypeError(f"recompute_blocks is {value!r}, must be the name of a list of blocks and their share")
+    if not callable(value[1]):
+        _checked(value[1])
+
+
+def _checked(share: Any, whose: str = "") -> float:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"recompute_blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
+    return float(share)
