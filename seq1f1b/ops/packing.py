@@ -87,28 +87,48 @@ def pack_documents(lengths: Sequence[int], row_len: int, *, multiple_of: int = 1
             raise ValueError(
                 f"document {index} has {length} tokens, must have 1 to {row_len}, a row: cut it or drop it"
             )
-    rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by the tokens that they have left
-    rooms: list[int] = []  # its keys, ascending
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, lengths[index])
-        if at == len(rooms):
-            room, row = row_len, len(rows)
-            rows.append([])
-        else:
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
-        rows[row].append(index)
-        left = room - lengths[index]
-        if left and left not in with_room:
-            insort(rooms, left)
-            with_room[left] = []
-        if left:
-            with_room[left].append(row)
+    rows = best_fit(lengths, row_len)
     rows += [[] for _ in range(-len(rows) % multiple_of)]
     return Packing(tuple(lengths), row_len, tuple(map(tuple, rows)))
+
+
+def best_fit(sizes: Sequence[int], capacity: int, taken: Sequence[int] = ()) -> list[list[int]]:
+    """Puts things into few bins: the largest first, each where it leaves the least room.
+
+    Args:
+        sizes: of each thing, 1 to ``capacity``.
+        capacity: of a bin.
+        taken: bins that are there from the start, and how much of each is taken already.
+    Returns:
+        For each bin the indices of its things; those of ``taken`` come first.
+    """
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # bins by the room that they have left
+    rooms: list[int] = []  # its keys, ascending
+
+    def leave(room: int, index: int) -> None:
+        if room and room not in with_room:
+            insort(rooms, room)
+            with_room[room] = []
+        if room:
+            with_room[room].append(index)
+
+    for amount in taken:
+        leave(capacity - amount, len(bins))
+        bins.append([])
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = bisect_left(rooms, sizes[index])
+        if at == len(rooms):
+            room, place = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[at]
+            place = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        bins[place].append(index)
+        leave(room - sizes[index], place)
+    return bins
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

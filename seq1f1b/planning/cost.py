@@ -15,7 +15,7 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 from seq1f1b.planning.profile import Part, PassSeconds, Profile
 from seq1f1b.schedule import Schedule, StepMemory
 
-__all__ = ["CostModel", "RankBytes", "UnitSeconds"]
+__all__ = ["CostModel", "RankBytes", "Span", "UnitSeconds", "pairs_of"]
 
 RECOMPUTE = ("none", "ffn", "full")
 """What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
@@ -32,6 +32,15 @@ class UnitSeconds(NamedTuple):
     weight: list[list[float]]
     backward: list[list[float]]
     recompute: list[list[float]]
+
+
+class Span(NamedTuple):
+    """What a segment's time depends on: its tokens, the pairs of one of them and a token that it attends to, and the
+    tokens up to its end."""
+
+    tokens: int
+    pairs: float
+    end: int
 
 
 @dataclass(frozen=True)
@@ -170,56 +179,56 @@ class CostModel:
 
     def pairs(self, begin: int, end: int) -> float:
         """Pairs of a token of ``[begin, end)`` and a token that it attends to, itself included."""
-        first, pairs = 0, 0.0
-        for length in self.layout.documents or (self.seq_len,):
-            low, high = max(begin - first, 0), min(end - first, length)
-            if low < high:
-                pairs += (high * (high + 1) - low * (low + 1)) / 2
-            first += length
-        return pairs
+        return pairs_of(self.layout.documents or (self.seq_len,), begin, end)
 
-    def _layer_work(self, begin: int, end: int) -> tuple[PassSeconds, float]:
-        """One layer over tokens ``[begin, end)``, without floors, and the collectives of F and of I."""
-        hw, h, tokens = self.hardware, self.model.hidden, (end - begin) / self._shards
+    def _span(self, begin: int, end: int) -> Span:
+        return Span(end - begin, self.pairs(begin, end), end)
+
+    def _layer_work(self, span: Span) -> tuple[PassSeconds, float]:
+        """One layer, without floors, and the collectives of F and of I."""
+        hw, h, tokens = self.hardware, self.model.hidden, span.tokens / self._shards
         if self.profile is not None:
-            return self._measured(self.profile.layer, begin, end, floor=False), 0.0
+            return self._measured(self.profile.layer, span, floor=False), 0.0
         linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
-        attention, attention_back = self._attention_seconds(begin, end)
+        attention, attention_back = self._attention_seconds(span)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
         traffic = 2 * self._saved_bytes("none") * tokens / hw.bandwidth
-        collectives = self._tensor_seconds(end - begin) + self._expert_seconds(tokens)
+        collectives = self._tensor_seconds(span.tokens) + self._expert_seconds(tokens)
         forward = linear + attention + traffic
         again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
         back = linear + attention_back + 1.5 * traffic + again[self.layout.recompute]
         return PassSeconds(forward, back, linear, back + linear), collectives
 
-    def _attention_seconds(self, begin: int, end: int) -> tuple[float, float]:
+    def _attention_seconds(self, span: Span) -> tuple[float, float]:
         """Attention's part of F and of I, in one layer."""
         hw = self.hardware
-        flops = 4 * self._q * self.pairs(begin, end) / self._shards
+        flops = 4 * self._q * span.pairs / self._shards
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         return flops / (hw.peak * hw.attention_forward_efficiency), back
 
     def layer_seconds(self, begin: int, end: int) -> PassSeconds:
         """One layer over tokens ``[begin, end)``."""
+        return self._layer_seconds(self._span(begin, end))
+
+    def _layer_seconds(self, span: Span) -> PassSeconds:
         hw = self.hardware
         if self.profile is not None:
-            return self._measured(self.profile.layer, begin, end)
-        work, collectives = self._layer_work(begin, end)
-        attention, attention_back = self._attention_seconds(begin, end)
-        ring = self._ring_seconds(begin, end)  # hidden behind attention as far as that lasts
+            return self._measured(self.profile.layer, span)
+        work, collectives = self._layer_work(span)
+        attention, attention_back = self._attention_seconds(span)
+        ring = self._ring_seconds(span)  # hidden behind attention as far as that lasts
         forward = max(work.forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention)
         back = max(work.input, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back)
         weight = max(work.weight, hw.launch * hw.weight_kernels)
         return PassSeconds(forward, back, weight, back + weight, forward)
 
-    def _measured(self, part: Part | None, begin: int, end: int, floor: bool = True) -> PassSeconds:
+    def _measured(self, part: Part | None, span: Span, floor: bool = True) -> PassSeconds:
         """The passes of a part of the profile."""
         hw = self.hardware
         assert isinstance(hw, ProfiledHardware)
-        if part is None or end == begin:
+        if part is None or span.tokens == 0:
             return _NOTHING
-        seconds = part.seconds(end - begin, self.pairs(begin, end), floor)
+        seconds = part.seconds(span.tokens, span.pairs, floor)
         factors = PassSeconds(*[hw.measured_ends] * len(seconds))
         if self.profile is not None and part is self.profile.layer:
             factors = PassSeconds(*(getattr(hw, f"measured_{name}") for name in PassSeconds._fields))
@@ -248,19 +257,22 @@ class CostModel:
         moved = 2 * (e - 1) / e * tokens * self.model.experts_per_token * self.model.hidden * hw.element_bytes
         return hw.expert_exposed * moved / self._link(e * self.layout.tensor * self.layout.context)
 
-    def _ring_seconds(self, begin: int, end: int) -> float:
+    def _ring_seconds(self, span: Span) -> float:
         """Keys and values of the prefix that the other devices of the ring hold."""
         c, hw = self.layout.context, self.hardware
-        moved = (c - 1) / c * end * 2 * self._g / self.layout.tensor * hw.element_bytes
+        moved = (c - 1) / c * span.end * 2 * self._g / self.layout.tensor * hw.element_bytes
         return moved / self._link(c * self.layout.tensor)
 
     def unit_seconds(self, sizes: Sequence[int]) -> UnitSeconds:
         """Costs of every unit for these segment sizes."""
-        hw, ends = self.hardware, _ends(sizes)
-        ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        layer = [self.layer_seconds(*tokens) for tokens in ranges]
-        head = [self._head_seconds(*tokens) for tokens in ranges]
-        embedding = [self._embedding_seconds(*tokens) for tokens in ranges]
+        return self.seconds_of([self._span(end - size, end) for size, end in zip(sizes, _ends(sizes), strict=True)])
+
+    def seconds_of(self, spans: Sequence[Span]) -> UnitSeconds:
+        """Costs of units over these tokens, of any rows."""
+        hw = self.hardware
+        layer = [self._layer_seconds(span) for span in spans]
+        head = [self._head_seconds(span) for span in spans]
+        embedding = [self._embedding_seconds(span) for span in spans]
         split = 1 + hw.split_backward_extra
         factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
@@ -291,18 +303,18 @@ class CostModel:
             raise ValueError(f"{self.hardware.name} has no tier to which units could move: its tier_bandwidth is 0")
         return [[saved / rate for saved in row] for row in self._unit_bytes(sizes)[0]]
 
-    def _head_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
+    def _head_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""
         if self.profile is not None:
-            passes = self._measured(self.profile.head, begin, end, floor)
+            passes = self._measured(self.profile.head, span, floor)
             return _NOTHING._replace(forward=passes.total) if self.layout.head_in_loss else passes
-        hw, words = self.hardware, self.model.vocab / self._shards * (end - begin)
+        hw, words = self.hardware, self.model.vocab / self._shards * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
         return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
-    def _embedding_seconds(self, begin: int, end: int, floor: bool = True) -> PassSeconds:
+    def _embedding_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
         """The embedding, whose traffic counts only where it was measured."""
-        return _NOTHING if self.profile is None else self._measured(self.profile.embedding, begin, end, floor)
+        return _NOTHING if self.profile is None else self._measured(self.profile.embedding, span, floor)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
@@ -310,8 +322,9 @@ class CostModel:
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         costs = []
         for begin, end in itertools.pairwise(bounds):
-            layer, collectives = self._layer_work(begin, end)
-            head, embedding = (of(begin, end, floor=False) for of in (self._head_seconds, self._embedding_seconds))
+            span = self._span(begin, end)
+            layer, collectives = self._layer_work(span)
+            head, embedding = (of(span, floor=False) for of in (self._head_seconds, self._embedding_seconds))
             costs.append(self.model.layers * (layer.total + 2 * collectives) + head.total + embedding.total)
         return partition_sequence(
             self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
@@ -319,8 +332,9 @@ class CostModel:
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
-        work, collectives = self._layer_work(0, self.seq_len)
-        layer, head = work.total + 2 * collectives, self._head_seconds(0, self.seq_len).total
+        whole = self._span(0, self.seq_len)
+        work, collectives = self._layer_work(whole)
+        layer, head = work.total + 2 * collectives, self._head_seconds(whole).total
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
@@ -511,14 +525,26 @@ class CostModel:
 
     def rank_bytes(self, schedule: Schedule, sizes: Sequence[int], *, prefetch: int = 1) -> list[RankBytes]:
         """The peak of every rank under an order. ``prefetch``: receive places beyond the peak of live ones."""
-        hw, longest = self.hardware, max(sizes)
+        memory, messages = self.unit_memory(sizes), self.message_bytes(sizes)
+        return self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len, prefetch=prefetch)
+
+    def rank_bytes_of(
+        self,
+        schedule: Schedule,
+        memory: StepMemory,
+        message_bytes: Sequence[Any],
+        longest: int,
+        slot_tokens: int,
+        *,
+        prefetch: int,
+    ) -> list[RankBytes]:
+        """The same, of what units hold, of messages, and of the tokens of the longest segment and of a cache's slot."""
+        hw = self.hardware
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        peaks = schedule.peak_memory(
-            self.unit_memory(sizes), message_bytes=self.message_bytes(sizes), prefetch=prefetch
-        )
-        kv, gradients = self._slot_bytes(schedule, stages_of)
+        peaks = schedule.peak_memory(memory, message_bytes=message_bytes, prefetch=prefetch)
+        kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []
         for rank, stages in enumerate(stages_of):
@@ -541,13 +567,15 @@ class CostModel:
             )
         return ranks
 
-    def _slot_bytes(self, schedule: Schedule, stages_of: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+    def _slot_bytes(
+        self, schedule: Schedule, stages_of: Sequence[Sequence[int]], slot_tokens: int
+    ) -> tuple[list[float], list[float]]:
         """The cache of every rank, and its gradients: each stage has the slots that it needs at its own peak, all
         through the step."""
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
         if self.layout.copies_prefix:
             return kv, gradients
-        slot, gradient_slot = (self.seq_len * size for size in self._cache_bytes())  # of one layer
+        slot, gradient_slot = (slot_tokens * size for size in self._cache_bytes())  # of one layer
         for number in range(max(map(len, stages_of))):  # of the stage on its rank
             counted = [0] * schedule.num_stages
             for stages in stages_of:
@@ -563,6 +591,17 @@ class CostModel:
 _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 _PIECES = 1024  # of the sequence whose costs a split balances
 _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
+
+
+def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
+    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token that it attends to."""
+    first, pairs = 0, 0.0
+    for length in documents:
+        low, high = max(begin - first, 0), min(end - first, length)
+        if low < high:
+            pairs += (high * (high + 1) - low * (low + 1)) / 2
+        first += length
+    return pairs
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:

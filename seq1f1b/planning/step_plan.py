@@ -1,52 +1,85 @@
-"""A plan for one step: which documents share a row, how long ones are cut, and the order of the rows.
+"""A plan for one step over documents of any length: rows, their segments, the order, and what of it is recomputed.
 
-Short documents are packed into rows of one segment each. A longer one has a row to itself, in segments of equal FLOPs,
-each at most as costly as a row that one document fills. Rows go longest first.
-[ChunkFlow, arXiv:2503.02356: one size for packed and for split sequences]
+A row is a micro-batch. A document that takes more time than one unit should has a row to itself, cut into segments of
+equal time; the last of them may share its row with short documents, which fill it up. The other short documents are
+packed into rows of one segment, by time and not by length. So all units take about the same time, whatever the lengths.
+[ChunkFlow, arXiv:2503.02356: one size for packed and for split sequences, and K of them kept; InfiniPipe,
+arXiv:2509.21275: packing and splitting mixed]
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seq1f1b.ops.packing import pack_documents
-from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b import ScheduleError
+from seq1f1b.ops.packing import best_fit
+from seq1f1b.planning.cost import CostModel, RankBytes, Span
+from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 
-__all__ = ["StepPlan", "plan_step"]
+__all__ = ["StepPlan", "plan_step", "share_documents"]
+
+_MOST_TOKENS = 1 << 40  # of a document, as of a sequence
+_STRETCH = 0.05  # a unit may take so much longer than the others, rather than leave a small rest
+_PARTS = 1 << 20  # of a unit's time, as packing counts it
+_SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # units tried, of the time that the bound prefers
+_SMALLER = (0.35, 0.25, 0.125, 0.0625)  # tried, too, where memory is short
+_MOST_UNITS = 12_000  # of all ranks in all orders that one call builds, beyond the first
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What :func:`plan_step` found.
+    """What :func:`plan_step` found: ``engine.step(..., plan=plan)`` runs it.
 
     Attributes:
         lengths: tokens of each document.
         rows: indices of the documents of each row, in their order.
-        segment_sizes: for each row the tokens of its segments: what a step is given.
-        schedule: the order of the step.
-        costs: FLOPs of the forward of each segment of each row, of the whole model.
+        segment_sizes: for each row the tokens of its segments.
+        schedule: the order of the step; units that it recomputes or moves have an R, or O, A and L.
+        ranks: predicted bytes of every rank at its peak.
+        simulation: of the step, without the optimizer.
+        costs: what the units were taken to cost.
     """
 
     lengths: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
     segment_sizes: tuple[tuple[int, ...], ...]
     schedule: Schedule
-    costs: tuple[tuple[float, ...], ...]
+    ranks: tuple[RankBytes, ...]
+    simulation: Simulation = field(compare=False, repr=False)
+    costs: RowCosts = field(compare=False, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """The step's predicted time, without the optimizer."""
+        return self.simulation.makespan
+
+    @property
+    def remedied(self) -> int:
+        """How many units are recomputed, or moved, of all stages."""
+        return sum(row.count("R") + row.count("L") for row in self.schedule.cell_kinds())
 
     @cached_property
-    def simulation(self) -> Simulation:
-        """The step simulated, in FLOPs in place of seconds, with equal stages and messages that take no time."""
-        stages = self.schedule.num_stages
-        forward = [[cost / stages for cost in row] for row in self.costs]
-        backward = [[2.0 * cost for cost in row] for row in forward]
-        return self.schedule.simulate([forward] * stages, [backward] * stages)
+    def digest(self) -> str:
+        """Equal for equal plans alone. A step compares those of all ranks."""
+        text = f"{self.rows} {self.segment_sizes} {self.schedule.to_text()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def imbalance(self) -> float:
+        """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
+        seconds = self.costs.seconds
+        stages = [[unit for row in stage for unit in row] for stage in (*seconds.forward, *seconds.backward)]
+        units = list(map(sum, zip(*stages, strict=True)))
+        return float(max(units) * len(units) / sum(units) - 1.0)
 
     @property
     def doc_ids(self) -> list[Tensor]:
@@ -74,68 +107,245 @@ class StepPlan:
 
 def plan_step(
     lengths: Sequence[int],
+    cost: CostModel,
     *,
-    num_ranks: int,
-    segment_tokens: int,
-    model: ModelShape,
-    schedule: str = "seq1f1b",
-    stages_per_rank: int = 1,
+    schedule: str | Sequence[str] = "seq1f1b",
+    segment_tokens: int | None = None,
+    memory: float | None = None,
+    remedies: Sequence[str] = ("recompute",),
+    prefetch: int = 1,
 ) -> StepPlan:
     """Plans a step over documents of any length.
 
-    The same arguments give the same plan, so every rank may make it by itself.
+    Tries units of a few sizes around the one that a bound prefers: long units make the pipeline's ends long, short ones
+    cost the engine's own time more often. The order that is fastest in simulation, of those that fit, is the plan. The
+    same arguments give the same plan, so every rank may make it by itself.
 
     Args:
         lengths: tokens of each document.
-        num_ranks: P.
-        segment_tokens: tokens of a segment at most: of a packed row, and of each part of a longer document.
-        model: shape of the whole model, whose FLOPs segments are balanced by.
-        schedule, stages_per_rank: a family that takes rows, see :func:`seq1f1b.build_schedule`.
+        cost: of the model on a machine, for this pipeline; its own ``seq_len`` and documents do not count.
+        schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`.
+        segment_tokens: tokens of a segment at most; None: any number.
+        memory: bytes that a rank may hold in all; None: any number. Units are recomputed, or moved, until the step
+            fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
+        remedies: which of both: "recompute", "offload". The latter needs a machine with a tier.
+        prefetch: the engine's receive places beyond the most that an order needs.
     Raises:
-        ValueError: there is no document, one is empty, or ``segment_tokens`` is below 1.
-        ScheduleError: the family cannot be built for these rows.
+        ValueError: there is no document, one is empty or too long, or a number is out of range; nothing fits: names the
+            smallest budget.
+        ScheduleError: no family can be built for these rows.
     """
-    if segment_tokens < 1:
+    _check(lengths, segment_tokens, memory)
+    rates = _rates(cost)
+    work = [rates.of(length) for length in lengths]
+    families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
+    search = _Search(lengths, work, cost, families, math.inf if memory is None else memory, tuple(remedies), prefetch)
+    best = rates.best_unit(sum(work), cost.num_ranks)
+    made, tried = 0.0, set()
+    for scales in (_SCALES, _SMALLER):
+        for scale in scales:
+            most = max(1, sum(work) / (scale * best)) * 2 * cost.num_stages * len(families)  # units, about
+            if search.found is not None and made + most > _MOST_UNITS:
+                continue
+            made += most
+            rows = _rows_of(lengths, work, scale * best, segment_tokens or _MOST_TOKENS, rates)
+            if rows not in tried:
+                tried.add(rows)
+                search.consider(rows)
+        if search.found is not None and not search.found.remedied:
+            break
+    if search.found is None:
+        raise search.nothing_fits()
+    return search.found
+
+
+def share_documents(lengths: Sequence[int], num_replicas: int, cost: CostModel) -> tuple[tuple[int, ...], ...]:
+    """Shares the documents of a step among data-parallel replicas, so that their work is about equal.
+
+    The most work first, each document to the replica that has the least.
+
+    Args:
+        lengths: tokens of each document.
+        cost: of the model on a machine.
+    Returns:
+        Indices of the documents of each replica, ascending.
+    Raises:
+        ValueError: there are fewer documents than replicas, or a length is out of range.
+    """
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
+    _check(lengths, None, None)
+    if len(lengths) < num_replicas:
+        raise ValueError(f"{len(lengths)} documents are too few for {num_replicas} replicas: each needs one at least")
+    rates = _rates(cost)
+    work = [rates.of(length) for length in lengths]
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    done = [0.0] * num_replicas
+    for index in sorted(range(len(lengths)), key=lambda i: -work[i]):
+        least = min(range(num_replicas), key=lambda replica: (done[replica], len(shares[replica])))
+        shares[least].append(index)
+        done[least] += work[index]
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def _check(lengths: Sequence[int], segment_tokens: int | None, memory: float | None) -> None:
+    if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens is {segment_tokens}, must be at least 1")
+    if memory is not None and not memory >= 1:
+        raise ValueError(f"memory is {memory}, must be at least 1 byte")
     if not lengths:
         raise ValueError("there are no documents to plan a step of")
     for index, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"document {index} has {length} tokens, must have at least 1")
-    flops = {length: model.flops(0, length) for length in {*lengths, segment_tokens}}
-    short = [index for index, length in enumerate(lengths) if length <= segment_tokens]
-    packed = pack_documents([lengths[index] for index in short], segment_tokens).rows if short else ()
-    found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []  # documents, tokens, FLOPs
-    for places in packed:
-        row = tuple(short[i] for i in places)
-        found.append((row, (sum(lengths[i] for i in row),), (sum(flops[lengths[i]] for i in row),)))
-    cuts: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-    for index, length in enumerate(lengths):
-        if length <= segment_tokens:
-            continue
-        if length not in cuts:
-            cuts[length] = _cut(length, segment_tokens, flops[length] / flops[segment_tokens], model)
-        found.append(((index,), *cuts[length]))
-    found.sort(key=lambda entry: (-len(entry[1]), -sum(entry[2])))
-    order = build_schedule(
-        schedule,
-        num_ranks=num_ranks,
-        num_microbatches=len(found),
-        num_segments=[len(sizes) for _, sizes, _ in found],
-        stages_per_rank=stages_per_rank,
+        if not isinstance(length, int):
+            raise TypeError(f"document {index} has {length!r} tokens, must be a whole number")
+        if not 1 <= length <= _MOST_TOKENS:
+            raise ValueError(f"document {index} has {length} tokens, must have 1 to {_MOST_TOKENS}")
+
+
+class _Rates(NamedTuple):
+    """Seconds of F and B together on the mean stage: of a token, of a pair of tokens that attend, of a unit itself."""
+
+    token: float
+    pair: float
+    unit: float
+
+    def of(self, tokens: int) -> float:
+        """A whole document, without the unit's own."""
+        return self.token * tokens + self.pair * tokens * (tokens + 1) / 2
+
+    def position(self, seconds: float) -> float:
+        """The token of a document up to which it takes so long."""
+        b = self.token + self.pair / 2
+        return 2 * seconds / (b + math.sqrt(b * b + 2 * self.pair * seconds))
+
+    def best_unit(self, work: float, num_ranks: int) -> float:
+        """The time of a unit for the shortest step, if rows could be cut anywhere.
+
+        Units of u seconds make a step of work + work / u * unit + (num_ranks - 1) (u + unit), least at the root.
+        """
+        return math.sqrt(work * self.unit / max(1, num_ranks - 1))
+
+
+def _rates(cost: CostModel) -> _Rates:
+    """From units so large that no floor of theirs counts."""
+    tokens, pairs = 1 << 20, 1 << 30
+    found = cost.seconds_of([Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)])
+    once, twice, attending = (
+        sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages for i in range(3)
     )
-    documents, sizes, costs = zip(*found, strict=True)
-    return StepPlan(tuple(lengths), documents, sizes, order, costs)
+    return _Rates((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
 
 
-def _cut(length: int, most: int, least_count: float, model: ModelShape) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Tokens and FLOPs of the segments of a document, of at most so many tokens each."""
-    count = max(2, -int(-least_count // 1))
-    sizes = partition_sequence(length, count, model=model)
-    while max(sizes) > most:
-        count += 1
-        sizes = partition_sequence(length, count, model=model)
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return tuple(sizes), tuple(model.flops(begin, end) for begin, end in pairwise(ends))
+_Rows = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Of each row the indices of its documents, and the tokens of its segments."""
+
+
+def _rows_of(lengths: Sequence[int], work: Sequence[float], unit: float, most: int, rates: _Rates) -> _Rows:
+    """Rows whose units take about so long, and hold so many tokens at most; those with the most work first."""
+
+    parts = [max(seconds / unit, length / most) for seconds, length in zip(work, lengths, strict=True)]  # of a unit
+    long = [index for index, share in enumerate(parts) if share > 1]
+    short = [index for index, share in enumerate(parts) if share <= 1]
+    counts = [max(1, math.ceil(work[i] / unit - _STRETCH), -(-lengths[i] // most)) for i in long]
+    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
+    rows = []
+    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
+        documents, count = [short[i] for i in bin_], 1
+        if place < len(long):
+            documents, count = [long[place], *documents], counts[place]
+        rows.append((tuple(documents), _cut([lengths[i] for i in documents], count, most, rates)))
+    totals = {row: sum(work[i] for i in row[0]) for row in rows}
+    return tuple(sorted(rows, key=lambda row: (-len(row[1]), -totals[row])))
+
+
+def _cut(documents: Sequence[int], count: int, most: int, rates: _Rates) -> tuple[int, ...]:
+    """Tokens of the segments of a row, of which the first document may be a long one: of equal time, at most so many
+    tokens each."""
+    tokens = sum(documents)
+    if count == 1 and tokens <= most:
+        return (tokens,)
+    share = sum(map(rates.of, documents)) / count
+    ends = [min(documents[0], round(rates.position(share * i))) for i in range(1, count)]
+    sizes = [end - begin for begin, end in zip([0, *ends], [*ends, tokens], strict=True)]
+    if min(sizes) < 1 or max(sizes) > most:
+        return _cut(documents, count + 1, most, rates) if count < tokens else (1,) * tokens
+    return tuple(sizes)
+
+
+class _Search:
+    """Builds orders of rows, and keeps the fastest that fits."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        work: Sequence[float],
+        cost: CostModel,
+        families: Sequence[str],
+        memory: float,
+        remedies: Sequence[str],
+        prefetch: int,
+    ) -> None:
+        self._lengths, self._work, self._cost, self._families = tuple(lengths), work, cost, families
+        self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
+        self._least: float | None = None  # bytes that some order needs
+        self._refused: ScheduleError | None = None
+        self.found: StepPlan | None = None
+
+    def consider(self, rows: _Rows) -> None:
+        """Takes these rows if they make a faster step than those before, and fit."""
+        costs = RowCosts(
+            self._cost, [Row(tuple(self._lengths[i] for i in documents), sizes) for documents, sizes in rows]
+        )
+        for family in self._families:
+            try:
+                order = self._build(family, rows, costs)
+            except ScheduleError as error:
+                self._refused = error
+                continue
+            order, ranks = self._fit(order, costs)
+            peak = max(rank.total for rank in ranks)
+            self._least = peak if self._least is None else min(self._least, peak)
+            if peak > self._memory:
+                continue
+            times = costs.simulation_arguments(order)
+            if "offload" in self._remedies and "L" in "".join(order.cell_kinds()):
+                times["tier"] = costs.tier_seconds()
+            simulation = order.simulate(**times, prefetch=self._prefetch)
+            if self.found is None or simulation.makespan < self.found.seconds:
+                documents, sizes = zip(*rows, strict=True)
+                self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
+
+    def _build(self, family: str, rows: _Rows, costs: RowCosts) -> Schedule:
+        return build_schedule(
+            family,
+            num_ranks=self._cost.num_ranks,
+            num_microbatches=len(rows),
+            num_segments=[len(sizes) for _, sizes in rows],
+            stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
+        )
+
+    def _fit(self, order: Schedule, costs: RowCosts) -> tuple[Schedule, list[RankBytes]]:
+        """The order with as few units recomputed or moved as fit, and its bytes."""
+        ranks = costs.rank_bytes(order, prefetch=self._prefetch)
+        if max(rank.total for rank in ranks) <= self._memory:
+            return order, ranks
+        memory, messages = costs.memory, costs.message_bytes
+        held = order.peak_memory(memory, message_bytes=messages, prefetch=self._prefetch).total
+        share = 1 + self._cost.hardware.allocator_reserve
+        left = [math.floor((self._memory - rank.total) / share) for rank in ranks]
+        room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
+        times = costs.simulation_arguments(order)
+        if "offload" in self._remedies:
+            times["tier"] = costs.tier_seconds()
+        order = order.fit(memory, room, self._remedies, prefetch=self._prefetch, **times)
+        return order, costs.rank_bytes(order, prefetch=self._prefetch)
+
+    def nothing_fits(self) -> Exception:
+        """The error where no order was found."""
+        if self._least is None:
+            return self._refused or ValueError("there is no family to plan a step with")
+        longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
+        return ValueError(
+            f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
+            f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
+        )

@@ -28,8 +28,9 @@ from seq1f1b.runtime.arguments import (
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.offload import Tier
+from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
-from seq1f1b.runtime.rows import RankOrder, RowOrders, check_equal_rows, check_rows
+from seq1f1b.runtime.rows import PlannedRows, RankOrder, RowOrders, check_equal_rows, check_rows
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import Rule
@@ -239,6 +240,7 @@ class PipelineEngine:
         loss_weight: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         segment_sizes: Sequence[Sequence[int]] | None = None,
+        plan: PlannedRows | None = None,
     ) -> list[Tensor]:
         """Forward and backward of one batch; adds to ``.grad``.
 
@@ -260,17 +262,22 @@ class PipelineEngine:
                 replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
                 ``scale_grads=False`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
                 losses returned are the mean of each micro-batch; with ``loss_reduction="sum"`` nothing changes.
+            plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
+                its rows in its order, with the units that it recomputes or moves. Equal on every rank.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
+        if plan is not None and segment_sizes is not None:
+            raise ValueError("plan= stands for segment_sizes: give one of them")
+        rows = segment_sizes if plan is None else plan.segment_sizes
         if grad_scaler is None or not grad_scaler.is_enabled():
-            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=segment_sizes))[0]
+            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=rows, plan=plan))[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=segment_sizes))
+        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=rows, plan=plan))
         self._share_overflow()
         return losses
 
@@ -503,7 +510,8 @@ class PipelineEngine:
                 order=self.schedule.ranks[self.rank],
                 unchecked=self._options.unchecked,
                 is_whole=is_whole,
-                shares_random=self._group.is_thread and (self._has_units("R") or bool(self._options.recompute_blocks)),
+                in_threads=self._group.is_thread,
+                recomputes=has_units(self.schedule, "R"),
                 tier=self._tier,
                 blocks=self._blocks(module, index),
                 spreads_vocabulary=self._options.head is not None,
@@ -517,9 +525,6 @@ class PipelineEngine:
         if self.device.type != "cpu":
             raise ValueError(f"offload= moves what stages on the CPU save, and this one is on {self.device}")
         return Tier(self._options.offload, self._group.group, self.num_microbatches * self.num_segments)
-
-    def _has_units(self, kind: str) -> bool:
-        return _has_units(self.schedule, kind)
 
     def _agree(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
@@ -546,35 +551,7 @@ class PipelineEngine:
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
         schedule.check()
-        return self._with_options(schedule)
-
-    def _with_options(self, schedule: Schedule) -> Schedule:
-        """The order, with the units that the engine's options add to it."""
-        schedule = schedule.recompute(self._options.recompute)
-        if not _has_units(schedule, "W") and self._options.weights == "fill":
-            schedule = schedule.defer_weights()
-        return self._with_moves(self._with_shards(schedule))
-
-    def _with_shards(self, schedule: Schedule) -> Schedule:
-        """The order, with the passes of a vocabulary that is spread."""
-        spreads = {"S": self._options.head is not None, "E": self._options.embedding is not None}
-        for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
-            if _has_units(schedule, kind) and not spreads[kind]:
-                raise ValueError(f"the order spreads the vocabulary over the ranks: give {name}(...)")
-        missing = {kind: spreads[kind] and not _has_units(schedule, kind) for kind in spreads}
-        if any(missing.values()):
-            schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
-        return schedule
-
-    def _with_moves(self, schedule: Schedule) -> Schedule:
-        """The order, with what ``offload_units`` moves."""
-        options, moves = self._options, _has_units(schedule, "O")
-        if options.offload is None:
-            if moves:
-                raise ValueError("the schedule moves units (O, A, L): say by offload= in which directory they lie")
-            return schedule
-        default = "none" if moves else "all"
-        return schedule.offload(default if options.offload_units is None else options.offload_units)
+        return with_options(schedule, self._options)
 
     def _connect(self) -> None:
         """Opens every edge; all ranks in the same order."""
@@ -622,12 +599,20 @@ class PipelineEngine:
         program = self._lower(schedule.handle if training else _C.schedule_forward_only(schedule.handle))
         return program, self._make_executor(program)
 
+    def _complete(self, schedule: Schedule) -> Schedule:
+        """The order of a step of rows, with what the engine's options add. It runs over the edges that are open."""
+        found = (schedule.num_ranks, schedule.rank_of_stage)
+        expected = (self.num_ranks, self.schedule.rank_of_stage)
+        if found != expected:
+            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
+        return with_options(schedule, self._options)
+
     def _order_of(self, arguments: StepArguments) -> RankOrder:
         """The order of a step."""
         if arguments.rows is not None:
             check_rows(arguments.rows, self.shard[1])
             return self._row_orders.find(
-                arguments.rows, arguments.training, self._stages, self._with_options, self._make_parts
+                arguments.rows, arguments.plan, arguments.training, self._stages, self._complete, self._make_parts
             )
         if arguments.training:
             return RankOrder(self.schedule, self._stages, self._program, self._executor)
@@ -665,7 +650,7 @@ class PipelineEngine:
             self._step = self._group.begin_step(step.training)
             self._agree()
             if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
-                check_equal_rows(self._group, arguments.rows)
+                check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
             self._tied.meet()
             accumulators = self._enter_grad_dtype() if step.training else []
@@ -807,10 +792,6 @@ class PipelineEngine:
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
         self._group.end_step(failed=True)
         return explained
-
-
-def _has_units(schedule: Schedule, kind: str) -> bool:
-    return any(unit.kind == kind for order in schedule.ranks for unit in order)
 
 
 def _last_unit(executor: Any) -> str:

@@ -46,7 +46,8 @@ class Stage:
         order: Sequence[Unit],
         unchecked: bool = False,
         is_whole: bool = False,
-        shares_random: bool = False,
+        in_threads: bool = False,
+        recomputes: bool = False,
         tier: Tier | None = None,
         blocks: Blocks | None = None,
         spreads_vocabulary: bool = False,
@@ -60,17 +61,18 @@ class Stage:
         self.loss_fn = loss_fn if self.is_last and not spreads_vocabulary else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        self._take_order(order, first_cells)
         self.tier = tier  # where moved units go
         self.blocks = blocks  # that some units compute again
-        self.shares_random = shares_random  # other ranks are threads that draw from the same generators
+        self.in_threads = in_threads  # other ranks are threads that draw from the same generators
+        self._take_order(order, first_cells, recomputes)
         self.is_whole = is_whole  # units are whole micro-batches, as outside a step
         self.looks = Looks(index, self.modules, unchecked)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
 
-    def _take_order(self, order: Sequence[Unit], first_cells: Sequence[int]) -> None:
+    def _take_order(self, order: Sequence[Unit], first_cells: Sequence[int], recomputes: bool) -> None:
         self.first_cells = first_cells
+        self.shares_random = self.in_threads and (recomputes or self.blocks is not None)
         own = [(u.kind, first_cells[u.microbatch] + u.segment) for u in order if u.stage == self.index]
         self.forwards = [key for kind, key in own if kind == "F"]
         self.split = {key for kind, key in own if kind == "W"}  # units whose backward is I and W
@@ -79,10 +81,11 @@ class Stage:
         # After it all gradients of weights are there: B, or W.
         self.last_gradients = next(((kind, key) for kind, key in reversed(own) if kind in "BW"), ("", -1))
 
-    def with_order(self, order: Sequence[Unit], first_cells: Sequence[int]) -> Stage:
-        """The same stage under another order: order: this rank's units; first_cells: of the whole."""
+    def with_order(self, order: Sequence[Unit], first_cells: Sequence[int], recomputes: bool) -> Stage:
+        """The same stage under another order: order: this rank's units; first_cells: of the whole; recomputes: whether
+        any rank has an R."""
         stage = copy.copy(self)
-        stage._take_order(order, first_cells)
+        stage._take_order(order, first_cells, recomputes)
         return stage
 
     @property

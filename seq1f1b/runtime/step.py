@@ -15,7 +15,7 @@ from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.deferred import deferring
-from seq1f1b.runtime.rows import Rows
+from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import (
@@ -50,6 +50,7 @@ class StepArguments:
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None
+    plan: PlannedRows | None = None
 
 
 class Step:

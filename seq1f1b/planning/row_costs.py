@@ -1,0 +1,103 @@
+"""What the units of a step of rows cost: micro-batches of their own documents, lengths and segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+from seq1f1b.planning.cost import CostModel, RankBytes, Span, UnitSeconds, pairs_of
+from seq1f1b.schedule import Schedule, StepMemory
+
+__all__ = ["Row", "RowCosts"]
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """One micro-batch of a step.
+
+    Attributes:
+        documents: tokens of each of its documents, in their order.
+        sizes: tokens of each of its segments.
+    """
+
+    documents: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class RowCosts:
+    """Seconds and bytes of the units of a step of rows, as an order of them takes both.
+
+    Args:
+        cost: of the model; its own length and documents do not count.
+        rows: of the step.
+    Raises:
+        ValueError: the layout copies prefixes.
+    """
+
+    def __init__(self, cost: CostModel, rows: Sequence[Row]) -> None:
+        if cost.layout.copies_prefix:
+            raise ValueError("rows of a step share a cache: the layout copies prefixes")
+        self._cost, self._counts = cost, [len(row.sizes) for row in rows]
+        self._sizes = [size for row in rows for size in row.sizes]
+        self._longest_row = max(sum(row.sizes) for row in rows)
+        known: dict[Span, int] = {}
+        places = [known.setdefault(span, len(known)) for row in rows for span in spans_of(row)]
+        found = cost.seconds_of(list(known))
+        each: dict[int, list[list[float]]] = {}  # equal stages are one list: it is spread once
+        self.seconds: Any = UnitSeconds(*([self._spread(row, places, each) for row in table] for table in found))
+        """Of every pass, [stage][row][segment]."""
+
+    def _spread(self, values: list[float], places: list[int], each: dict[int, list[list[float]]]) -> list[list[float]]:
+        spread = each.get(id(values))
+        if spread is None:
+            spread = each[id(values)] = self._nest([values[place] for place in places])
+        return spread
+
+    def _nest(self, values: Sequence[T]) -> list[list[T]]:
+        """Values of all segments, one after the other, by row."""
+        ends = list(accumulate(self._counts))
+        return [list(values[end - count : end]) for count, end in zip(self._counts, ends, strict=True)]
+
+    @property
+    def memory(self) -> StepMemory:
+        """Bytes of what units hold, without the cache."""
+        flat: Any = self._cost.unit_memory(self._sizes)
+        activations, kept, gradients = (
+            [self._nest(row) for row in table]
+            for table in (flat.activations, flat.kept_activations, flat.output_gradients)
+        )
+        return StepMemory(activations, kept, gradients)
+
+    @property
+    def message_bytes(self) -> list[Any]:
+        """[row][segment]"""
+        return self._nest(self._cost.message_bytes(self._sizes))
+
+    def tier_seconds(self) -> list[list[list[float]]]:
+        """What a rank's tier takes for what a unit saves, out or back. Raises ValueError where there is no tier."""
+        return [self._nest(row) for row in self._cost.tier_seconds(self._sizes)]
+
+    def simulation_arguments(self, schedule: Schedule) -> dict[str, Any]:
+        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, and bytes of messages."""
+        latencies, rates = self._cost.links(schedule.rank_of_stage)
+        links = {"transfer": latencies, "bandwidth": rates, "message_bytes": self.message_bytes}
+        return {**self.seconds._asdict(), **links}
+
+    def rank_bytes(self, schedule: Schedule, *, prefetch: int = 1) -> list[RankBytes]:
+        """The peak of every rank. Slots of the cache are as long as the longest row."""
+        longest = max(self._sizes)
+        return self._cost.rank_bytes_of(
+            schedule, self.memory, self.message_bytes, longest, self._longest_row, prefetch=prefetch
+        )
+
+
+def spans_of(row: Row) -> list[Span]:
+    """The segments of a row."""
+    spans, begin = [], 0
+    for size in row.sizes:
+        end = begin + size
+        spans.append(Span(size, pairs_of(row.documents, begin, end), end))
+        begin = end
+    return spans
