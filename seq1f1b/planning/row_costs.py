@@ -46,7 +46,8 @@ class RowCosts:
         places = [known.setdefault(span, len(known)) for row in rows for span in spans_of(row)]
         found = cost.seconds_of(list(known))
         each: dict[int, list[list[float]]] = {}  # equal stages are one list: it is spread once
-        self.seconds: Any = UnitSeconds(*([self._spread(row, places, each) for row in table] for table in found))
+        nested: list[Any] = [[self._spread(row, places, each) for row in table] for table in found]
+        self.seconds: Any = UnitSeconds(*nested)
         """Of every pass, [stage][row][segment]."""
 
     def _spread(self, values: list[float], places: list[int], each: dict[int, list[list[float]]]) -> list[list[float]]:
@@ -64,11 +65,9 @@ class RowCosts:
     def memory(self) -> StepMemory:
         """Bytes of what units hold, without the cache."""
         flat: Any = self._cost.unit_memory(self._sizes)
-        activations, kept, gradients = (
-            [self._nest(row) for row in table]
-            for table in (flat.activations, flat.kept_activations, flat.output_gradients)
-        )
-        return StepMemory(activations, kept, gradients)
+        tables = (flat.activations, flat.kept_activations, flat.output_gradients)
+        nested: list[Any] = [[self._nest(row) for row in table] for table in tables]
+        return StepMemory(*nested)
 
     @property
     def message_bytes(self) -> list[Any]:

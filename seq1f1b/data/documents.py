@@ -1,0 +1,199 @@
+"""A sampler over documents of any length: every step is as many as a token budget allows, shared and planned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
+
+__all__ = ["DocumentBatches", "PlannedStep"]
+
+_FORMAT = "seq1f1b documents 1"
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step of one replica.
+
+    Attributes:
+        documents: numbers of this replica's documents; ``plan.join`` takes what they hold in this order.
+        plan: rows, segments and order: what ``engine.step(plan=)`` takes.
+        tokens: of the step's documents on all replicas: what ``engine.step(loss_weight=)`` takes where every token has
+            a target.
+        epoch: of the step's documents, from 0.
+        step: how many steps came before it, over all epochs.
+    """
+
+    documents: tuple[int, ...]
+    plan: StepPlan
+    tokens: int
+    epoch: int
+    step: int
+
+
+class DocumentBatches(Sampler[PlannedStep]):
+    """Planned steps over documents of any length. Iterating gives the steps that are left of an epoch.
+
+    The documents of an epoch are in a random order that depends on seed and epoch alone. A step takes the next ones, as
+    many as its tokens allow, and shares them among the replicas of data parallelism by their work. So the documents of
+    every step are the same whatever the number of ranks and replicas. The next step is planned on a thread while
+    this one trains. Give it to a ``DataLoader(sampler=..., batch_size=None)`` or iterate it; every rank makes its own.
+
+    Args:
+        lengths: tokens of each document of the data.
+        cost: of the model on a machine, for the pipeline of one replica, see :func:`plan_step`.
+        tokens_per_step: of all replicas together; a step of fewer comes where the next document is too long for the
+            rest, and at an epoch's end.
+        seed: of the order of documents. None: they come as they are.
+        replica, num_replicas: of data parallelism.
+        drop_last: leaves out the last step of every epoch, which may be a small one.
+        options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
+    Raises:
+        ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
+            the least ``tokens_per_step``; there are no documents; a number is out of range. While iterating: what
+            :func:`plan_step` refuses, and a last step of fewer documents than replicas.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        cost: CostModel,
+        *,
+        tokens_per_step: int,
+        seed: int | None = 0,
+        replica: int = 0,
+        num_replicas: int = 1,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        self._lengths, self._cost, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
+        self._replica, self._num_replicas, self._options = replica, num_replicas, options
+        self._drop_last = drop_last
+        if not 0 <= replica < num_replicas:
+            raise ValueError(f"replica is {replica}, must be in 0..{num_replicas - 1}, below num_replicas")
+        if not self._lengths:
+            raise ValueError("there are no documents to sample")
+        for index, length in enumerate(self._lengths):
+            if not isinstance(length, int) or length < 1:
+                raise ValueError(f"document {index} has {length!r} tokens, must have at least 1, a whole number")
+        longest = max(range(len(self._lengths)), key=self._lengths.__getitem__)
+        least = self._lengths[longest] * num_replicas  # so a step has a document for each replica
+        if least > tokens_per_step:
+            each = f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
+            raise ValueError(
+                f"document {longest} has {self._lengths[longest]} tokens; a step of {tokens_per_step} has no room for "
+                f"such a one{each}: cut it or drop it, or give tokens_per_step of at least {least}"
+            )
+        self._digest = hashlib.sha256(repr(self._lengths).encode()).hexdigest()[:16]
+        self.epoch = 0
+        """Of the next step."""
+        self.steps = 0
+        """That were handed out, over all epochs."""
+        self._begin = 0  # documents of this epoch that were handed out
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        """The steps that are left of this epoch; afterwards, those of the next."""
+        epoch, order = self.epoch, self._order(self.epoch)
+        spans = list(pairwise([self._begin, *self._ends(order, self._begin)]))
+        planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
+        try:
+            ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
+            for number, (begin, end) in enumerate(spans):
+                documents, plan = (ahead or planner.submit(self._plan, order[begin:end])).result()
+                if number + 1 < len(spans):
+                    ahead = planner.submit(self._plan, order[slice(*spans[number + 1])])
+                    self._begin = end
+                else:
+                    self.epoch, self._begin = epoch + 1, 0
+                self.steps += 1  # a state that is taken from now on is of the next step
+                tokens = sum(self._lengths[i] for i in order[begin:end])
+                yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
+        finally:
+            planner.shutdown(wait=False, cancel_futures=True)
+
+    def __len__(self) -> int:
+        """Steps that are left of this epoch."""
+        return len(self._ends(self._order(self.epoch), self._begin))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler is, after the steps that were handed out: plain numbers and texts.
+
+        It does not depend on ranks or replicas. A DataLoader with workers takes steps ahead of training: take the state
+        without one, or from a step's own numbers.
+        """
+        return {
+            "format": _FORMAT,
+            "documents": len(self._lengths),
+            "lengths": self._digest,
+            "seed": self._seed,
+            "tokens_per_step": self._tokens,
+            "drop_last": self._drop_last,
+            "epoch": self.epoch,
+            "begin": self._begin,
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the state was taken, on any number of ranks and replicas.
+
+        Raises:
+            ValueError: it is of other documents, another seed or other tokens of a step, or no such state.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own) or state["format"] != _FORMAT:
+            raise ValueError(f"this is no state of DocumentBatches of the format {_FORMAT!r}")
+        for name, what in (
+            ("documents", "the data has {} documents, the state is of {}: they changed"),
+            ("lengths", "the documents changed: their lengths have the digest {}, those of the state {}"),
+            ("seed", "seed is {}, the state has {}: give the same"),
+            ("tokens_per_step", "tokens_per_step is {}, the state has {}: give the same"),
+            ("drop_last", "drop_last is {}, the state has {}: give the same"),
+        ):
+            if own[name] != state[name]:
+                raise ValueError(what.format(own[name], state[name]))
+        for name in ("epoch", "begin", "steps"):
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise ValueError(f"{name} of the state is {state[name]!r}, must be a whole number from 0 on")
+        if state["begin"] not in (0, *self._ends(self._order(state["epoch"]), 0)[:-1]):
+            raise ValueError(f"begin of the state is {state['begin']}, no step begins there")
+        self.epoch, self._begin, self.steps = state["epoch"], state["begin"], state["steps"]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The documents of an epoch."""
+        if self._seed is None:
+            return list(range(len(self._lengths)))
+        mixed = int(hashlib.sha256(f"{self._seed} {epoch}".encode()).hexdigest()[:15], 16)
+        return list(torch.randperm(len(self._lengths), generator=torch.Generator().manual_seed(mixed)).tolist())
+
+    def _ends(self, order: Sequence[int], begin: int) -> list[int]:
+        """Where the steps of an epoch end, from one that begins there on."""
+        ends, tokens = [], 0
+        for place in range(begin, len(order)):
+            length = self._lengths[order[place]]
+            if tokens + length > self._tokens:
+                ends.append(place)
+                tokens = 0
+            tokens += length
+        return ends if self._drop_last else [*ends, len(order)]
+
+    def _plan(self, documents: Sequence[int]) -> tuple[tuple[int, ...], StepPlan]:
+        """This replica's documents of a step, and their plan."""
+        lengths = [self._lengths[i] for i in documents]
+        if self._num_replicas > 1:
+            if len(documents) < self._num_replicas:
+                raise ValueError(
+                    f"the last step of the epoch has {len(documents)} documents, fewer than {self._num_replicas} "
+                    "replicas: give drop_last=True"
+                )
+            share = share_documents(lengths, self._num_replicas, self._cost)[self._replica]
+            documents, lengths = [documents[i] for i in share], [lengths[i] for i in share]
+        return tuple(documents), plan_step(lengths, self._cost, **self._options)

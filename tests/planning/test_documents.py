@@ -1,0 +1,201 @@
+"""Do steps of documents come in one order whatever the ranks and replicas, and go on where a state was taken?"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from seq1f1b import ModelShape
+from seq1f1b.data import DocumentBatches, PlannedStep
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import load_hardware
+
+MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
+RANDOM = random.Random(0)
+LENGTHS = [max(1, min(2000, int(RANDOM.lognormvariate(5.0, 1.3)))) for _ in range(300)]
+
+
+def batches(num_ranks: int = 2, lengths: Any = LENGTHS, **options: Any) -> DocumentBatches:
+    cost = CostModel(MODEL, load_hardware("cpu-zen5"), num_ranks=num_ranks, seq_len=64)
+    return DocumentBatches(lengths, cost, **({"tokens_per_step": 8000, "seed": 3} | options))
+
+
+def several(steps: DocumentBatches, count: int) -> list[PlannedStep]:
+    """The next steps, over epochs."""
+    found: list[PlannedStep] = []
+    while len(found) < count:
+        found += islice(steps, count - len(found))
+    return found
+
+
+def test_every_document_comes_once_in_an_epoch() -> None:
+    steps = batches()
+    for epoch in range(3):
+        length = len(steps)
+        found = list(steps)
+        assert len(found) == length and {step.epoch for step in found} == {epoch}
+        assert sorted(index for step in found for index in step.documents) == list(range(len(LENGTHS)))
+        for step in found:
+            assert step.plan.lengths == tuple(LENGTHS[i] for i in step.documents)
+            assert step.tokens == sum(step.plan.lengths) <= 8000
+        for step, following in pairwise(found):  # none could have taken one more
+            assert step.tokens + LENGTHS[following.documents[0]] > 8000
+    assert [step.step for step in several(steps, 3)] == [3 * length, 3 * length + 1, 3 * length + 2]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    orders = [[step.documents for step in batches(**options)] for options in ({}, {}, {"num_ranks": 4}, {"seed": 4})]
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+    steps = batches()
+    assert [step.documents for step in steps] != [step.documents for step in steps]  # two epochs
+    unmixed = [index for step in batches(seed=None) for index in step.documents]
+    assert unmixed == list(range(len(LENGTHS)))
+
+
+def test_replicas_share_the_documents_of_a_step() -> None:
+    alone = list(batches())
+    for replicas in (2, 4):
+        shares = [list(batches(replica=replica, num_replicas=replicas)) for replica in range(replicas)]
+        for whole, parts in zip(alone, zip(*shares, strict=True), strict=True):
+            assert sorted(index for part in parts for index in part.documents) == sorted(whole.documents)
+            assert {part.tokens for part in parts} == {whole.tokens}
+            work = [sum(MODEL.flops(0, LENGTHS[i]) for i in part.documents) for part in parts]
+            longest = max(MODEL.flops(0, LENGTHS[i]) for i in whole.documents)
+            assert max(work) <= 4 / 3 * max(longest, sum(work) / replicas)  # Graham's bound for the longest first
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 6, 7, 13, 20])
+def test_a_state_goes_on_on_other_ranks_and_replicas(at: int) -> None:
+    steps = batches()
+    truth = [sorted(step.documents) for step in several(batches(), at + 9)]
+    several(steps, at)
+    state = json.loads(json.dumps(steps.state_dict()))
+    for ranks, replicas in ((1, 1), (2, 1), (4, 2)):
+        found: list[list[int]] = [[] for _ in range(9)]
+        for replica in range(replicas):
+            resumed = batches(num_ranks=ranks, replica=replica, num_replicas=replicas)
+            resumed.load_state_dict(state)
+            for place, step in enumerate(several(resumed, 9)):
+                assert step.step == at + place
+                found[place] = sorted([*found[place], *step.documents])
+        assert found == truth[at:]
+
+
+def test_a_state_does_not_run_ahead_of_what_was_handed_out() -> None:
+    """The next step is planned already while this one trains; a state is that of the next, all the same."""
+    steps = iter(made := batches())
+    first = next(steps)
+    time.sleep(0.1)
+    state = made.state_dict()
+    assert state["steps"] == 1 and state["begin"] == len(first.documents)
+    steps.close()  # type: ignore[attr-defined]
+
+
+def test_a_data_loader_takes_it_as_a_sampler() -> None:
+    class Documents(torch.utils.data.Dataset[Any]):
+        def __getitem__(self, step: PlannedStep) -> Any:  # type: ignore[override]
+            return step.plan.join([torch.full((LENGTHS[i],), i) for i in step.documents]), step
+
+    loader = torch.utils.data.DataLoader(Documents(), sampler=batches(), batch_size=None, collate_fn=lambda x: x)
+    seen = []
+    for rows, step in loader:
+        seen += sorted(set(torch.cat([row.flatten() for row in rows]).tolist()))
+        assert sum(row.numel() for row in rows) == step.tokens
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "message"),
+    [
+        ([], {}, "there are no documents to sample"),
+        ([5, 0], {}, "document 1 has 0 tokens, must have at least 1"),
+        ([5, -1], {}, "document 1 has -1 tokens"),
+        ([5, 2.5], {}, "document 1 has 2.5 tokens"),
+        ([5, 9000], {}, "document 1 has 9000 tokens; a step of 8000 has no room .* at least 9000"),
+        ([5, 6000], {"num_replicas": 2}, "for each of 2 replicas: .* at least 12000"),
+        ([5], {"replica": 2, "num_replicas": 2}, r"replica is 2, must be in 0\.\.1"),
+    ],
+)
+def test_bad_documents(lengths: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batches(lengths=lengths, **change)
+
+
+def test_a_last_step_too_small_for_the_replicas() -> None:
+    lengths = [4000, 4000, 4000]
+    with pytest.raises(
+        ValueError, match="the last step of the epoch has 1 documents, fewer than 2 replicas: give drop_"
+    ):
+        list(batches(lengths=lengths, num_replicas=2))
+    assert [step.tokens for step in batches(lengths=lengths, num_replicas=2, drop_last=True)] == [8000]
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    steps = batches()
+    several(steps, 2)
+    state = steps.state_dict()
+    for change, options, message in (
+        ({}, {"lengths": LENGTHS[:-1]}, "the data has 299 documents, the state is of 300: they changed"),
+        ({}, {"lengths": [*LENGTHS[:-1], 7]}, "the documents changed: their lengths have the digest"),
+        ({}, {"seed": 5}, "seed is 5, the state has 3"),
+        ({}, {"tokens_per_step": 9000}, "tokens_per_step is 9000, the state has 8000"),
+        ({}, {"drop_last": True}, "drop_last is True, the state has False"),
+        ({"begin": 1}, {}, "begin of the state is 1, no step begins there"),
+        ({"begin": 300}, {}, "begin of the state is 300, no step begins there"),
+        ({"epoch": -1}, {}, "epoch of the state is -1, must be a whole number from 0 on"),
+        ({"steps": "2"}, {}, "steps of the state is '2', must be a whole number"),
+        ({"format": "other"}, {}, "this is no state of DocumentBatches"),
+        ({"more": 1}, {}, "this is no state of DocumentBatches"),
+    ):
+        fresh = batches(**options)
+        before = fresh.state_dict()
+        with pytest.raises(ValueError, match=message):
+            fresh.load_state_dict(state | change)
+        assert fresh.state_dict() == before
+
+
+def test_what_planning_refuses_comes_out_of_the_iterator() -> None:
+    with pytest.raises(ValueError, match="the smallest budget that does is"):
+        next(iter(batches(memory=1)))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("seq1f1b-plan") and thread.daemon]
+
+
+def test_an_interrupt_while_a_plan_is_made_is_clean() -> None:
+    """Ctrl-C while the first step is planned: KeyboardInterrupt at once, no thread is left behind, the process ends."""
+    program = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(__import__("os").path.dirname(__file__))!r})
+import seq1f1b.data.documents as documents
+import test_documents
+slow = documents.plan_step
+def plan_step(*args, **options):
+    print("planning", flush=True)
+    time.sleep(1.0)
+    return slow(*args, **options)
+documents.plan_step = plan_step
+steps = test_documents.batches()
+try:
+    for step in steps:
+        print("step", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", steps.state_dict()["steps"], flush=True)
+"""
+    for steps_before in (0, 1):
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(1 + 2 * steps_before):
+            process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
+        assert f"interrupted {steps_before}" in rest and process.returncode == 0
