@@ -53,7 +53,7 @@ class Config:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions: turns each pair (x1, x2) of x (B, heads, S, D) by its angle (S, D/2). [arXiv:2104.09864]"""
+    """Rotary positions: turns each pair (x1, x2) of x (..., S, D) by its angle (..., S, D/2). [arXiv:2104.09864]"""
     cos, sin = angles.cos(), angles.sin()
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
@@ -74,11 +74,11 @@ class Attention(nn.Module):
         self.layer = seq1f1b.layer_handle(index)
         self.attend = attend
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, documents: dict[str, Tensor]) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, all heads, S, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotate(q, angles), rotate(k, angles)
-        out = self.attend(q, k, v, layer=self.layer)
+        out = self.attend(q, k, v, layer=self.layer, **documents)
         mixed: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -105,8 +105,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-6)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
+    def forward(self, x: Tensor, angles: Tensor, documents: dict[str, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles, documents)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -123,13 +123,15 @@ class Stage(nn.Module):
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6) if head else None
         self.head = nn.Linear(config.hidden, config.vocab, bias=False) if head else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        # A segment starts where the one before it ended, and its positions with it.
-        angles = torch.outer(seq1f1b.positions(x).float(), self.frequencies)
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        # A segment starts where the one before it ended, and its positions with it; those of a document start at 0.
+        documents = {} if doc_ids is None else {"doc_ids": doc_ids}
+        positions = seq1f1b.positions(x, **documents)
+        angles = (positions.float().unsqueeze(-1) * self.frequencies).unflatten(-2, (1, -1))  # ([B,] 1, S, D/2)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks.values():
-            x = block(x, angles)
+            x = block(x, angles, documents)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

@@ -63,9 +63,12 @@ def print_step(step: int, report: PipelineReport, predicted: Simulation | None) 
 
 def draw_step(folder: Path, step: int, report: PipelineReport) -> None:
     """One step as a picture and as a trace: what the order allows above what was measured."""
-    sizes = ", ".join(str(size) for size in report.ranks[0].segment_sizes)
+    sizes = report.ranks[0].segment_sizes
+    title = f"step {step}, segments of {', '.join(map(str, sizes))} tokens"
+    if not all(isinstance(size, int) for size in sizes):
+        title = f"step {step}, {len(sizes)} rows in {sum(map(len, sizes))} segments"
     tracks = {"simulated with the measured units": report.simulated.timeline, "measured": report.timeline}
-    timeline_png(folder / "timeline.png", tracks, title=f"step {step}, segments of {sizes} tokens")
+    timeline_png(folder / "timeline.png", tracks, title=title)
     trace_json(folder / "trace.json", tracks)
 
 

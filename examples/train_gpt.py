@@ -7,6 +7,7 @@ takes a minute or three and downloads nothing: the text is the source code of th
 https://ui.perfetto.dev), tokenizer.json and checkpoints; runs/data holds the text as tokens. examples/generate.py
 writes text with what was learned.
 
+    --documents     trains on documents of their own lengths: short ones share a row, long ones are cut into segments
     --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
     --profile       predicts the time of a step from a file of seq1f1b profile, and prints it beside the measured one
@@ -30,6 +31,7 @@ from typing import Any, Protocol
 import checkpoint
 import compare
 import data
+import documents
 import ranks
 import summary
 import torch
@@ -44,6 +46,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.step_plan import StepPlan
 from seq1f1b.runtime.report import PipelineReport
 
 REPORTED = 10  # last steps, of which the one of median time is shown
@@ -80,6 +83,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=120, help="(%(default)s)")
     training.add_argument("--batch", type=int, default=4, help="sequences per step (%(default)s)")
+    training.add_argument(
+        "--documents",
+        action="store_true",
+        help="train on documents of their own lengths, up to --seq-len, as many tokens per step as --batch sequences",
+    )
     training.add_argument("--seq-len", type=int, default=1024, help="(%(default)s)")
     training.add_argument(
         "--lr", type=float, default=1e-2, help="after warm-up; a tenth of it at the end (%(default)s)"
@@ -120,12 +128,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in counts:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
+    if args.documents and args.compare:
+        parser.error("--compare trains on sequences of one length: leave out --documents")
     if args.batch % (args.microbatches * args.data_parallel):
         times = f" times --data-parallel {args.data_parallel}" if args.data_parallel > 1 else ""
         parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
     if args.compare and args.data_parallel > 1:
         parser.error("--compare takes one replica: leave out --data-parallel")
-    if args.profile is not None and args.batch != args.microbatches * args.data_parallel:
+    if args.profile is not None and not args.documents and args.batch != args.microbatches * args.data_parallel:
         parser.error("--profile is of micro-batches of one sequence: --batch must be --microbatches times replicas")
     return args
 
@@ -140,7 +150,7 @@ def remembered(args: argparse.Namespace) -> dict[str, Any]:
 class Pipeline(Protocol):
     """What training needs of a pipeline, ours or torch's."""
 
-    def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]: ...
+    def step(self, inputs: Any, *, target: Any, **options: Any) -> list[Tensor]: ...
     def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
     def modules(self) -> list[nn.Module]: ...
     def all_gather_object(self, value: Any) -> list[Any]: ...
@@ -192,17 +202,18 @@ class Trainer:
         warm_up = min(1.0, (step + 1) / max(1, self.args.warmup))
         return float(self.args.lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.args.steps)))
 
-    def step(self, step: int, inputs: Tensor, target: Tensor) -> dict[str, Any]:
-        """One step of training on the whole batch; its row of the log, the same on every rank."""
+    def step(self, step: int, batch: documents.Batch) -> dict[str, Any]:
+        """One step of training; its row of the log, the same on every rank."""
         start = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         with autocast(self.args):
-            losses = self.pipeline.step(self.place.share(inputs), target=self.place.share(target))
+            losses = self.pipeline.step(batch.inputs, target=batch.target, **batch.options)
         norm = self.pipeline.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = ranks.total(mean(losses)) / self.place.num_replicas  # known where the last stages are
+        own = sum(weight * loss.item() for weight, loss in zip(batch.weights, losses, strict=False))
+        loss = ranks.total(own)  # known where the last stages are
         seconds = time.perf_counter() - start
         return {
             "step": step + 1,
@@ -210,7 +221,7 @@ class Trainer:
             "learning_rate": self.learning_rate(step),
             "gradient_norm": float(norm),
             "seconds": seconds,
-            "tokens_per_second": inputs.numel() / seconds,
+            "tokens_per_second": batch.tokens / seconds,
         }
 
 
@@ -242,10 +253,17 @@ def train(args: argparse.Namespace) -> bool:
         num_segments=args.segments,
         segment_sizes=None if args.even else "balanced",
         model_shape=config.shape,
+        arg_rules={"doc_ids": "slice"},
         recompute="all" if args.recompute else "none",
         offload=args.offload,
         loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
         group=place.group,
+    )
+    cost = cost_of(args, config, engine)
+    source = (
+        documents.Windows(tokens, place, batch=args.batch, microbatches=args.microbatches, seed=args.seed)
+        if not args.documents
+        else open_documents(args, tokens, place, cost)
     )
     trainers = [Trainer(engine, dict(engine.named_parameters()), place, args, "log.jsonl", start)]
     if args.compare:
@@ -255,7 +273,7 @@ def train(args: argparse.Namespace) -> bool:
     run = {"arguments": remembered(args), "model": asdict(config)}
 
     with closing(engine):
-        reports = run_steps(args, engine, trainers, tokens, start, run)
+        reports = run_steps(args, engine, trainers, tokens, source, start, run)
     if rank != 0:
         return True
     logs = [trainer.log.rows for trainer in trainers]
@@ -264,11 +282,13 @@ def train(args: argparse.Namespace) -> bool:
     if not reports:
         print(f"stopped after step {logs[0][-1]['step']} and saved a checkpoint in {args.out}; go on with --resume")
         return True
-    step, report = sorted(reports, key=lambda each: each[1].makespan)[len(reports) // 2]
+    step, report, plan = sorted(reports, key=lambda each: each[1].makespan)[len(reports) // 2]
     summary.draw_step(args.out, step, report)
     summary.print_run(logs[0], tokens.header)
     print(f"\nof the last {len(reports)} steps the one of median time:")
-    summary.print_step(step, report, predict(args, config, engine, report))
+    summary.print_step(step, report, predict(args, cost, engine, report, plan))
+    if plan is not None:
+        documents.print_waste(plan, cost, args.segments)
     summary.print_files(args.out)
     return not args.compare or compare.print_comparison(*logs, dtype=args.dtype)
 
@@ -278,30 +298,30 @@ def run_steps(
     engine: seq1f1b.PipelineEngine,
     trainers: list[Trainer],
     tokens: data.Tokens,
+    source: documents.Windows | documents.Documents,
     start: int,
     run: dict[str, Any],
-) -> list[tuple[int, PipelineReport]]:
+) -> list[tuple[int, PipelineReport, StepPlan | None]]:
     """The loop: step, log, evaluate, save. The last steps with their reports; none if a signal ended the run before."""
     stop = ranks.StopRequest()
-    reports: list[tuple[int, PipelineReport]] = []
+    reports: list[tuple[int, PipelineReport, StepPlan | None]] = []
     bar = tqdm(
         total=args.steps, initial=start, disable=ranks.rank() != 0, mininterval=0.5,
         bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
     )  # fmt: skip
-    for step in range(start, args.steps):
-        inputs, target = tokens.batch(step, batch_size=args.batch, seed=args.seed)
+    for step, batch in zip(range(start, args.steps), source.batches(start), strict=False):
         weigh = args.compare and step % 10 == 5  # memory is measured in steps of its own: it slows them
         rows = {}
         for trainer in trainers if step % 2 else reversed(trainers):
             with compare.peak_growth(weigh) as growth:
-                rows[trainer] = trainer.step(step, inputs, target)
+                rows[trainer] = trainer.step(step, batch)
             if weigh:
                 rows[trainer]["peak_growth_mib"] = ranks.gather(growth.mebibytes)
         row = rows[trainers[0]]
         row |= pipeline_times(engine)
         done = row["step"] == args.steps
         if row["step"] > args.steps - REPORTED:  # now: an evaluation is a step as well
-            reports.append((row["step"], engine.report(gather=True)))
+            reports.append((row["step"], engine.report(gather=True), batch.options.get("plan")))
         if done or row["step"] % args.eval_every == 0:
             row["held_out"] = held_out_loss(engine, tokens, trainers[0].place, args)
         for trainer in trainers:
@@ -313,7 +333,9 @@ def run_steps(
         bar.update()
         stopped = stop.agreed()
         if stopped or done or row["step"] % args.save_every == 0:
-            checkpoint.save(args.out / "checkpoints", trainers[0].state, step=row["step"], run=run)
+            checkpoint.save(
+                args.out / "checkpoints", trainers[0].state, step=row["step"], run=run | {"documents": source.state()}
+            )
         if stopped:
             break
     bar.close()
@@ -342,22 +364,56 @@ def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
     }
 
 
+def cost_of(args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEngine) -> CostModel:
+    """What a unit costs: as --profile measured it, or as a machine of this kind would take."""
+    order, machine = engine.schedule, load_hardware("cpu-zen5")
+    if args.profile is not None:
+        machine = ProfiledHardware.of(Profile.load(args.profile), machine)  # links of a CPU's processes
+    return CostModel(
+        config.shape,
+        machine,
+        num_ranks=order.num_ranks,
+        stages_per_rank=order.num_stages // order.num_ranks,
+        seq_len=args.seq_len,
+        layout=Layout(layers=tuple(len(blocks_of(config, s, order.num_stages)) for s in range(order.num_stages))),
+    )
+
+
+def open_documents(
+    args: argparse.Namespace, tokens: data.Tokens, place: ranks.Place, cost: CostModel
+) -> documents.Documents:
+    """The documents of the text, from where the checkpoint was taken on."""
+    try:
+        source = documents.Documents(
+            tokens,
+            place,
+            cost,
+            schedule=args.schedule,
+            batch=args.batch,
+            seed=args.seed,
+            unit_tokens=None if args.profile else max(1, args.seq_len // args.segments),
+        )
+        state = checkpoint.read_manifest(args.checkpoint)["run"].get("documents") if args.checkpoint else None
+        if state is not None:
+            source.steps.load_state_dict(state)
+    except ValueError as error:
+        raise data.DataError(f"--documents: {error}") from None
+    return source
+
+
 def predict(
-    args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEngine, report: PipelineReport
+    args: argparse.Namespace,
+    cost: CostModel,
+    engine: seq1f1b.PipelineEngine,
+    report: PipelineReport,
+    plan: StepPlan | None,
 ) -> Simulation | None:
     """The step as --profile foretells it: nothing in it was measured in this run. None without a profile."""
     if args.profile is None:
         return None
-    order = engine.schedule
-    cost = CostModel(
-        config.shape,
-        ProfiledHardware.of(Profile.load(args.profile), load_hardware("cpu-zen5")),  # links of a CPU's processes
-        num_ranks=order.num_ranks,
-        seq_len=args.seq_len,
-        layout=Layout(layers=tuple(len(blocks_of(config, s, order.num_stages)) for s in range(order.num_stages))),
-    )
-    sizes = report.ranks[0].segment_sizes
-    return order.simulate(**cost.simulation_arguments(order, sizes))
+    if plan is not None:
+        return plan.simulation
+    return engine.schedule.simulate(**cost.simulation_arguments(engine.schedule, report.ranks[0].segment_sizes))
 
 
 def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:

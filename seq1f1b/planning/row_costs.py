@@ -62,6 +62,13 @@ class RowCosts:
         return [list(values[end - count : end]) for count, end in zip(self._counts, ends, strict=True)]
 
     @property
+    def imbalance(self) -> float:
+        """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
+        tables = (*self.seconds.forward, *self.seconds.backward)
+        units = list(map(sum, zip(*([unit for row in stage for unit in row] for stage in tables), strict=True)))
+        return float(max(units) * len(units) / sum(units) - 1.0)
+
+    @property
     def memory(self) -> StepMemory:
         """Bytes of what units hold, without the cache."""
         flat: Any = self._cost.unit_memory(self._sizes)

@@ -76,10 +76,7 @@ class StepPlan:
     @property
     def imbalance(self) -> float:
         """By how much F and B of the longest unit take longer than the mean of all units', over all stages."""
-        seconds = self.costs.seconds
-        stages = [[unit for row in stage for unit in row] for stage in (*seconds.forward, *seconds.backward)]
-        units = list(map(sum, zip(*stages, strict=True)))
-        return float(max(units) * len(units) / sum(units) - 1.0)
+        return self.costs.imbalance
 
     @property
     def doc_ids(self) -> list[Tensor]:
@@ -110,6 +107,7 @@ def plan_step(
     cost: CostModel,
     *,
     schedule: str | Sequence[str] = "seq1f1b",
+    unit_tokens: int | None = None,
     segment_tokens: int | None = None,
     memory: float | None = None,
     remedies: Sequence[str] = ("recompute",),
@@ -125,6 +123,8 @@ def plan_step(
         lengths: tokens of each document.
         cost: of the model on a machine, for this pipeline; its own ``seq_len`` and documents do not count.
         schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`.
+        unit_tokens: units take as long as a document of so many tokens, or less where memory is short; None: what is
+            fastest by ``cost``, which takes a profile of the model on the machine to be true.
         segment_tokens: tokens of a segment at most; None: any number.
         memory: bytes that a rank may hold in all; None: any number. Units are recomputed, or moved, until the step
             fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
@@ -135,14 +135,14 @@ def plan_step(
             smallest budget.
         ScheduleError: no family can be built for these rows.
     """
-    _check(lengths, segment_tokens, memory)
+    _check(lengths, unit_tokens, segment_tokens, memory)
     rates = _rates(cost)
     work = [rates.of(length) for length in lengths]
     families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
     search = _Search(lengths, work, cost, families, math.inf if memory is None else memory, tuple(remedies), prefetch)
-    best = rates.best_unit(sum(work), cost.num_ranks)
+    best = rates.best_unit(sum(work), cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
     made, tried = 0.0, set()
-    for scales in (_SCALES, _SMALLER):
+    for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
             most = max(1, sum(work) / (scale * best)) * 2 * cost.num_stages * len(families)  # units, about
             if search.found is not None and made + most > _MOST_UNITS:
@@ -174,7 +174,7 @@ def share_documents(lengths: Sequence[int], num_replicas: int, cost: CostModel) 
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
-    _check(lengths, None, None)
+    _check(lengths)
     if len(lengths) < num_replicas:
         raise ValueError(f"{len(lengths)} documents are too few for {num_replicas} replicas: each needs one at least")
     rates = _rates(cost)
@@ -188,9 +188,15 @@ def share_documents(lengths: Sequence[int], num_replicas: int, cost: CostModel) 
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-def _check(lengths: Sequence[int], segment_tokens: int | None, memory: float | None) -> None:
-    if segment_tokens is not None and segment_tokens < 1:
-        raise ValueError(f"segment_tokens is {segment_tokens}, must be at least 1")
+def _check(
+    lengths: Sequence[int],
+    unit_tokens: int | None = None,
+    segment_tokens: int | None = None,
+    memory: float | None = None,
+) -> None:
+    for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
     if memory is not None and not memory >= 1:
         raise ValueError(f"memory is {memory}, must be at least 1 byte")
     if not lengths:

@@ -270,6 +270,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
         ([5, 0, 3], {}, ValueError, "document 1 has 0 tokens, must have 1 to"),
         ([5, -4], {}, ValueError, "document 1 has -4 tokens"),
         ([5, "6"], {}, TypeError, "document 1 has '6' tokens, must be a whole number"),
+        ([5], {"unit_tokens": 0}, ValueError, "unit_tokens is 0, must be at least 1"),
         ([5], {"segment_tokens": 0}, ValueError, "segment_tokens is 0, must be at least 1"),
         ([5], {"memory": 0}, ValueError, "memory is 0, must be at least 1 byte"),
         (
