@@ -24,6 +24,7 @@ from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
 from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
+from seq1f1b.schedule import families as known_families
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
@@ -293,6 +294,7 @@ class _Search:
     ) -> None:
         self._lengths, self._work, self._cost, self._families = tuple(lengths), work, cost, families
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
+        self._options_of = {family.name: family.options for family in known_families()}
         self._least: float | None = None  # bytes that some order needs
         self._refused: ScheduleError | None = None
         self.found: StepPlan | None = None
@@ -328,6 +330,9 @@ class _Search:
             num_microbatches=len(rows),
             num_segments=[len(sizes) for _, sizes in rows],
             stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
+            options={"costs": list(costs.seconds[:3])}
+            if "costs" in self._options_of.get(family, ())
+            else None,  # F, I, W
         )
 
     def _fit(self, order: Schedule, costs: RowCosts) -> tuple[Schedule, list[RankBytes]]:

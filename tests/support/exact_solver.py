@@ -7,7 +7,7 @@ takes the same options and is measured against this.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +43,26 @@ class Optimum:
 class _Problem:
     num_ranks: int
     num_microbatches: int
-    num_segments: int
+    segments_of: tuple[int, ...]  # of every micro-batch
+    is_rows: bool  # costs are [stage][micro-batch][segment], else [stage][segment]; flat
     rank_of_stage: tuple[int, ...]
-    costs: dict[str, list[int]]  # of F, I and W: [stage * num_segments + segment]
+    costs: dict[str, list[int]]  # of F, I and W
     transfer: int
-    unit_bytes: list[int]  # [stage * num_segments + segment]
+    unit_bytes: list[int]
     cap_bytes: list[int] | None  # [rank]
 
+    @property
+    def num_columns(self) -> int:
+        """Costs of one stage."""
+        return sum(self.segments_of) if self.is_rows else self.segments_of[0]
+
     def units(self) -> list[Unit]:
-        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
-        return [Unit(kind, *place) for kind in "FIW" for place in itertools.product(*map(range, counts))]
+        places = itertools.product("FIW", range(len(self.rank_of_stage)), range(self.num_microbatches))
+        return [Unit(kind, stage, m, s) for kind, stage, m in places for s in range(self.segments_of[m])]
 
     def cell(self, unit: Unit) -> int:
-        return unit.stage * self.num_segments + unit.segment
+        first = sum(self.segments_of[: unit.microbatch]) if self.is_rows else 0
+        return unit.stage * self.num_columns + first + unit.segment
 
     def cost(self, unit: Unit) -> int:
         return self.costs[unit.kind][self.cell(unit)]
@@ -66,14 +73,14 @@ class _Problem:
 
     def waits_for(self, unit: Unit) -> list[Unit]:
         """The units that must end before it starts, as the core has them; I stands for B."""
-        counts = (len(self.rank_of_stage), self.num_microbatches, self.num_segments)
+        counts = (len(self.rank_of_stage), self.num_microbatches, self.segments_of[unit.microbatch])
         number = (_C.PASSES.index(unit.kind), *unit[1:])
         return [unit_of(source) for source in _C.unit_inputs(*counts, _PASSES, number)]
 
     def least_life(self, forward: Unit) -> int:
         """Time from the start of an F to the end of its W, if no rank ever were busy: the longest path between them."""
         after = {forward: self.cost(forward)}
-        stages, segments = range(len(self.rank_of_stage)), range(self.num_segments)
+        stages, segments = range(len(self.rank_of_stage)), range(self.segments_of[forward.microbatch])
         forwards = [forward._replace(stage=i, segment=s) for i in stages for s in segments]
         inputs = [unit._replace(kind="I") for unit in reversed(forwards)]
         for unit in forwards + inputs:
@@ -87,7 +94,7 @@ def shortest_schedule(
     *,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int = 1,
+    num_segments: int | Sequence[int] = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
     start: Schedule | None = None,
@@ -97,7 +104,8 @@ def shortest_schedule(
     """Looks for the order of least makespan, and for the proof that it is.
 
     Times are those of :meth:`seq1f1b.Schedule.simulate` with a place for every message. Micro-batches are alike, so
-    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at.
+    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at. Those of an
+    order of rows, ``num_segments`` a sequence, differ: every order is looked at.
 
     Args:
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
@@ -124,7 +132,7 @@ def shortest_schedule(
         model.add(begin[unit] + problem.cost(unit) <= makespan)
         for source in problem.waits_for(unit):
             model.add(begin[source] + problem.cost(source) + problem.lag(source, unit) <= begin[unit])
-        if unit.microbatch > 0:
+        if unit.microbatch > 0 and not problem.is_rows:
             before = unit._replace(microbatch=unit.microbatch - 1)
             model.add(begin[before] + problem.cost(before) <= begin[unit])
     for rank in range(num_ranks):
@@ -178,9 +186,16 @@ def _cap_memory(
 
 
 def _read(
-    num_ranks: int, num_microbatches: int, num_segments: int, stages_per_rank: int, options: dict[str, Any]
+    num_ranks: int,
+    num_microbatches: int,
+    num_segments: int | Sequence[int],
+    stages_per_rank: int,
+    options: dict[str, Any],
 ) -> _Problem:
     num_stages = num_ranks * stages_per_rank
+    rows = None if isinstance(num_segments, int) else tuple(num_segments)
+    segments_of = (num_segments,) * num_microbatches if isinstance(num_segments, int) else tuple(num_segments)
+    columns = (num_stages, max(segments_of), rows)
     known = ("costs", "transfer", "placement", "cap", "unit_bytes", "cap_bytes")
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -195,7 +210,7 @@ def _read(
         for stage, place in zip(stages, loop, strict=True)
     )
     costs = {
-        kind: per_unit(cost, f"costs of {kind}", num_stages, num_segments)
+        kind: per_unit(cost, f"costs of {kind}", *columns)
         for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)
     }
     transfer = options.get("transfer", 0)
@@ -209,24 +224,27 @@ def _read(
     return _Problem(
         num_ranks,
         num_microbatches,
-        num_segments,
+        segments_of,
+        rows is not None,
         loop if placement == "loop" else wave,
         {kind: list(map(int, row)) for kind, row in costs.items()},
         int(transfer),
-        per_unit(options.get("unit_bytes", 1), "unit_bytes", num_stages, num_segments),
+        per_unit(options.get("unit_bytes", 1), "unit_bytes", *columns),
         cap_bytes,
     )
 
 
 def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
     """Exact: sums of whole numbers."""
-    rows = {
-        kind: [row[i : i + problem.num_segments] for i in range(0, len(row), problem.num_segments)]
-        for kind, row in problem.costs.items()
-    }
-    backward = [[i + w for i, w in zip(*pair, strict=True)] for pair in zip(rows["I"], rows["W"], strict=True)]
-    places = problem.num_microbatches * problem.num_segments
-    return schedule.simulate(rows["F"], backward, rows["W"], problem.transfer, prefetch=places)
+    costs = problem.costs | {"B": [i + w for i, w in zip(problem.costs["I"], problem.costs["W"], strict=True)]}
+
+    def durations(units: Sequence[Unit]) -> list[int]:
+        return [costs[unit.kind][problem.cell(unit)] for unit in units]
+
+    places = sum(problem.segments_of)
+    return schedule.simulate(
+        transfer=problem.transfer, prefetch=places, durations=[durations(units) for units in schedule.ranks]
+    )
 
 
 def _makespan(problem: _Problem, schedule: Schedule) -> int:
@@ -237,8 +255,8 @@ def _starts(problem: _Problem, start: Schedule | None) -> tuple[dict[Unit, int],
     """When each unit of a given order starts, and its makespan; a B is an I, then a W."""
     if start is None:
         return None
-    counts = (start.num_ranks, start.num_microbatches, start.num_segments, start.rank_of_stage)
-    if counts != (problem.num_ranks, problem.num_microbatches, problem.num_segments, problem.rank_of_stage):
+    counts = (start.num_ranks, start.segments_of, start.rank_of_stage)
+    if counts != (problem.num_ranks, problem.segments_of, problem.rank_of_stage):
         raise ValueError("start must have the counts and the placement that are asked for")
     simulation = _simulate(problem, start)
     times: dict[Unit, int] = {}

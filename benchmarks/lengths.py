@@ -1,0 +1,589 @@
+"""Steps over documents of every length: planned rows beside equal packing, fixed k and ChunkFlow.
+
+    python benchmarks/lengths.py simulate    # 200 lists of lengths on paper: two minutes
+    python benchmarks/lengths.py exact       # planned orders beside the shortest: pip install "seq1f1b[exact]"
+    python benchmarks/lengths.py measure     # beside torch's 1F1B and our fixed k, P 2: a quarter of an hour
+    python benchmarks/lengths.py steady      # 500 steps of changing lengths: does anything grow, does a step wait?
+
+Simulated: Llama 3 8B on H100s, tensor parallel 8, 4 and 8 pipeline ranks, steps of 8 * 65536 tokens in documents of up
+to 65536. Equal packing has rows of the longest document, padded, by 1F1B or in k segments of equal FLOPs. ChunkFlow
+(arXiv:2503.02356) packs short documents into chunks of equal tokens, cuts long ones into such chunks, and keeps the
+activations of the last K chunks of a document; it is given the best of five chunk sizes. All orders have the same costs
+and no limit of memory, but for the column "within its memory", where the plan may hold what the best of them holds.
+
+Measured: the model of examples/train_gpt.py on the documents that it trains on, up to 8192 tokens, in steps of 32768;
+the model is profiled first. Each part writes its own file into the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, header, show_and_write, spawn
+from endurance import SLACK, resident_bytes
+from pipeline import reset_peak, status_bytes
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from train import load_example
+
+import seq1f1b
+from seq1f1b import build_schedule, pack_documents, partition_sequence
+from seq1f1b.data import DocumentBatches
+from seq1f1b.ops.packing import document_lengths
+from seq1f1b.plan import Layout
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model
+from seq1f1b.planning.profile import Profile
+from seq1f1b.planning.row_costs import Row, RowCosts
+from seq1f1b.planning.step_plan import StepPlan, plan_step
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS, LONGEST, ROWS = 200, 65536, 8  # of the simulated steps; ROWS times LONGEST tokens each
+FIXED, CHUNKS, KEPT = (2, 4, 8), (1024, 2048, 4096, 8192, 16384), (1, 2)
+GAIN, PLAN_MS, THOUSANDS = 1.15, 50.0, 4096
+OVER_TORCH, OVER_FIXED = 1.25, 1.08
+TOKENS, STEP_TOKENS, FIXED_K, BUDGET = 8192, 4 * 8192, 4, 0.9  # measured; the budget: of what a free plan's step holds
+STEPS = 500
+
+
+# -- on paper ----------------------------------------------------------------------------------------------------------
+
+
+def draw(rng: random.Random, shape: str) -> list[int]:
+    """Lengths of a step's documents."""
+    lengths: list[int] = []
+    while sum(lengths) < ROWS * LONGEST:
+        match shape:
+            case "log-normal":
+                length = int(rng.lognormvariate(7.5, 1.5))
+            case "uniform":
+                length = rng.randint(1, LONGEST)
+            case _:  # bimodal: one in ten is long
+                is_long = rng.random() < 0.1
+                length = rng.randint(LONGEST * 3 // 4, LONGEST) if is_long else rng.randint(64, LONGEST // 16)
+        lengths.append(max(1, min(LONGEST, length)))
+    return lengths
+
+
+def equal_rows(lengths: Sequence[int], k: int, cost: CostModel) -> list[Row]:
+    """Rows of the longest document; padding is a document."""
+    longest = max(lengths)
+    sizes = tuple(partition_sequence(longest, k, model=cost.model))
+    rows = []
+    for packed in pack_documents(lengths, longest).rows:
+        documents = [lengths[i] for i in packed]
+        padding = longest - sum(documents)
+        rows.append(Row((*documents, *([padding] if padding else [])), sizes))
+    return rows
+
+
+def chunk_rows(lengths: Sequence[int], chunk: int) -> list[Row]:
+    """Chunks of equal tokens: packed short documents, and parts of long ones; the longest first."""
+    short = [length for length in lengths if length <= chunk]
+    rows = []
+    for packed in pack_documents(short, chunk).rows if short else ():
+        documents = tuple(short[i] for i in packed)
+        rows.append(Row(documents, (sum(documents),)))
+    for length in lengths:
+        if length > chunk:
+            rest = length % chunk
+            rows.append(Row((length,), (chunk,) * (length // chunk) + ((rest,) if rest else ())))
+    return sorted(rows, key=lambda row: -len(row.sizes))
+
+
+def price(rows: Sequence[Row], cost: CostModel, kept: int | None = None) -> tuple[float, int]:
+    """Seconds and bytes of a step; ``kept``: of a row's segments, all but the last so many are recomputed."""
+    costs, counts = RowCosts(cost, rows), [len(row.sizes) for row in rows]
+    order = build_schedule("seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=counts)
+    if kept is not None:
+        order = order.recompute(lambda unit: unit.segment < counts[unit.microbatch] - kept)
+    seconds = order.simulate(**costs.simulation_arguments(order)).makespan
+    return seconds, max(rank.total for rank in costs.rank_bytes(order))
+
+
+def peers(lengths: Sequence[int], cost: CostModel) -> dict[str, tuple[float, int]]:
+    found = {"1F1B": price(equal_rows(lengths, 1, cost), cost)}
+    found |= {f"Seq1F1B k {k}": price(equal_rows(lengths, k, cost), cost) for k in FIXED}
+    for kept in KEPT:
+        found[f"ChunkFlow K {kept}"] = min(price(chunk_rows(lengths, chunk), cost, kept) for chunk in CHUNKS)
+    return found
+
+
+def costs_on_paper(num_ranks: int) -> CostModel:
+    layout = Layout(tensor=8)
+    counts = {"num_ranks": num_ranks, "seq_len": LONGEST}
+    return CostModel.balanced(load_model("llama3-8b"), load_hardware("h100"), layout=layout, **counts)
+
+
+def judged(text: str, holds: bool) -> str:
+    return f"{text}: {'passed' if holds else 'FAILED'}"
+
+
+def simulate(options: argparse.Namespace) -> None:
+    shapes, lists = ("log-normal", "uniform", "bimodal"), 6 if options.quick else LISTS
+    rows: dict[str, list[tuple[float, float, float, str, int]]] = {shape: [] for shape in shapes}
+    machines = [costs_on_paper(4), costs_on_paper(8)]
+    for number in range(lists):
+        shape, cost = shapes[number % 3], machines[number // 3 % 2]
+        lengths = draw(random.Random(number), shape)
+        others = peers(lengths, cost)
+        name = min(others, key=others.__getitem__)
+        began = time.perf_counter()
+        plan = plan_step(lengths, cost)
+        took = time.perf_counter() - began
+        try:
+            within = plan_step(lengths, cost, memory=others[name][1]).seconds
+        except ValueError:
+            within = float("inf")
+        gains = others[name][0] / plan.seconds, others[name][0] / within
+        rows[shape].append((*gains, 1e3 * took, name, len(lengths)))
+    print(header("planned steps over documents of every length, on paper"))
+    print(f"# Llama 3 8B, H100, tensor parallel 8, P 4 and 8, {ROWS} * {LONGEST} tokens a step\n")
+    print(f"{'lengths':12}{'lists':>6}{'documents':>11}{'gain over the best: mean':>26}{'least':>7}", end="")
+    print(f"{'within its memory':>19}{'plan ms':>9}   the best of the others")
+    for shape, found in rows.items():
+        gains, within, took, names, counts = zip(*found, strict=True)
+        best = ", ".join(f"{name} {names.count(name)}" for name in sorted(set(names), key=names.count, reverse=True))
+        print(
+            f"{shape:12}{len(found):6}{statistics.mean(counts):11.0f}{statistics.mean(gains):26.3f}{min(gains):7.3f}"
+            f"{statistics.mean(within):19.3f}{statistics.median(took):9.1f}   {best}"
+        )
+    every = [entry for found in rows.values() for entry in found]
+    mean, least = statistics.mean(entry[0] for entry in every), min(entry[0] for entry in every)
+    many = random.Random(1)
+    lengths = [max(1, min(LONGEST, int(many.lognormvariate(6.5, 1.4)))) for _ in range(THOUSANDS)]
+    took = []
+    for _ in range(7):
+        began = time.perf_counter()
+        plan_step(lengths, machines[1])
+        took.append(1e3 * (time.perf_counter() - began))
+    print("\n## What must hold")
+    print(judged(f"mean gain over the best of the others {mean:.3f}, at least {GAIN}", mean >= GAIN))
+    print(judged(f"never slower than the best of the others: least gain {least:.3f}", least >= 1))
+    median = statistics.median(took)
+    spread = f"{min(took):.0f} to {max(took):.0f}"
+    text = f"a plan of {THOUSANDS} documents for P 8 takes {median:.0f} ms ({spread}), below {PLAN_MS:g}"
+    print(judged(text, median < PLAN_MS))
+
+
+def exact(options: argparse.Namespace) -> None:
+    """The plan's order against the shortest order of the plan's rows, whose backward may be split."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    from exact_solver import shortest_schedule
+
+    machine = dataclasses.replace(load_hardware("h100"), split_backward_extra=0.0)
+    model = load_model("llama3-8b")._replace(vocab=0)
+    gaps, unproved = [], 0
+    print(header("planned orders beside the shortest order of the same rows"))
+    print(f"\n{'P':>2}{'documents':>38}{'segments':>18}{'plan':>8}{'shortest':>10}{'bound':>8}{'gap %':>8}")
+    for number in range(4 if options.quick else 24):
+        rng, P = random.Random(number), 2 + number % 3
+        lengths = [rng.choice((2048, 4096, 8192, rng.randint(1, 16384))) for _ in range(rng.randint(2, 5))]
+        cost = CostModel(model, machine, num_ranks=P, seq_len=1, layout=Layout(tensor=8))
+        plan = plan_step(lengths, cost, schedule=("seq1f1b", "seq-zb-h1", "auto"), unit_tokens=4096)
+        seconds = plan.costs.seconds
+        scale = 20 * len(seconds.forward[0]) / sum(map(sum, seconds.forward[0]))
+        whole = [
+            [[[max(1, round(scale * unit)) for unit in row] for row in stage] for stage in table]
+            for table in (seconds.forward, seconds.input, seconds.weight)
+        ]
+        counts = {"num_ranks": P, "num_microbatches": len(plan.rows), "num_segments": plan.schedule.segments_of}
+        found = shortest_schedule(**counts, options={"costs": whole}, start=plan.schedule, seconds=10.0, workers=2)
+        ours = shortest_makespan(plan, whole)
+        unproved += not found.proved
+        gaps.append(ours / found.makespan - 1)
+        print(
+            f"{P:2}{' '.join(map(str, lengths)):>38}{' '.join(map(str, plan.schedule.segments_of)):>18}{ours:8}"
+            f"{found.makespan:10}{found.bound:8}{100 * gaps[-1]:8.1f}"
+        )
+    print(f"\ngap of the plan's order: mean {100 * statistics.mean(gaps):.1f} %, most {100 * max(gaps):.1f} %;", end="")
+    print(f" {len(gaps) - unproved} of {len(gaps)} proved")
+
+
+def shortest_makespan(plan: StepPlan, whole: Sequence[Any]) -> int:
+    """Of the plan's own order, in the whole numbers that the solver has."""
+    forward, inputs, weight = whole
+    backward = [
+        [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*stages, strict=True)]
+        for stages in zip(inputs, weight, strict=True)
+    ]
+    places = sum(plan.schedule.segments_of)
+    return round(plan.schedule.simulate(forward, backward, weight, prefetch=places).makespan)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def read_documents(quick: bool) -> tuple[Any, list[int], list[int], int]:
+    """Tokens of the example's text, begins and lengths of its documents, and its vocabulary."""
+    sys.path.append(str(ROOT / "examples"))
+    import data
+    import documents
+
+    most = 300_000 if quick else 6_000_000
+    folder = data.prepare(data.Corpus(max_bytes=most), Path(tempfile.gettempdir()) / "seq1f1b-lengths", vocab=1536)
+    tokens = data.Tokens(folder, seq_len=64 if quick else TOKENS)
+    return tokens.train, *documents.pieces_of(tokens.train, tokens.seq_len), tokens.header.vocab
+
+
+def by_document(q: Tensor, k: Tensor, v: Tensor, *, layer: Tensor, doc_ids: Tensor) -> Tensor:
+    """Torch's attention, document by document: the least work that whole rows allow."""
+    parts, begin = [], 0
+    for length in document_lengths(doc_ids):
+        own = [x[:, :, begin : begin + length] for x in (q, k, v)]
+        parts.append(F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True))
+        begin += length
+    return torch.cat(parts, 2)
+
+
+class Batch:
+    """One step's documents as each arm takes them."""
+
+    def __init__(self, text: Any, begins: Sequence[int], lengths: Sequence[int], documents: Sequence[int]) -> None:
+        self.lengths = [lengths[i] for i in documents]
+        spans = [(begins[i], lengths[i]) for i in documents]
+        read = [torch.from_numpy(text[a : a + n + 1].astype("int64")) for a, n in spans]
+        self.inputs, self.target = [x[:-1] for x in read], [x[1:] for x in read]
+        self.tokens = sum(self.lengths)
+        self.packing = pack_documents(self.lengths, max(self.lengths))
+
+    def equal(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the longest document: inputs, targets, document ids."""
+        packing = self.packing
+        return packing.join(self.inputs, fill=0), packing.join(self.target, fill=-100), packing.doc_ids
+
+
+class Arms:
+    """The three ways to train the same documents, in this rank's process, each with weights of its own."""
+
+    def __init__(self, rank: int, vocab: int, cost: CostModel, shape: seq1f1b.ModelShape) -> None:
+        example = load_example()
+        config = example.Config(vocab=vocab)
+        self.rank, self.cost = rank, cost
+        self._torch: dict[tuple[int, int], Any] = {}  # schedules by (rows, row)
+
+        def stage(attend: Any = seq1f1b.causal_attention, head: bool = False) -> Any:
+            return example.build_stage(config, rank, 2, head=head, attend=attend)
+
+        def engine(**options: Any) -> seq1f1b.PipelineEngine:
+            return seq1f1b.PipelineEngine(
+                stage(),
+                loss_fn=example.HeadLoss(config) if rank == 1 else None,
+                arg_rules={"doc_ids": "slice"},
+                scale_grads=False,
+                **options,
+            )
+
+        self.planned = engine(num_microbatches=1)
+        self._engine, self._fixed, self._shape = engine, {}, shape
+        self._stage = stage(by_document, True)
+
+    def ours(self, batch: Batch, plan: StepPlan) -> None:
+        kwargs = [{"doc_ids": ids} for ids in plan.doc_ids]
+        inputs, target = plan.join(batch.inputs), plan.join(batch.target)
+        self.planned.step(inputs, target=target, kwargs=kwargs, plan=plan, loss_weight=batch.tokens)
+
+    def fixed(self, batch: Batch) -> None:
+        inputs, target, doc_ids = batch.equal()
+        engine = self._fixed.get(len(inputs))
+        if engine is None:
+            engine = self._fixed[len(inputs)] = self._engine(
+                num_microbatches=len(inputs), num_segments=FIXED_K, segment_sizes="balanced", model_shape=self._shape
+            )
+        engine.step(inputs, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=batch.tokens)
+
+    def torchs(self, batch: Batch) -> None:
+        inputs, target, doc_ids = batch.equal()
+        key = tuple(inputs.shape)
+        if key not in self._torch:
+            stage = PipelineStage(self._stage, self.rank, 2, torch.device("cpu"))
+
+            def loss(logits: Tensor, y: Tensor) -> Tensor:
+                return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+
+            self._torch[key] = Schedule1F1B(stage, len(inputs), loss_fn=loss, scale_grads=False)
+        own = (inputs,) if self.rank == 0 else ()
+        self._torch[key].step(*own, target=target if self.rank == 1 else None, doc_ids=doc_ids, return_outputs=False)
+
+    def gradients(self, arm: str, batch: Batch) -> dict[str, Tensor]:
+        """Of the mean over the step's tokens, and none afterwards."""
+        engine = self.planned if arm == "ours" else self._fixed.get(len(batch.packing.rows))
+        modules, scale = (engine.modules(), 1.0) if engine and arm != "torchs" else ([self._stage], 1 / batch.tokens)
+        found = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    found[name] = parameter.grad * scale
+                    parameter.grad = None
+        return found
+
+
+ARMS = ("ours", "fixed", "torchs")
+
+
+def error_of(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    assert found.keys() == truth.keys()
+    return max(float((found[name] - truth[name]).norm() / truth[name].norm()) for name in truth)
+
+
+def train(rank: int, quick: bool, profile: str, path: str, rounds: int) -> None:
+    text, begins, lengths, vocab = read_documents(quick)
+    shape = load_example().Config(vocab=vocab).shape
+    cost = costs_here(profile, shape, vocab)
+    arms = Arms(rank, vocab, cost, shape)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    step_tokens = 4 * max(lengths) if quick else STEP_TOKENS
+    steps = [
+        step for step, _ in zip(DocumentBatches(lengths, cost, tokens_per_step=step_tokens), range(4), strict=False)
+    ]
+    for number, step in enumerate(steps):
+        batch = Batch(text, begins, lengths, step.documents)
+        changing = [held.total - held.static - held.reserve for held in step.plan.ranks]
+        budget = max(int(held.total - (1 - BUDGET) * x) for held, x in zip(step.plan.ranks, changing, strict=True))
+        plan = plan_step(batch.lengths, cost, memory=budget)
+        runs: dict[str, Callable[[], None]] = {
+            "ours": lambda plan=plan, batch=batch: arms.ours(batch, plan),
+            "fixed": lambda batch=batch: arms.fixed(batch),
+            "torchs": lambda batch=batch: arms.torchs(batch),
+        }
+        gradients, growth = {}, {}
+        for name in (*ARMS, *ARMS):  # once to make buffers, once to look
+            gc.collect()
+            dist.barrier()
+            before = reset_peak()
+            runs[name]()
+            growth[name] = status_bytes("VmHWM") - before
+            gradients[name] = arms.gradients(name, batch)
+        errors = {name: error_of(gradients[name], gradients["torchs"]) for name in ("ours", "fixed")}
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, (errors, growth))
+        if rank == 0:
+            Records(path).add(
+                what="step",
+                step=number,
+                documents=len(batch.lengths),
+                tokens=batch.tokens,
+                longest=max(batch.lengths),
+                waste=batch.packing.waste,
+                rows=len(batch.packing.rows),
+                planned_rows=plan.schedule.segments_of,
+                predicted=plan.seconds,
+                remedied=plan.remedied,
+                budget=budget,
+                planned_bytes=[held.total for held in plan.ranks],
+                static=[held.static + held.reserve for held in plan.ranks],
+                errors=[each for each, _ in everyone],
+                growth=[each for _, each in everyone],
+            )
+        load = ForeignLoad(pids)
+        for turn in range(rounds):
+            seconds = {}
+            for name in ARMS[turn % 3 :] + ARMS[: turn % 3]:
+                dist.barrier()
+                load.start()
+                began = time.perf_counter()
+                runs[name]()
+                dist.barrier()
+                seconds[name] = time.perf_counter() - began, load.cores()
+                arms.gradients(name, batch)
+            if rank == 0:
+                Records(path).add(what="round", step=number, seconds=seconds)
+    arms.planned.close()
+
+
+def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel:
+    """The example's two stages, as they were profiled."""
+    example = load_example()
+    config = example.Config(vocab=vocab)
+    layers = tuple(len(example.blocks_of(config, stage, 2)) for stage in range(2))
+    machine = ProfiledHardware.of(Profile.load(profile), load_hardware("cpu-zen5"))
+    return CostModel(shape, machine, num_ranks=2, seq_len=TOKENS, layout=Layout(layers=layers))
+
+
+def make_profile(options: argparse.Namespace, path: Path) -> None:
+    config = load_example().Config(vocab=read_documents(options.quick)[3])
+    shape = config.shape
+    sizes = {"hidden": shape.hidden, "heads": shape.heads, "kv-heads": shape.kv_heads, "ffn": shape.ffn}
+    sizes |= {"vocab": shape.vocab, "seq": 64 if options.quick else TOKENS, "processes": 2}
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "seq1f1b",
+        "profile",
+        *flags,
+        f"--output={path}",
+        *(["--repeats=2"] * options.quick),
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(options: argparse.Namespace) -> None:
+    folder = Path(options.output)
+    results = Records(str(folder / "lengths-measured.jsonl"))
+    results.begin("steps over documents of every length, measured")
+    profile = folder / "lengths-profile.json"
+    if not profile.exists():
+        make_profile(options, profile)
+    spawn(2, train, options.quick, str(profile), results.path, options.rounds)
+
+
+def show_measured(folder: Path, limit: float) -> None:
+    results = Records(str(folder / "lengths-measured.jsonl"))
+    print(results.header())
+    print("# P 2, one thread each, fp32; gradients of all arms are those of the mean over the step's tokens\n")
+    print(
+        f"{'step':>4}{'documents':>10}{'tokens':>8}{'longest':>8}{'padding %':>10}{'rows':>5}{'planned rows':>14}"
+        f"{'tokens/s ours':>15}{'fixed k':>9}{'torch':>8}{'planned/measured s':>20}{'error':>9}"
+    )
+    over = {"torchs": Pairs(), "fixed": Pairs()}
+    below = True
+    for step in (r for r in results.records if r["what"] == "step"):
+        rounds = [r["seconds"] for r in results.records if r["what"] == "round" and r["step"] == step["step"]]
+        quiet = [{name: s for name, (s, _) in r.items()} for r in rounds if all(x < limit for _, x in r.values())]
+        for name, pairs in over.items():
+            for r in rounds:
+                pairs.add(r[name][0], r["ours"][0], r[name][1] < limit and r["ours"][1] < limit)
+        medians = {name: statistics.median(r[name] for r in quiet) if quiet else float("nan") for name in ARMS}
+        rates = {name: step["tokens"] / seconds for name, seconds in medians.items()}
+        error = max(max(each.values()) for each in step["errors"])
+        print(
+            f"{step['step']:4}{step['documents']:10}{step['tokens']:8}{step['longest']:8}{100 * step['waste']:10.1f}"
+            f"{step['rows']:5}{f'''{len(step['planned_rows'])} ({sum(step['planned_rows'])})''':>14}"
+            f"{rates['ours']:15.0f}{rates['fixed']:9.0f}{rates['torchs']:8.0f}"
+            f"{f'''{step['predicted']:.2f}/{medians['ours']:.2f}''':>20}{error:9.0e}"
+        )
+        for rank, growth in enumerate(step["growth"]):
+            room = step["budget"] - step["static"][rank]
+            below &= growth["ours"] <= room
+            ours, fixed, torchs = (f"{growth[name] / 2**20:.0f}" for name in ARMS)
+            print(
+                f"      rank {rank}: peak of the step over what was resident, MiB: ours {ours} of {room / 2**20:.0f} "
+                f"in the budget, fixed k {fixed}, torch {torchs}"
+            )
+    print()
+    for name, pairs in over.items():
+        print(pairs.describe({"torchs": "torch's 1F1B over ours", "fixed": f"our fixed k {FIXED_K} over ours"}[name]))
+    print("\n## What must hold")
+    for name, bar in (("torchs", OVER_TORCH), ("fixed", OVER_FIXED)):
+        ratio = over[name].ratio()[0]
+        text = f"{'torch 1F1B' if name == 'torchs' else 'our fixed k'} takes {ratio:.3f} of our time, at least {bar}"
+        print(judged(text, ratio >= bar) if over[name].measured else f"{text}: unmeasured")
+    print(judged("peaks below the budget", below))
+
+
+# -- many steps --------------------------------------------------------------------------------------------------------
+
+
+def run_steady(rank: int, quick: bool, path: str) -> None:
+    """Steps of a compiled model over documents of changing lengths."""
+    graphs: list[int] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    example = load_example()
+    config = example.Config(vocab=64, hidden=32, layers=2, ffn=64)
+    stage = example.build_stage(config, rank, 2, head=False)
+    for block in stage.blocks.values():
+        block.compile(backend=count)
+    rng = random.Random(0)
+    lengths = [max(1, min(300, int(rng.lognormvariate(3.5, 1.2)))) for _ in range(20_000)]
+    cost = CostModel(config.shape, load_hardware("cpu-zen5"), num_ranks=2, seq_len=300)
+    engine = seq1f1b.PipelineEngine(
+        stage,
+        num_microbatches=1,
+        loss_fn=example.HeadLoss(config) if rank == 1 else None,
+        arg_rules={"doc_ids": "slice"},
+    )
+    batches = DocumentBatches(lengths, cost, tokens_per_step=1200, unit_tokens=100)
+    steps, found, waits, made = 60 if quick else STEPS, [], [], 0
+    looks = sorted({steps // 5, *(steps * n // 10 for n in range(2, 11))})
+    iterator = iter(batches)
+    while made < steps:
+        began = time.perf_counter()
+        planned = next(iterator)
+        waits.append(time.perf_counter() - began)
+        plan = planned.plan
+        documents = [torch.full((lengths[i],), i % 64) for i in planned.documents]
+        kwargs = [{"doc_ids": ids} for ids in plan.doc_ids]
+        rows = plan.join(documents)
+        engine.step(rows, target=rows, kwargs=kwargs, plan=plan, loss_weight=planned.tokens)
+        for parameter in engine.parameters():
+            parameter.grad = None
+        made += 1
+        if made in looks:
+            descriptors = len(os.listdir("/proc/self/fd"))
+            found.append((made, resident_bytes(), descriptors, threading.active_count(), len(graphs)))
+    everyone = engine.all_gather_object((found, sorted(waits[1:])))
+    if rank == 0:
+        Path(path).write_text(json.dumps(everyone))
+    engine.close()
+    iterator.close()  # type: ignore[attr-defined]
+
+
+def steady(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/found.json"
+        spawn(2, run_steady, options.quick, path)
+        everyone = json.loads(Path(path).read_text())
+    print(header("steps of changing lengths, no two alike: what grows"))
+    print("# two processes, blocks compiled; documents of 1 to 300 tokens, 1200 tokens a step\n")
+    print(f"{'rank':>4}{'step':>6}{'resident MiB':>14}{'descriptors':>13}{'threads':>9}{'graphs':>8}")
+    grows = False
+    for rank, (found, _) in enumerate(everyone):
+        for step, resident, descriptors, threads, graphs in found:
+            print(f"{rank:4}{step:6}{resident / 2**20:14.1f}{descriptors:13}{threads:9}{graphs:8}")
+        (_, resident, *counts), last = found[0], found[-1]
+        grows |= last[1] > resident + SLACK or any(b > a for a, b in zip(counts, last[2:], strict=True))
+    waits = [wait for _, own in everyone for wait in own]
+    waits.sort()
+    middle, most = statistics.median(waits), waits[-1]
+    print(f"\na step's plan is waited for {1e6 * middle:.0f} us in the median, {1e3 * most:.2f} ms at most")
+    print("\n## What must hold")
+    print(judged(f"nothing grows after step {everyone[0][0][0][0]}", not grows))
+    print(judged("no step waits for its plan: below a millisecond in 99 of 100", waits[int(0.99 * len(waits))] < 1e-3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("simulate", "exact", "measure", "steady"))
+    parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=6, help="measured steps of each arm and batch (%(default)s)")
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores of others, above which a step does not count"
+    )
+    parser.add_argument("--quick", action="store_true", help="small: whether it runs")
+    parser.add_argument("--show", action="store_true", help="measure nothing; of measure")
+    options = parser.parse_args()
+    folder = Path(options.output)
+    if options.part == "measure":
+        if not options.show:
+            measure(options)
+        show_and_write(lambda: show_measured(folder, options.foreign), folder / "lengths-measured.txt")
+        return
+    part = {"simulate": simulate, "exact": exact, "steady": steady}[options.part]
+    show_and_write(lambda: part(options), folder / f"lengths-{options.part}.txt")
+
+
+if __name__ == "__main__":
+    main()
