@@ -44,14 +44,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from train import load_example
 
 import seq1f1b
-from seq1f1b import build_schedule, pack_documents, partition_sequence
+from seq1f1b import build_schedule, pack_documents
 from seq1f1b.data import DocumentBatches
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model
 from seq1f1b.planning.profile import Profile
-from seq1f1b.planning.row_costs import Row, RowCosts
+from seq1f1b.planning.row_costs import Row, RowCosts, padded_rows
 from seq1f1b.planning.step_plan import StepPlan, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,18 +82,6 @@ def draw(rng: random.Random, shape: str) -> list[int]:
     return lengths
 
 
-def equal_rows(lengths: Sequence[int], k: int, cost: CostModel) -> list[Row]:
-    """Rows of the longest document; padding is a document."""
-    longest = max(lengths)
-    sizes = tuple(partition_sequence(longest, k, model=cost.model))
-    rows = []
-    for packed in pack_documents(lengths, longest).rows:
-        documents = [lengths[i] for i in packed]
-        padding = longest - sum(documents)
-        rows.append(Row((*documents, *([padding] if padding else [])), sizes))
-    return rows
-
-
 def chunk_rows(lengths: Sequence[int], chunk: int) -> list[Row]:
     """Chunks of equal tokens: packed short documents, and parts of long ones; the longest first."""
     short = [length for length in lengths if length <= chunk]
@@ -119,8 +107,8 @@ def price(rows: Sequence[Row], cost: CostModel, kept: int | None = None) -> tupl
 
 
 def peers(lengths: Sequence[int], cost: CostModel) -> dict[str, tuple[float, int]]:
-    found = {"1F1B": price(equal_rows(lengths, 1, cost), cost)}
-    found |= {f"Seq1F1B k {k}": price(equal_rows(lengths, k, cost), cost) for k in FIXED}
+    found = {"1F1B": price(padded_rows(lengths, 1, cost.model), cost)}
+    found |= {f"Seq1F1B k {k}": price(padded_rows(lengths, k, cost.model), cost) for k in FIXED}
     for kept in KEPT:
         found[f"ChunkFlow K {kept}"] = min(price(chunk_rows(lengths, chunk), cost, kept) for chunk in CHUNKS)
     return found

@@ -11,6 +11,8 @@ WHAT is one of these; files are named from the repository's root:
     changes FILE FILE    what was changed from the first file to the second
     timeline 1f1b seq1f1b/2 [transfer=0.25]
                          a picture of one simulated step of each family, over so many segments
+    documents UNIT LENGTH LENGTH ...
+                         a picture of a planned step of these documents, beside padded rows
     families             a table of the schedule families
     objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
@@ -80,11 +82,7 @@ def changes(_page: Path, _rest: str, *names: str) -> str:
 
 
 def timeline(page: Path, _rest: str, *arguments: str) -> str:
-    """A rank takes 1 s for the forward of a micro-batch and 2 s for its backward.
-
-    The name of a picture holds a digest of the times that it shows, so an order that changes
-    asks for another picture.
-    """
+    """A rank takes 1 s for the forward of a micro-batch and 2 s for its backward."""
     import seq1f1b
     from seq1f1b.schedule import families
 
@@ -103,6 +101,48 @@ def timeline(page: Path, _rest: str, *arguments: str) -> str:
         )
         run = order.simulate(1 / (k * v), 2 / (k * v), transfer=options.get("transfer", 0.0))
         tracks[name + (f", {k} segments" if k > 1 else "")] = run.timeline
+    name = "-".join(name.replace("/", "_") for name in names)
+    return picture(page, name, f"Timeline of {', '.join(tracks)}", tracks)
+
+
+def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
+    """On four ranks, by the costs of Llama 3 8B without its ends."""
+    from seq1f1b import build_schedule
+    from seq1f1b.plan import Layout
+    from seq1f1b.planning.cost import CostModel
+    from seq1f1b.planning.hardware import load_hardware, load_model
+    from seq1f1b.planning.row_costs import RowCosts, padded_rows
+    from seq1f1b.planning.step_plan import plan_step
+
+    tokens = [int(length) for length in lengths]
+    model = load_model("llama3-8b")._replace(vocab=0)
+    cost = CostModel(
+        model,
+        load_hardware("h100"),
+        num_ranks=4,
+        seq_len=max(tokens),
+        layout=Layout(tensor=8),
+    )
+    tracks = {
+        "planned rows": plan_step(tokens, cost, unit_tokens=int(unit_tokens)).simulation
+    }
+    for k in (1, 4):
+        rows = padded_rows(tokens, k, model)
+        order = build_schedule(
+            "seq1f1b", num_ranks=4, num_microbatches=len(rows), num_segments=[k] * len(rows)
+        )
+        run = order.simulate(**RowCosts(cost, rows).simulation_arguments(order))
+        tracks[f"rows of {max(tokens)} tokens, {f'{k} segments' if k > 1 else '1F1B'}"] = run
+    return picture(
+        page,
+        "documents",
+        "Timelines of planned rows and of rows of one length",
+        {heading: run.timeline for heading, run in tracks.items()},
+    )
+
+
+def picture(page: Path, name: str, shown: str, tracks: dict[str, Any]) -> str:
+    """Its name holds a digest of the times shown: a changed order asks for another."""
     times = [
         f"{heading} {unit} {start:.6f} {stop:.6f}"
         for heading, ranks in tracks.items()
@@ -110,11 +150,11 @@ def timeline(page: Path, _rest: str, *arguments: str) -> str:
         for unit, start, stop in track
     ]
     digest = hashlib.sha256("\n".join(times).encode()).hexdigest()[:8]
-    path = PICTURES / f"{'-'.join(name.replace('/', '_') for name in names)}-{digest}.png"
+    path = PICTURES / f"{name}-{digest}.png"
     if not path.exists() and "--check" not in sys.argv:
         draw(path, tracks)
     folder = "../" * len(page.relative_to(DOCS).parent.parts)
-    return f"![Timeline of {', '.join(tracks)}]({folder}pictures/{path.name})\n"
+    return f"![{shown}]({folder}pictures/{path.name})\n"
 
 
 def draw(path: Path, tracks: dict[str, Any]) -> None:
@@ -230,6 +270,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "part": part,
     "changes": changes,
     "timeline": timeline,
+    "documents": documents,
     "families": families,
     "objects": objects,
     "commands": commands,

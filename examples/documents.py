@@ -10,10 +10,10 @@ import ranks
 import torch
 from torch import Tensor
 
-from seq1f1b import Simulation, build_schedule, pack_documents, partition_sequence
+from seq1f1b import Simulation, build_schedule
 from seq1f1b.data import DocumentBatches, PlannedStep
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.row_costs import Row, RowCosts
+from seq1f1b.planning.row_costs import RowCosts, padded_rows
 from seq1f1b.planning.step_plan import StepPlan
 
 
@@ -124,16 +124,10 @@ def pieces_of(text: Any, longest: int) -> tuple[list[int], list[int]]:
 
 def print_waste(plan: StepPlan, cost: CostModel, segments: int) -> None:
     """One planned step beside the same documents in rows of one length, simulated with the same costs."""
-    longest = max(plan.lengths)
-    packing = pack_documents(plan.lengths, longest)
-    sizes = tuple(partition_sequence(longest, min(segments, longest), model=cost.model))
-    rows = [
-        Row((*documents, *([longest - sum(documents)] if sum(documents) < longest else [])), sizes)
-        for documents in (tuple(plan.lengths[i] for i in row) for row in packing.rows)
-    ]
+    longest, rows = max(plan.lengths), padded_rows(plan.lengths, segments, cost.model)
     costs = RowCosts(cost, rows)
     order = build_schedule(
-        "seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=[len(sizes)] * len(rows)
+        "seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=[len(row.sizes) for row in rows]
     )
     equal = order.simulate(**costs.simulation_arguments(order))
 
@@ -147,7 +141,7 @@ def print_waste(plan: StepPlan, cost: CostModel, segments: int) -> None:
         "rows, segments",
         *(f"{len(counts)}, {sum(counts)}" for counts in (plan.schedule.segments_of, order.segments_of)),
     )
-    line("padding", "0.0%", f"{packing.waste:.1%}")
+    line("padding", "0.0%", f"{1 - sum(plan.lengths) / (longest * len(rows)):.1%}")
     line("longest unit over the mean", f"{plan.imbalance:.1%}", f"{costs.imbalance:.1%}")
     line("bubble, all ranks", *(f"{each.bubble_ratio:.1%}" for each in shown))
     line("seconds", *(f"{each.makespan:.3f}" for each in shown))

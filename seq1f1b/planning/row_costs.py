@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
+from seq1f1b.ops.packing import pack_documents
+from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, RankBytes, Span, UnitSeconds, pairs_of
 from seq1f1b.schedule import Schedule, StepMemory
 
-__all__ = ["Row", "RowCosts"]
+__all__ = ["Row", "RowCosts", "padded_rows", "spans_of"]
 
 T = TypeVar("T")
 
@@ -97,6 +99,19 @@ class RowCosts:
         return self._cost.rank_bytes_of(
             schedule, self.memory, self.message_bytes, longest, self._longest_row, prefetch=prefetch
         )
+
+
+def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[Row]:
+    """The documents packed into rows of the longest one, in so many segments of equal FLOPs each: what planned rows are
+    compared with. Padding is a document."""
+    longest = max(lengths)
+    sizes = tuple(partition_sequence(longest, min(num_segments, longest), model=model))
+    rows = []
+    for packed in pack_documents(lengths, longest).rows:
+        documents = [lengths[index] for index in packed]
+        padding = longest - sum(documents)
+        rows.append(Row((*documents, padding) if padding else tuple(documents), sizes))
+    return rows
 
 
 def spans_of(row: Row) -> list[Span]:

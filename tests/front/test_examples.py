@@ -190,6 +190,28 @@ def test_a_run_resumes_on_another_number_of_ranks_and_replicas(whole_run: tuple[
     assert losses(half_run)[10:] == pytest.approx(losses(whole_run[0])[10:], rel=1e-5)
 
 
+def test_documents_go_on_on_another_number_of_ranks_and_replicas(tmp_path: Path) -> None:
+    """The same documents and losses from a checkpoint on, on 1, 2 and 4 ranks, of these two replicas of two."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    out = train(whole, 2, *SHORT, "--documents", "--steps", "12", "--save-every", "6")
+    assert "planned rows" in out and "rows of 96" in out
+    for ranks, options in ((1, ()), (2, ()), (4, ("--data-parallel", "2"))):
+        half = tmp_path / f"half-{ranks}"
+        shutil.copytree(whole / "runs", half / "runs")
+        shutil.rmtree(half / "runs/gpt/checkpoints/step-000012")
+        train(half, ranks, "--resume", *options)
+        assert losses(half)[:6] == losses(whole)[:6]
+        assert losses(half)[6:] == pytest.approx(losses(whole)[6:], rel=1e-5)
+        assert [row["gradient_norm"] for row in log(half)] == pytest.approx(
+            [row["gradient_norm"] for row in log(whole)], rel=1e-4
+        )
+    codes, _, err = finish(start(half, 1, "--resume", "--steps", "20", "--seed", "1"))
+    assert codes == [1] and "--documents: seed is 1, the state has 0: give the same" in err
+    codes, _, err = finish(start(half, 2, "--documents", "--compare"))
+    assert codes == [2, 2] and "--compare trains on sequences of one length" in err
+
+
 def test_a_full_disk_leaves_the_earlier_checkpoint(half_run: Path) -> None:
     file = half_run / "runs/gpt/log.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:10]))

@@ -104,8 +104,8 @@ def shortest_schedule(
     """Looks for the order of least makespan, and for the proof that it is.
 
     Times are those of :meth:`seq1f1b.Schedule.simulate` with a place for every message. Micro-batches are alike, so
-    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at. Those of an
-    order of rows, ``num_segments`` a sequence, differ: every order is looked at.
+    that some shortest order runs each (pass, stage, segment) in their order; only such orders are looked at. In an
+    order of rows, ``num_segments`` a sequence, they differ: every order is looked at.
 
     Args:
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v.
