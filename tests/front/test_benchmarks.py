@@ -238,3 +238,28 @@ def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
     assert near.endswith("the plan's: 3 of 4: FAILED")
     assert below.endswith("no rank above the cap: 3 of 4: FAILED")
     assert inside.endswith("interval: 2 of 3: FAILED")
+
+
+def run_lengths(tmp_path, part, *options):
+    command = [sys.executable, str(FOLDER / "lengths.py"), part, "--quick", "--output", str(tmp_path), *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_planned_steps_are_faster_on_paper(tmp_path):
+    shown = run_lengths(tmp_path, "simulate")
+    assert (tmp_path / "lengths-simulate.txt").read_text() == shown
+    bars = shown.partition("## What must hold\n")[2].splitlines()
+    assert [line.rpartition(": ")[2] for line in bars[:2]] == ["passed"] * 2  # the third is a time
+
+
+@pytest.mark.full  # four times two processes, one after the other: half a minute
+def test_planned_steps_are_measured_beside_others(tmp_path):
+    shown = run_lengths(tmp_path, "measure", "--foreign=inf", "--rounds=2")
+    records = [json.loads(line) for line in (tmp_path / "lengths-measured.jsonl").read_text().splitlines()]
+    steps = [r for r in records if r["what"] == "step"]
+    assert len(steps) == 2 and all(r["error"] < 1e-5 for r in steps)
+    assert [sorted(r["seconds"]) for r in records if r["what"] == "round"] == [["fixed", "ours", "torchs"]] * 4
+    assert [r["arm"] for r in records if r["what"] == "memory"] == ["ours", "fixed", "torchs"]
+    assert "fewer than 15 counted" in shown and ": unmeasured" in shown

@@ -36,21 +36,21 @@ class Block(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
         self.up, self.down = nn.Linear(config.hidden, config.ffn), nn.Linear(config.ffn, config.hidden)
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, **documents: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.config.heads, self.head_dim).transpose(1, 2)
         k, v = self.kv(x).view(batch, length, 2, self.config.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        out = seq1f1b.causal_attention(q, k, v, layer=self.layer)
+        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, **documents)
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
-    def run(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm_1(x))
+    def run(self, x: Tensor, **documents: Tensor) -> Tensor:
+        x = x + self.attend(self.norm_1(x), **documents)
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
         if self.config.checkpoint and torch.is_grad_enabled():
-            return checkpoint(self.run, x, use_reentrant=False)
-        return self.run(x)
+            return checkpoint(self.run, x, use_reentrant=False, **documents)
+        return self.run(x, **documents)
 
 
 class Stage(nn.Module):
@@ -66,11 +66,12 @@ class Stage(nn.Module):
             self.norm = nn.LayerNorm(config.hidden)
             self.head = nn.Linear(config.hidden, config.vocab)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
+        """documents: doc_ids, or nothing."""
         if hasattr(self, "embedding"):
-            x = self.embedding(x) + self.position(seq1f1b.positions(x))
+            x = self.embedding(x) + self.position(seq1f1b.positions(x, **documents))
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, **documents)
         return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
