@@ -5,7 +5,7 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
 time the median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that
-both of their ranks hold; they are counted once, as the receiver's.
+both of their ranks hold; what of it is resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
     python benchmarks/caps.py --show               # what is measured
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from arms import Case
 from common import FOREIGN_LIMIT, ForeignLoad, show_and_write, spawn
 from memory import MACHINE, MIB, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
-from pipeline import peaks_of_steps
+from pipeline import peaks_of_steps, status_bytes
 
 from seq1f1b.plan import Plan
 from seq1f1b.planning.cost import CostModel
@@ -76,11 +76,11 @@ def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: 
     made, _, total = peaks_of_steps(
         case, "ours", lambda: PlannedArm(case, Ours(name, text), rank, directory), steps + 1, count
     )
-    everyone = gathered(case, total)
+    everyone, shared = gathered(case, total), gathered(case, status_bytes("RssShmem"))
     if rank == 0:
         report = made.engine.report()
         units = [report.kept_units, report.recomputed_units, report.moved_units]
-        Results(path, 0.0).add(what="ran", name=name, total=everyone, steps=seconds[1:], units=units)
+        Results(path, 0.0).add(what="ran", name=name, total=everyone, shared=shared, steps=seconds[1:], units=units)
 
 
 def show(results: Results) -> None:
@@ -97,7 +97,10 @@ def show(results: Results) -> None:
         assert planned is not None
         plan = Plan.from_json(planned["text"])
         places = planned["receive"]
-        totals = [total - sum(places) + own for total, own in zip(r["total"], places, strict=True)]
+        totals = [
+            total - shared + shared * own / sum(places)
+            for total, shared, own in zip(r["total"], r["shared"], places, strict=True)
+        ]
         ratios = [total / peak for total, peak in zip(totals, plan.peak, strict=True)]
         near += max(abs(ratio - 1) for ratio in ratios) <= WITHIN
         below += max(totals) <= plan.cap

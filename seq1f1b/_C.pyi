@@ -176,7 +176,7 @@ def program_simulate(
     /,
 ) -> _Simulation: ...
 
-# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, shard_logits, message_bytes,
+# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, shard_logits, message_bytes,
 # statistics_bytes
 _Bytes = tuple[Sequence[int] | None, ...]
 

@@ -600,7 +600,7 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        nothing = [None] * 8
+        nothing = [None] * 9
         return tuple(peak[1] for peak in _C.program_memory(program, (activations, *nothing)))
 
     def _per_stage(self, values: Any, name: str) -> list[int]:
@@ -616,6 +616,7 @@ class Schedule:
             self._per_stage(given.kv, "kv"),
             self._per_stage(given.kv_gradients, "kv_gradients"),
             self._per_unit(given.inputs, "inputs"),
+            self._per_unit(given.kv_rows, "kv_rows"),
             self._per_segment(given.shard_logits),
             sizes,
             statistics_sizes,

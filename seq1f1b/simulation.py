@@ -23,6 +23,8 @@ class StepMemory:
         kept_activations: the part of them that W reads, where the backward is split; I frees the rest. None: all.
         output_gradients: gradients inside the stage that I leaves to W, per unit.
         kv: keys and values of one micro-batch, per stage; held from F of segment 0 to the end of B of segment 0.
+        kv_rows: keys and values that a unit writes, per unit; held from its F to the end of its B or I: what is held in
+            place of ``kv`` where the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
         inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
         weights: with their gradients, per stage. Held throughout.
@@ -41,6 +43,7 @@ class StepMemory:
     logits: int = 0
     inputs: int | Sequence[Sequence[int]] = 0
     shard_logits: int | Sequence[int] = 0
+    kv_rows: int | Sequence[Sequence[int]] = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ static const char *const holdings[] = {
     [S1F_HOLDS_KV_GRADIENT] = "kv_gradients",
     [S1F_HOLDS_INPUT] = "inputs",
     [S1F_HOLDS_LOGITS] = "logits",
+    [S1F_HOLDS_KV_ROWS] = "kv_rows",
 };
 _Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
 

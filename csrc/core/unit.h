@@ -242,7 +242,8 @@ typedef enum {
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
     S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
     S1F_HOLDS_LOGITS = 6,          /* of a shard: from S to the end of T */
-    S1F_NUM_HOLDINGS = 7
+    S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
+    S1F_NUM_HOLDINGS = 8
 } s1f_holding;
 
 typedef struct { /* bits (1 << s1f_holding) */

@@ -29,6 +29,7 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
     case S1F_HOLDS_INPUT: return at(bytes->input, cell);
     case S1F_HOLDS_LOGITS: return at(bytes->logits, column);
+    case S1F_HOLDS_KV_ROWS: return at(bytes->kv_rows, cell);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
@@ -62,17 +63,17 @@ static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
     peak->units = greater(peak->units, l->units);
     peak->activations = greater(peak->activations, l->live[S1F_HOLDS_SAVED] + l->live[S1F_HOLDS_FOR_WEIGHT]);
     peak->output_gradients = greater(peak->output_gradients, l->live[S1F_HOLDS_OUTPUT_GRADIENT]);
-    peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV]);
+    peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV] + l->live[S1F_HOLDS_KV_ROWS]);
     peak->kv_gradients = greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT]);
     peak->inputs = greater(peak->inputs, l->live[S1F_HOLDS_INPUT]);
     peak->logits = greater(peak->logits, l->live[S1F_HOLDS_LOGITS]);
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of eight kinds. */
+/* Every sum is at most `most_held` values of nine kinds. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 8 / most_held;
+    int64_t most = INT64_MAX / 9 / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
             return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
@@ -97,6 +98,7 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
         (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes of a unit's keys and values", bytes->kv_rows, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a shard's logits", bytes->logits, columns, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a message", bytes->message, columns, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a shard's statistics", bytes->statistics, columns, most_held)) != S1F_OK)

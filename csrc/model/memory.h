@@ -1,8 +1,9 @@
 /* memory.h - the bytes that each rank holds while it walks its order.
  *
  * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
- * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots, dK/dV slabs, inputs of recomputed units, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as
- * large as the largest message of its kind.
+ * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots or their rows, dK/dV slabs, inputs of recomputed units, logits of a
+ * shard of the vocabulary. In addition receive places, for the whole step, each as large as the largest message of its
+ * kind.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
 #define S1F_MEMORY_H
@@ -15,6 +16,7 @@ typedef struct {                     /* NULL: nothing, but for `kept`; columns: 
     const int64_t *output_gradient;  /* [stage][column] */
     const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch: its slot, of the longest one */
     const int64_t *input;            /* [stage][column] of a recomputed unit, beyond its receive place */
+    const int64_t *kv_rows;          /* [stage][column] keys and values that a unit wrote, in place of `kv` */
     const int64_t *logits;           /* [column] of a shard of the vocabulary, from S to T */
     const int64_t *message;          /* [column] */
     const int64_t *statistics;       /* [column] of a message from shard to shard */

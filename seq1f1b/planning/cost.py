@@ -460,9 +460,22 @@ class CostModel:
                 row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
         return held
 
-    def unit_memory(self, sizes: Sequence[int]) -> StepMemory:
-        """Bytes of what units hold, without the cache."""
-        return StepMemory(*self._unit_bytes(sizes))
+    def unit_memory(self, sizes: Sequence[int], slot_tokens: int | None = None) -> StepMemory:
+        """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all
+        through the step, and is not counted here. ``slot_tokens``: of the cache's slots; None: a sequence."""
+        tables, slot_tokens = self._unit_bytes(sizes), slot_tokens or self.seq_len
+        if not self._releases(slot_tokens):
+            return StepMemory(*tables)
+        row, gradient_row = self._cache_bytes()
+        return StepMemory(
+            *tables,
+            kv_rows=[[math.ceil(layers * size * row) for size in sizes] for layers in self.layers],
+            kv_gradients=[math.ceil(layers * slot_tokens * gradient_row) for layers in self.layers],
+        )
+
+    def _releases(self, slot_tokens: int) -> bool:
+        """Whether the cache gives pages back as backwards end."""
+        return not self.layout.copies_prefix and 0 < self.hardware.release_tokens <= slot_tokens
 
     def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
         """Activations, what W reads of them, and what I leaves to W."""
@@ -544,7 +557,9 @@ class CostModel:
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
         peaks = schedule.peak_memory(memory, message_bytes=message_bytes, prefetch=prefetch)
-        kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)
+        kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks  # held all through the step
+        if not self._releases(slot_tokens):
+            kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)
         state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
         ranks = []
         for rank, stages in enumerate(stages_of):
@@ -553,13 +568,16 @@ class CostModel:
                 work = self._measured_workspace(self.profile, stages, longest)
             elif self.num_stages - 1 in stages and self.layout.head_in_loss:
                 work = max(work, self._logit_bytes(longest))
+            live = peaks.total[rank] - peaks.receive[rank]
+            rows = min(live, peaks.kv[rank])
+            gradient_rows = min(live - rows, peaks.kv_gradients[rank])
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
                     static=math.ceil(sum(map(self.parameters, stages)) * state),
-                    activations=peaks.total[rank] - peaks.receive[rank],
-                    kv=math.ceil(kv[rank]),
-                    kv_gradients=math.ceil(gradients[rank]),
+                    activations=live - rows - gradient_rows,
+                    kv=math.ceil(kv[rank]) + rows,
+                    kv_gradients=math.ceil(gradients[rank]) + gradient_rows,
                     receive=peaks.receive[rank],
                     workspace=math.ceil(work),
                     reserve=math.ceil(hw.allocator_reserve * changing + hw.context_bytes),

@@ -32,6 +32,7 @@ class Hardware:
         tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
             CPU; 0: none.
         link_efficiency: share of a link's rate that messages and collectives reach.
+        release_tokens: sequences of so many tokens or more give pages of the cache back as backwards end; 0: none do.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
         launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
         unit_overhead: the engine's own time per unit.
@@ -56,6 +57,7 @@ class Hardware:
     between_latency: float
     tier_bandwidth: float
     link_efficiency: float
+    release_tokens: float
     linear_efficiency: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
@@ -192,6 +194,6 @@ _MAY_BE_ZERO = frozenset(
     {
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
-        *("allocator_reserve", "context_bytes", "optimizer_bytes", "tier_bandwidth"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes", "tier_bandwidth", "release_tokens"),
     }
 )

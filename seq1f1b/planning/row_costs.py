@@ -72,11 +72,12 @@ class RowCosts:
 
     @property
     def memory(self) -> StepMemory:
-        """Bytes of what units hold, without the cache."""
-        flat: Any = self._cost.unit_memory(self._sizes)
-        tables = (flat.activations, flat.kept_activations, flat.output_gradients)
-        nested: list[Any] = [[self._nest(row) for row in table] for table in tables]
-        return StepMemory(*nested)
+        """Bytes of what units hold, see :meth:`CostModel.unit_memory`."""
+        flat: Any = self._cost.unit_memory(self._sizes, self._longest_row)
+        names = ("activations", "kept_activations", "output_gradients", "kv_rows")
+        tables = {name: getattr(flat, name) for name in names}
+        nested: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items() if table}
+        return StepMemory(**nested, kv_gradients=flat.kv_gradients)
 
     @property
     def message_bytes(self) -> list[Any]:

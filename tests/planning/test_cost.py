@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -274,3 +276,19 @@ def test_simulated_memory_is_the_ranks_bytes(name):
             assert (memory.kv[rank], memory.kv_gradients[rank]) == (parts.kv, parts.kv_gradients)
             assert (memory.receive[rank], memory.logits[rank]) == (parts.receive, parts.workspace)
             assert memory.weights[rank] + memory.optimizer[rank] == pytest.approx(parts.static, abs=1)
+
+
+def test_a_cache_that_gives_pages_back() -> None:
+    """On a CPU long sequences hold the rows that live units wrote, not whole slots: an order of one micro-batch."""
+    model = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=0)
+    for tokens in (4096, 8192):
+        cost = CostModel(model, load_hardware("cpu-zen5"), num_ranks=2, seq_len=tokens)
+        order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=4)
+        sizes = [tokens // 4] * 4
+        row = 2 * 2 * 2 * 64 * 4  # bytes of a token on two layers: K and V, two heads of 64 in fp32
+        slots = [rank.kv for rank in cost.rank_bytes(order, sizes)]
+        live = (5, 4)  # segments that hold rows at most: P - 1 + k
+        assert slots == ([2 * tokens * row, tokens * row] if tokens < 8192 else [n * tokens // 4 * row for n in live])
+    text = (Path(__file__).parents[2] / "csrc/run/kv_cache.c").read_text()
+    assert re.findall(r"RELEASE_TOKENS = (\d+)", text) == [f"{load_hardware('cpu-zen5').release_tokens:.0f}"]
+    assert load_hardware("h100").release_tokens == 0
