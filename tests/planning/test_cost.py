@@ -288,7 +288,7 @@ def test_a_cache_that_gives_pages_back() -> None:
         row = 2 * 2 * 2 * 64 * 4  # bytes of a token on two layers: K and V, two heads of 64 in fp32
         slots = [rank.kv for rank in cost.rank_bytes(order, sizes)]
         live = (5, 4)  # segments that hold rows at most: P - 1 + k
-        assert slots == ([2 * tokens * row, tokens * row] if tokens < 8192 else [n * tokens // 4 * row for n in live])
+        assert slots == ([2 * tokens * row] * 2 if tokens < 8192 else [n * tokens // 4 * row for n in live])
     text = (Path(__file__).parents[2] / "csrc/run/kv_cache.c").read_text()
     assert re.findall(r"RELEASE_TOKENS = (\d+)", text) == [f"{load_hardware('cpu-zen5').release_tokens:.0f}"]
     assert load_hardware("h100").release_tokens == 0
