@@ -60,7 +60,7 @@ class DocumentBatches(Sampler[PlannedStep]):
     Raises:
         ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
             the least ``tokens_per_step``; there are no documents; a number is out of range. While iterating: what
-            :func:`plan_step` refuses, and a last step of fewer documents than replicas.
+            :func:`plan_step` refuses, a last step of fewer documents than replicas, and an epoch without a step.
     """
 
     def __init__(
@@ -104,6 +104,11 @@ class DocumentBatches(Sampler[PlannedStep]):
         """The steps that are left of this epoch; afterwards, those of the next."""
         epoch, order = self.epoch, self._order(self.epoch)
         spans = list(pairwise([self._begin, *self._ends(order, self._begin)]))
+        if not spans:
+            raise ValueError(
+                f"the documents hold {sum(self._lengths)} tokens, which fill no step of {self._tokens}, and drop_last "
+                "leaves out what fills none: give smaller tokens_per_step, or drop_last=False"
+            )
         planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
         try:
             ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None

@@ -140,6 +140,13 @@ def test_a_last_step_too_small_for_the_replicas() -> None:
     assert [step.tokens for step in batches(lengths=lengths, num_replicas=2, drop_last=True)] == [8000]
 
 
+def test_an_epoch_without_a_step() -> None:
+    with pytest.raises(
+        ValueError, match="the documents hold 9 tokens, which fill no step of 8000, and drop_last leaves"
+    ):
+        next(iter(batches(lengths=[4, 5], drop_last=True)))
+
+
 def test_states_that_do_not_fit_are_refused() -> None:
     steps = batches()
     several(steps, 2)
