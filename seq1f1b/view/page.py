@@ -177,6 +177,7 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         "for_weight": ("activations", kept),
         "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k, rows)),
         "kv": ("kv", [kv[i // columns] for i in range(P * columns)]),
+        "kv_rows": ("kv", per_unit(given.kv_rows, "kv_rows", P, k, rows)),
         "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
         "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
     }

@@ -225,7 +225,8 @@ def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
     def add(name, total, seconds):
         results.add(what="plan", name=name, text=plan.to_json(), receive=[100, 50])
         steps = [(second, 0.01) for second in seconds]
-        results.add(what="ran", name=name, total=total, steps=[*steps, (9.0, 0.5)], units=[1, 2, 3])
+        ran = {"total": total, "shared": [150, 150], "steps": [*steps, (9.0, 0.5)], "units": [1, 2, 3]}
+        results.add(what="ran", name=name, **ran)
 
     add("good", [1000 + 50, 1200 + 100], [1.4, 1.6])
     caps.show(results)

