@@ -43,6 +43,7 @@ nitpick_ignore = [
         "seq1f1b.testing.T",
         "seq1f1b.runtime.step.StepArguments",
         "seq1f1b.partition.PieceCosts",
+        "seq1f1b.runtime.rows.PlannedRows",
     )
 ]
 

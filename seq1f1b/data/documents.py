@@ -50,7 +50,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
     Args:
         lengths: tokens of each document of the data.
-        cost: of the model on a machine, for the pipeline of one replica, see :func:`plan_step`.
+        cost: of the model on a machine, for the pipeline of one replica.
         tokens_per_step: of all replicas together; a step of fewer comes where the next document is too long for the
             rest, and at an epoch's end.
         seed: of the order of documents. None: they come as they are.
@@ -60,7 +60,7 @@ class DocumentBatches(Sampler[PlannedStep]):
     Raises:
         ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
             the least ``tokens_per_step``; there are no documents; a number is out of range. While iterating: what
-            :func:`plan_step` refuses, a last step of fewer documents than replicas, and an epoch without a step.
+            ``plan_step`` refuses, a last step of fewer documents than replicas, and an epoch without a step.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class RowCosts:
 
     @property
     def memory(self) -> StepMemory:
-        """Bytes of what units hold, see :meth:`CostModel.unit_memory`."""
+        """Bytes of what units hold, see :meth:`seq1f1b.planning.cost.CostModel.unit_memory`."""
         flat: Any = self._cost.unit_memory(self._sizes, self._longest_row)
         names = ("activations", "kept_activations", "output_gradients", "kv_rows")
         tables = {name: getattr(flat, name) for name in names}
