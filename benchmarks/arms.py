@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import HeadLoss, Stage, cross_entropy
+from model import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
@@ -70,7 +70,7 @@ class Case:
         heads = self.hidden // 64
         return seq1f1b.ModelShape(self.hidden, self.blocks, heads, heads, 4 * self.hidden * 2 // 3, self.vocab)
 
-    def stage(self, index: int, num_stages: int, attention: str, *, head: bool = True) -> Stage:
+    def stage(self, index: int, num_stages: int, attention: str, *, head: HeadPart = True) -> Stage:
         return Stage(
             index, num_stages, hidden=self.hidden, blocks=self.blocks, vocab=self.vocab, attention=attention, head=head
         )
@@ -92,6 +92,7 @@ class Spec:
     split: str = "even"
     head_in_loss: bool = False
     weights: str = "planned"  # of ours: where W runs, as PipelineEngine takes it
+    spread: bool = False  # of ours: the rows of the head over the ranks
     checkpoint: bool = False  # of torch's: every block is computed again, by torch.utils.checkpoint
 
     @property
@@ -105,8 +106,9 @@ class Spec:
         if self.schedule == RUNTIME:
             return f"torch's runtime, our order, k {self.segments}"
         head = ", head in the loss" if self.head_in_loss else ""
+        spread = ", head over the ranks" if self.spread else ""
         waits = ", W in waits" if self.weights == "fill" else ""
-        return f"{self.schedule} k {self.segments} {self.split}{head}{waits}"
+        return f"{self.schedule} k {self.segments} {self.split}{head}{spread}{waits}"
 
     @property
     def label(self) -> str:
@@ -159,10 +161,10 @@ class OurArm(Arm):
         """form: of torch's attention. dtype: below float32, that of autocast. sizes: in place of the split."""
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
         self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
-        options = None
+        options, seconds = None, {}
         if spec.schedule in (AUTO, AUTO_SPLIT):
             backward = "whole" if spec.schedule == AUTO else "split"
-            costs = _unit_costs(case, spec, sizes, rank, backward)
+            costs, seconds = _unit_costs(case, spec, sizes, rank, backward)
             options = {"backward": backward, "costs": costs, "cap": case.ranks * per_rank * k}
         try:
             order = seq1f1b.build_schedule(
@@ -174,13 +176,16 @@ class OurArm(Arm):
         own = [stage for stage, at in enumerate(order.rank_of_stage) if at == rank]
         self.has_first, self.has_last = 0 in own, order.num_stages - 1 in own
         attention = "ours" if spec.attention == "ours" else form
-        self.modules = [case.stage(i, order.num_stages, attention, head=not spec.head_in_loss) for i in own]
+        head: HeadPart = "norm" if spec.spread else not spec.head_in_loss
+        self.modules = [case.stage(i, order.num_stages, attention, head=head) for i in own]
         if order.num_stages == case.ranks and case.ranks <= k:
             for module in self.modules:
                 module.share_rows(order.simulate(segment_sizes=sizes).peak_tokens[rank])
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)
+        if spec.spread:
+            loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(**seconds)
         prefetch = EARLY_PREFETCH if options is not None else 1
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
@@ -202,6 +207,13 @@ class OurArm(Arm):
     def spans(self) -> list[tuple[float, float]]:
         report = self.engine.report()
         return [(start, end) for _, start, end in (*report.timeline, *report.fills)]
+
+
+def _shard_of_head(case: Case, rank: int) -> seq1f1b.VocabularyParallelHead:
+    """This rank's rows of the head that the whole model has, under their names in it."""
+    shard = seq1f1b.VocabularyParallelHead(case.hidden, case.vocab, rank=rank, num_ranks=case.ranks, name="head.1")
+    shard.load_whole(make_head(case.hidden, case.vocab).get_parameter("1.weight"))
+    return shard
 
 
 def split_sizes(case: Case, spec: Spec, rank: int) -> list[int]:
@@ -230,9 +242,11 @@ def _measured_costs(case: Case, attention: str, rank: int) -> list[float]:
     return _costs[case, attention]
 
 
-def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int, backward: str) -> tuple[Any, ...]:
+def _unit_costs(
+    case: Case, spec: Spec, sizes: list[int], rank: int, backward: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Seconds of F, I and W, [stage][segment], the medians of four steps under another order of these units; where the
-    backward is whole, of F and B, and 0."""
+    backward is whole, of F and B, and 0. Then the same as ``spread_vocabulary`` takes them, with those of S and T."""
     weights = "fill" if backward == "split" else "planned"
     arm = OurArm(case, replace(spec, schedule="seq1f1b-interleaved", weights=weights), rank, sizes=sizes)
     found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -247,9 +261,18 @@ def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int, backward: s
     seconds = {key: statistics.median(values) for key, values in found.items()}
     everyones = {key: value for each in arm.engine.all_gather_object(seconds) for key, value in each.items()}
     arm.engine.close()
-    kinds, stages = "FIW" if backward == "split" else "FB", range(2 * case.ranks)
-    costs = [[[everyones[kind, i, s] for s in range(spec.segments)] for i in stages] for kind in kinds]
-    return (*costs, 0.0) if backward == "whole" else tuple(costs)
+
+    def of(*kinds: str) -> list[list[float]]:
+        """Of shards, stage r stands for rank r, and the stages above have none."""
+        return [
+            [sum(everyones.get((kind, i, s), 0.0) for kind in kinds) for s in range(spec.segments)]
+            for i in range(2 * case.ranks)
+        ]
+
+    by_pass = {"forward": of("F"), "backward": of("B", "I", "W"), "statistics": of("S"), "loss": of("T")}
+    if backward == "whole":
+        return (of("F"), of("B"), 0.0), by_pass
+    return (of("F"), of("I"), of("W")), {**by_pass, "weight": of("W"), "input": of("I")}
 
 
 # -- torch's schedules ---------------------------------------------------------------------------------------------
@@ -421,7 +444,10 @@ def errors(arm: Arm, rank: int, truth: tuple[float, dict[str, Tensor]] | None) -
     if gathered is None or truth is None:
         return 0.0, 0.0, 0.0
     loss = next(loss for loss, _ in gathered if loss is not None)
-    found = {name: g for _, gradients in gathered for name, g in gradients.items()}
+    found: dict[str, Tensor] = {}
+    for _, gradients in gathered:
+        for name, g in gradients.items():  # of a head over the ranks, each has rows, in the order of ranks
+            found[name] = torch.cat([found[name], g]) if name in found else g
     if found.keys() != truth[1].keys():
         raise RuntimeError(f"gradients are missing: {sorted(truth[1].keys() ^ found.keys())}")
     difference = sum(float((found[name].double() - g).square().sum()) for name, g in truth[1].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import seq1f1b
 
 HEAD_DIM = 64
+
+HeadPart: TypeAlias = "bool | Literal['norm']"
 
 
 class Block(nn.Module):
@@ -39,7 +42,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one of P stages; embedding on the first, head on the last unless ``head`` is off.
+    """Blocks of one of P stages; embedding on the first, head on the last unless ``head`` is off; "norm":
+    of the head, only the norm before it.
 
     Weights and their names are those of the whole model however many stages there are. Attention is "ours", torch's
     over "whole sequences", or one of ``torch_attention.FORMS``. ``layers``: blocks of each stage, where they are not
@@ -57,7 +61,7 @@ class Stage(nn.Module):
         blocks: int,
         vocab: int,
         attention: str = "ours",
-        head: bool = True,
+        head: HeadPart = True,
         layers: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
@@ -73,6 +77,8 @@ class Stage(nn.Module):
             self.blocks[str(i)] = Block(hidden, i, attention)
         if index == num_stages - 1 and head:
             self.head = make_head(hidden, vocab)
+            if head == "norm":
+                del self.head[1]
 
     def share_rows(self, tokens: int) -> None:
         """See ``torch_attention.InSegments.capacity``."""
@@ -88,7 +94,7 @@ class Stage(nn.Module):
         return self.head(x) if hasattr(self, "head") else x  # type: ignore[no-any-return]
 
 
-def make_head(hidden: int, vocab: int) -> nn.Module:
+def make_head(hidden: int, vocab: int) -> nn.Sequential:
     torch.manual_seed(vocab)
     return nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False))
 

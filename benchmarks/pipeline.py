@@ -289,6 +289,7 @@ def bars() -> list[Bar]:
         ours = tuple(Spec(family, attention, k, "profiled") for family in families for k in (1, 2, 4))
         ours += tuple(Spec(family, attention, k, "even") for family in families for k in (1, 2, 4))
         ours += tuple(dataclasses.replace(spec, weights="fill") for spec in ours)
+        ours += tuple(dataclasses.replace(s, spread=True) for s in ours if s.schedule in (AUTO, AUTO_SPLIT))
         text = f"2048 tokens, M {M}, {ATTENTIONS[attention]}, split backward too: over torch's {name}"
         result.append(Bar(text, Case(2048, M), Spec(name, attention), ours, wanted))
     text = "4096 tokens, M 2, our attention against torch's 1F1B with its own"
@@ -437,6 +438,8 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
                     heads = heads if isinstance(heads, list) else heads[options.head_in_loss]
                     waits = options.weights if splits else ["planned"]
                     specs += [Spec(schedule, attention, k, split, head, w) for head in heads for w in waits]
+    if options.spread:
+        specs += [dataclasses.replace(spec, spread=True) for spec in specs if spec.schedule in (AUTO, AUTO_SPLIT)]
     return list(dict.fromkeys(specs))
 
 
@@ -456,6 +459,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--weights", nargs="+", default=["planned"], choices=["planned", "fill"], help="of split orders"
+    )
+    parser.add_argument(
+        "--spread", action="store_true", help="our auto orders also with the head's rows over the ranks"
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
