@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
     if not results.of("profile"):
-        segments = (1, 2) if options.quick else (4, 16)
+        segments = (1, 2) if options.quick else (4, 16, 64)
         spawn(case.ranks, measure_profile, case, segments, options.output, results.path)
         results.reload()
     wanted = {(longest, 2): (0.6,)} if options.quick else SHARES

@@ -220,7 +220,7 @@ class Schedule:
             by: what units may do, ``"recompute"``, ``"offload"``, or both.
             message_bytes, statistics_bytes, prefetch: as of :meth:`simulate`.
             tier: seconds of a unit's way out, or back, as of :meth:`simulate`; needed for both ways together.
-            seconds: of the passes, and of messages, as of :meth:`simulate`; used for both ways together.
+            seconds: of the passes, of moving, and of messages, as of :meth:`simulate`; used for both ways together.
         Raises:
             ScheduleError: this order breaks a rule.
             ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
@@ -388,6 +388,8 @@ class Schedule:
         input: Costs | None = None,
         recompute: Costs | None = None,
         tier: Costs = 0.0,
+        move_out: Costs = 0.0,
+        move_in: Costs = 0.0,
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
@@ -422,6 +424,7 @@ class Schedule:
             recompute: R where the order recomputes; default: ``forward``.
             tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time,
                 beside the units. A, and the backward of a unit that was moved, wait for it. Not with ``critical``.
+            move_out, move_in: seconds that moving takes of the rank's own time: of O, and of L.
             transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
                 ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
             bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
@@ -455,7 +458,7 @@ class Schedule:
         sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
         program = self._lower(prefetch)
         seconds = self._pass_seconds(
-            forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient
+            forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient, move_out, move_in
         )
         times = _C.program_simulate(
             program,
@@ -529,6 +532,8 @@ class Schedule:
         loss: Costs = 0.5,
         embed: Costs = 0.0,
         embed_gradient: Costs = 0.0,
+        move_out: Costs = 0.0,
+        move_in: Costs = 0.0,
     ) -> dict[str, list[Any]]:
         """By the letter of the pass: seconds of every unit, flat."""
         whole = self._per_unit(backward, "backward")
@@ -547,7 +552,9 @@ class Schedule:
             "I": inputs,
             "W": weights,
             "R": self._per_unit(again, "recompute"),
-            **dict.fromkeys("OAL", self._per_unit(0.0, "moving")),
+            "O": self._per_unit(move_out, "move_out"),
+            "A": self._per_unit(0.0, "the end of moving"),
+            "L": self._per_unit(move_in, "move_in"),
             "S": self._per_unit(statistics, "statistics"),
             "T": self._per_unit(loss, "loss"),
             "E": self._per_unit(embed, "embed"),
@@ -600,7 +607,7 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        nothing = [None] * 9
+        nothing = [None] * 10
         return tuple(peak[1] for peak in _C.program_memory(program, (activations, *nothing)))
 
     def _per_stage(self, values: Any, name: str) -> list[int]:
@@ -617,6 +624,7 @@ class Schedule:
             self._per_stage(given.kv_gradients, "kv_gradients"),
             self._per_unit(given.inputs, "inputs"),
             self._per_unit(given.kv_rows, "kv_rows"),
+            self._per_unit(given.staying, "staying"),
             self._per_segment(given.shard_logits),
             sizes,
             statistics_sizes,

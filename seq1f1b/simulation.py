@@ -27,6 +27,9 @@ class StepMemory:
             place of ``kv`` where the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
         inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
+        staying: what stays of every unit from its F to the end of its B or I, whatever becomes of its activations: an
+            input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
+            ``inputs`` in peaks.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
@@ -44,6 +47,7 @@ class StepMemory:
     inputs: int | Sequence[Sequence[int]] = 0
     shard_logits: int | Sequence[int] = 0
     kv_rows: int | Sequence[Sequence[int]] = 0
+    staying: int | Sequence[Sequence[int]] = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class PeakMemory:
     """Most bytes that each rank holds, one value per rank; every kind of :class:`StepMemory` at its own peak.
 
     Attributes:
-        receive: places of the receivers, each as large as the largest message.
+        receive: places of the receivers, each as large as the largest message that comes into it.
         total: most of all kinds together at one time; the sum of the peaks may be more.
     """
 

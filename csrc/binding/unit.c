@@ -12,6 +12,7 @@ static const char *const holdings[] = {
     [S1F_HOLDS_INPUT] = "inputs",
     [S1F_HOLDS_LOGITS] = "logits",
     [S1F_HOLDS_KV_ROWS] = "kv_rows",
+    [S1F_HOLDS_STAYING] = "staying",
 };
 _Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
 

@@ -271,6 +271,7 @@ static const struct {
                          IF_RECOMPUTED},
     [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
     [S1F_HOLDS_KV_ROWS] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_STAYING] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
 };
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)

@@ -1,9 +1,9 @@
 /* memory.h - the bytes that each rank holds while it walks its order.
  *
  * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
- * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots or their rows, dK/dV slabs, inputs of recomputed units, logits of a
- * shard of the vocabulary. In addition receive places, for the whole step, each as large as the largest message of its
- * kind.
+ * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots or their rows, dK/dV slabs, inputs of recomputed units and what else
+ * stays, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as large as the largest message that
+ * comes into it.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
 #define S1F_MEMORY_H
@@ -17,6 +17,7 @@ typedef struct {                     /* NULL: nothing, but for `kept`; columns: 
     const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch: its slot, of the longest one */
     const int64_t *input;            /* [stage][column] of a recomputed unit, beyond its receive place */
     const int64_t *kv_rows;          /* [stage][column] keys and values that a unit wrote, in place of `kv` */
+    const int64_t *staying;          /* [stage][column] of a unit, whatever becomes of what it saved */
     const int64_t *logits;           /* [column] of a shard of the vocabulary, from S to T */
     const int64_t *message;          /* [column] */
     const int64_t *statistics;       /* [column] of a message from shard to shard */
@@ -28,7 +29,7 @@ typedef struct { /* of one rank: units, then bytes; each kind at its own peak */
 } s1f_memory_peak;
 
 /* peaks[num_ranks]. S1F_ERR_ARG if a number is negative, if `kept` is more than the whole, or if the sums could
- * overflow. Linear in the number of units. Pure. */
+ * overflow; S1F_ERR_MEMORY. Linear in the number of units. Pure. */
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
 
 /* Bytes of some holdings (bits 1 << s1f_holding) of a unit. */

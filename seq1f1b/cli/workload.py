@@ -308,6 +308,6 @@ def simulation_arguments(schedule: Schedule, options: argparse.Namespace) -> dic
     return {
         **arguments,
         **cost.simulation_arguments(schedule, sizes),
-        "memory": cost.step_memory(sizes),
+        "memory": cost.step_memory(sizes, schedule.rank_of_stage),
         **({} if optimizer is None else {"optimizer": optimizer}),
     }

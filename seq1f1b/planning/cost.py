@@ -229,9 +229,9 @@ class CostModel:
         if part is None or span.tokens == 0:
             return _NOTHING
         seconds = part.seconds(span.tokens, span.pairs, floor)
-        factors = PassSeconds(*[hw.measured_ends] * len(seconds))
+        factors = [hw.measured_runs * hw.measured_ends] * len(seconds)
         if self.profile is not None and part is self.profile.layer:
-            factors = PassSeconds(*(getattr(hw, f"measured_{name}") for name in PassSeconds._fields))
+            factors = [hw.measured_runs * getattr(hw, f"measured_{name}") for name in PassSeconds._fields]
         return PassSeconds(*map(operator.mul, seconds, factors))
 
     def _ffn_share(self) -> float:
@@ -292,16 +292,19 @@ class CostModel:
             rows.append(by_kind[kind])
         return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
 
-    def tier_seconds(self, sizes: Sequence[int]) -> list[list[float]]:
-        """What a rank's tier takes for what a unit saves, out or back, [stage][segment].
+    def moving_arguments(self, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`, [stage][segment]: what a rank's tier takes for what
+        a unit saves, out or back, and what that takes of the rank's own time.
 
         Raises:
             ValueError: the machine has no tier.
         """
-        rate = self.hardware.tier_bandwidth
-        if not rate:
-            raise ValueError(f"{self.hardware.name} has no tier to which units could move: its tier_bandwidth is 0")
-        return [[saved / rate for saved in row] for row in self._unit_bytes(sizes)[0]]
+        hw = self.hardware
+        if not hw.tier_bandwidth:
+            raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
+        rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
+        saved = self._unit_bytes(sizes)[0]
+        return {name: [[rate * unit for unit in row] for row in saved] for name, rate in rates.items()}
 
     def _head_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""
@@ -433,7 +436,7 @@ class CostModel:
         left = gradients + sum(inputs[name] for name in again)
         return sum(inputs.values()) + gradients - left, left
 
-    def step_memory(self, sizes: Sequence[int]) -> StepMemory:
+    def step_memory(self, sizes: Sequence[int], rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         hw = self.hardware
         activations, kept, left = self._unit_bytes(sizes)
@@ -448,6 +451,7 @@ class CostModel:
             weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
             optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
             logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
+            staying=self._staying_bytes(sizes, rank_of_stage),
         )
 
     def held_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -460,18 +464,30 @@ class CostModel:
                 row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
         return held
 
-    def unit_memory(self, sizes: Sequence[int], slot_tokens: int | None = None) -> StepMemory:
+    def unit_memory(
+        self, sizes: Sequence[int], rank_of_stage: Sequence[int], slot_tokens: int | None = None
+    ) -> StepMemory:
         """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all
         through the step, and is not counted here. ``slot_tokens``: of the cache's slots; None: a sequence."""
         tables, slot_tokens = self._unit_bytes(sizes), slot_tokens or self.seq_len
+        staying = self._staying_bytes(sizes, rank_of_stage)
         if not self._releases(slot_tokens):
-            return StepMemory(*tables)
+            return StepMemory(*tables, staying=staying)
         row, gradient_row = self._cache_bytes()
         return StepMemory(
             *tables,
+            staying=staying,
             kv_rows=[[math.ceil(layers * size * row) for size in sizes] for layers in self.layers],
             kv_gradients=[math.ceil(layers * slot_tokens * gradient_row) for layers in self.layers],
         )
+
+    def _staying_bytes(self, sizes: Sequence[int], rank_of_stage: Sequence[int]) -> list[list[int]]:
+        """Inputs that a stage of the same rank handed over, and gradients of the last stage's output that a loss
+        within F has left. Each is as large as a message."""
+        tensors = [stage > 0 and rank_of_stage[stage - 1] == rank_of_stage[stage] for stage in range(self.num_stages)]
+        left = [self.layout.head_in_loss and stage + 1 == self.num_stages for stage in range(self.num_stages)]
+        messages = self.message_bytes(sizes)
+        return [[(a + b) * message for message in messages] for a, b in zip(tensors, left, strict=True)]
 
     def _releases(self, slot_tokens: int) -> bool:
         """Whether the cache gives pages back as backwards end."""
@@ -538,7 +554,7 @@ class CostModel:
 
     def rank_bytes(self, schedule: Schedule, sizes: Sequence[int], *, prefetch: int = 1) -> list[RankBytes]:
         """The peak of every rank under an order. ``prefetch``: receive places beyond the peak of live ones."""
-        memory, messages = self.unit_memory(sizes), self.message_bytes(sizes)
+        memory, messages = self.unit_memory(sizes, schedule.rank_of_stage), self.message_bytes(sizes)
         return self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len, prefetch=prefetch)
 
     def rank_bytes_of(

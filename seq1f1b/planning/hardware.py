@@ -31,6 +31,7 @@ class Hardware:
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
         tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
             CPU; 0: none.
+        move_out, move_in: seconds of a rank's own for a byte that it sends there, and that it brings back.
         link_efficiency: share of a link's rate that messages and collectives reach.
         release_tokens: sequences of so many tokens or more give pages of the cache back as backwards end; 0: none do.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
@@ -56,6 +57,8 @@ class Hardware:
     inside_latency: float
     between_latency: float
     tier_bandwidth: float
+    move_out: float
+    move_in: float
     link_efficiency: float
     release_tokens: float
     linear_efficiency: float
@@ -88,8 +91,9 @@ class ProfiledHardware(Hardware):
 
     Attributes:
         measured_forward, measured_input, measured_weight, measured_backward, measured_recompute, measured_ends: factors
-            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, within the spread of
-            the fit and of the runs.
+            on the measured seconds of a layer's F, I, W, B and R, and of embedding and head; 1, within twice the spread
+            of the fit.
+        measured_runs: a factor on all of them; 1, within twice the spread from run to run.
     """
 
     profile: Profile | None = None
@@ -99,13 +103,14 @@ class ProfiledHardware(Hardware):
     measured_backward: float = 1.0
     measured_recompute: float = 1.0
     measured_ends: float = 1.0
+    measured_runs: float = 1.0
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
         """The profile, and of the machine what no profile measures, or this one did not: a tier."""
         spread = dict(machine.spread)
-        for passes in (*PassSeconds._fields, "ends"):
-            share = min(profile.spread(passes), 0.99)
+        for passes in (*PassSeconds._fields, "ends", "runs"):
+            share = min(2 * profile.spread(passes), 0.99)
             if share > 0:
                 spread[f"measured_{passes}"] = (1 - share, 1 + share)
         for name in ("unit_overhead", "split_backward_extra", "activation_factor"):
@@ -116,6 +121,9 @@ class ProfiledHardware(Hardware):
         if profile.tier_out is not None and profile.tier_in is not None:
             values["tier_bandwidth"] = 2 / (1 / profile.tier_out + 1 / profile.tier_in)
             spread.pop("tier_bandwidth", None)
+            for name in ("move_out", "move_in"):
+                values[name], within = getattr(profile, name), profile.move_spread(name)
+                spread[name] = (max(0.0, values[name] - within), values[name] + within)
         return cls(**values, profile=profile)
 
 
@@ -194,6 +202,7 @@ _MAY_BE_ZERO = frozenset(
     {
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
-        *("allocator_reserve", "context_bytes", "optimizer_bytes", "tier_bandwidth", "release_tokens"),
+        *("allocator_reserve", "context_bytes", "optimizer_bytes", "release_tokens"),
+        *("tier_bandwidth", "move_out", "move_in"),
     }
 )

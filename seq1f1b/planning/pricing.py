@@ -289,7 +289,8 @@ class Pricing:
     def _fit(self, candidate: Candidate, made: Made, cap: int) -> Made:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
-        memory, messages = cost.unit_memory(sizes), cost.message_bytes(sizes)
+        memory = cost.unit_memory(sizes, made.schedule.rank_of_stage)
+        messages = cost.message_bytes(sizes)
         prefetch, share = self._prefetch(candidate.family), 1 + cost.hardware.allocator_reserve
         held = made.schedule.peak_memory(memory, message_bytes=messages, prefetch=prefetch).total
         room = [max(0, x + math.floor((cap - rank.total) / share)) for x, rank in zip(held, made.ranks, strict=True)]
@@ -370,7 +371,7 @@ class Pricing:
         cost = self._on(candidate, seq_len, hardware)
         sizes = self._split(candidate, seq_len)
         arguments = cost.simulation_arguments(schedule, sizes) | {"prefetch": self._prefetch(candidate.family)}
-        return arguments | ({"tier": cost.tier_seconds(sizes)} if "offload" in candidate.remedies else {})
+        return arguments | (cost.moving_arguments(sizes) if "offload" in candidate.remedies else {})
 
     def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""

@@ -18,7 +18,7 @@ from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
-_FORMAT = "seq1f1b profile 3"
+_FORMAT = "seq1f1b profile 4"
 PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
 
@@ -144,6 +144,8 @@ class Profile:
             its own B; where it is in the loss the engine runs it at the end of F.
         tier_out, tier_in: bytes per second of a process on their way to its tier and back, while all processes compute
             and move. None: no tier was measured.
+        move_out, move_in: seconds by which a process's own units take longer for each byte that goes out, and that
+            comes back: to begin it, and what of it they feel beside them. None: no tier was measured.
     """
 
     machine: str
@@ -161,6 +163,8 @@ class Profile:
     head: Part | None = None
     tier_out: float | None = None
     tier_in: float | None = None
+    move_out: float | None = None
+    move_in: float | None = None
 
     def parts(self) -> dict[str, Part]:
         """Those that there are, by name."""
@@ -168,17 +172,27 @@ class Profile:
         return {name: part for name, part in named.items() if part is not None}
 
     def spread(self, passes: str) -> float:
-        """Relative: of the fit and from run to run together, of one of the layer's passes (``"forward"``), or of the
-        ends (``"ends"``) by their shares of the time."""
+        """Relative: of the fit of one of the layer's passes (``"forward"``), or of the ends (``"ends"``) by their
+        shares of the time; or from run to run (``"runs"``)."""
+        if passes == "runs":
+            return self.layer.noise
         if passes != "ends":
-            return math.hypot(getattr(self.layer, passes).residual, self.layer.noise)
+            return float(getattr(self.layer, passes).residual)
         whole = spread = 0.0
         for part in (self.embedding, self.head):
             for fit in (part.forward, part.backward) if part is not None else ():
                 seconds = fit.seconds(self.seq_len, 0.0)
                 whole += seconds
-                spread += seconds * math.hypot(fit.residual, part.noise if part is not None else 0.0)
+                spread += seconds * fit.residual
         return spread / whole if whole > 0 else 0.0
+
+    def move_spread(self, name: str) -> float:
+        """Of ``move_out`` or ``move_in``, in seconds per byte: twice that from run to run, of a difference of two
+        times of F, or of B."""
+        fit = self.layer.forward if name == "move_out" else self.layer.backward
+        moved = self.layer.moved_token_bytes * self.seq_len
+        seconds = fit.seconds(self.seq_len, visible_pairs(0, self.seq_len))
+        return 2 * math.sqrt(2) * self.layer.noise * seconds / moved if moved else 0.0
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Seconds of F and B of the whole model over each of so many equal pieces of a sequence, floors left out:
@@ -216,7 +230,8 @@ class Profile:
         if self.tier_out is not None and self.tier_in is not None:
             lines.append(
                 f"a token of a layer moves {layer.moved_token_bytes:.0f} bytes; a process's tier takes "
-                f"{self.tier_out / 1e9:.3g} GB/s and gives back {self.tier_in / 1e9:.3g} GB/s"
+                f"{self.tier_out / 1e9:.3g} GB/s and gives back {self.tier_in / 1e9:.3g} GB/s; its units take "
+                f"{(self.move_out or 0.0) * 1e9:.2g} + {(self.move_in or 0.0) * 1e9:.2g} s longer for each GB"
             )
         return "\n".join(lines)
 
@@ -263,7 +278,7 @@ _PART = {
     **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,
 }
-_TIER = ("tier_out", "tier_in")
+_TIER = ("tier_out", "tier_in", "move_out", "move_in")
 _PROFILE = {
     **dict.fromkeys(("machine", "torch", "dtype"), str),
     **dict.fromkeys(("threads", "processes", "seq_len"), int),
@@ -283,12 +298,13 @@ def _read_profile(data: Any) -> Profile:
     for name in ("layer", "embedding", "head"):
         if values[name] is not None or name == "layer":
             values[name] = _read_part(values[name], name)
-    if (values["tier_out"] is None) != (values["tier_in"] is None):
-        raise ValueError("profile: one of tier_out and tier_in is missing")
+    absent = [name for name in _TIER if values[name] is None]
+    if absent and len(absent) < len(_TIER):
+        raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(_TIER)} come together")
     for name in _TIER:
         if values[name] is not None:
             values |= _fields({name: values[name]}, {name: float}, "profile")
-            if values[name] == 0:
+            if values[name] == 0 and name.startswith("tier"):
                 raise ValueError(f"profile: {name} is 0: measure again")
     return Profile(**values)
 

@@ -52,6 +52,7 @@ class Measured(NamedTuple):
         unit_overhead, step_overhead: seconds, one per repetition.
         moved: bytes per token that a unit sent to its tier, 0 without one.
         tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
+        moving: seconds per moved byte by which units take longer, out and back, the same.
         workspace: tokens of a unit, and the bytes that one of its passes allocates for a while.
     """
 
@@ -66,6 +67,7 @@ class Measured(NamedTuple):
     step_overhead: list[float]
     moved: float
     tier: list[tuple[float, float]]
+    moving: list[tuple[float, float]]
     workspace: list[tuple[int, float]]
 
 
@@ -129,7 +131,7 @@ def measure_stage(
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
     case = _Case(stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
-    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [])
+    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [], [])
     for k in cuts:
         for way in WAYS:
             result = _measure_cut(case, k, way, result)
@@ -246,6 +248,7 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
                 result.tier.append((moved[0] / moved[2] * 1e9, moved[1] / moved[3] * 1e9))
         if way == "moved":
             tokens = sum(sizes[unit.segment] for unit, _, _ in report.timeline if unit.kind == "O")
+            result.moving.extend(_moving(report, sizes, result.units) for _, _, report in steps if report.moved_bytes)
             return result._replace(moved=report.moved_bytes / max(1, tokens))
         steps.sort(key=lambda step: step[0])
         for _, whole, report in steps[: (case.repeats + 1) // 2]:
@@ -268,6 +271,21 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
         )
     finally:
         engine.close()
+
+
+def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float]:
+    """Seconds per byte by which a step's units take longer, on the way out and back, than those of the same cut that
+    stay."""
+    spent: dict[str, float] = dict.fromkeys("FBOAL", 0.0)
+    moved = {unit.stage for unit, _, _ in report.timeline if unit.kind == "O"}
+    for unit, start, end in report.timeline:
+        spent[unit.kind] += end - start if unit.stage in moved else 0.0
+    stayed = {
+        kind: sum(statistics.median(units[sum(sizes[:s]), size][kind]) for s, size in enumerate(sizes)) for kind in "FB"
+    }
+    out = spent["F"] + spent["O"] + spent["A"] - stayed["F"]
+    back = spent["B"] + spent["L"] - stayed["B"]
+    return out / report.moved_bytes, back / report.moved_bytes
 
 
 def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
@@ -312,6 +330,7 @@ def _joined(measured: Sequence[Measured]) -> Measured:
         unit_overhead=[t for m in measured for t in m.unit_overhead],
         step_overhead=[t for m in measured for t in m.step_overhead],
         tier=[rates for m in measured for rates in m.tier],
+        moving=[seconds for m in measured for seconds in m.moving],
     )
 
 
@@ -395,6 +414,8 @@ def make_profile(
         head=None if head is None else fit_part(head),
         tier_out=statistics.median(rate for rate, _ in all_.tier) if all_.tier else None,
         tier_in=statistics.median(rate for _, rate in all_.tier) if all_.tier else None,
+        move_out=max(0.0, statistics.median(out for out, _ in all_.moving)) if all_.tier else None,
+        move_in=max(0.0, statistics.median(back for _, back in all_.moving)) if all_.tier else None,
     )
 
 

@@ -70,11 +70,10 @@ class RowCosts:
         units = list(map(sum, zip(*([unit for row in stage for unit in row] for stage in tables), strict=True)))
         return float(max(units) * len(units) / sum(units) - 1.0)
 
-    @property
-    def memory(self) -> StepMemory:
+    def memory(self, schedule: Schedule) -> StepMemory:
         """Bytes of what units hold, see :meth:`seq1f1b.planning.cost.CostModel.unit_memory`."""
-        flat: Any = self._cost.unit_memory(self._sizes, self._longest_row)
-        names = ("activations", "kept_activations", "output_gradients", "kv_rows")
+        flat: Any = self._cost.unit_memory(self._sizes, schedule.rank_of_stage, self._longest_row)
+        names = ("activations", "kept_activations", "output_gradients", "kv_rows", "staying")
         tables = {name: getattr(flat, name) for name in names}
         nested: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items() if table}
         return StepMemory(**nested, kv_gradients=flat.kv_gradients)
@@ -84,9 +83,10 @@ class RowCosts:
         """[row][segment]"""
         return self._nest(self._cost.message_bytes(self._sizes))
 
-    def tier_seconds(self) -> list[list[list[float]]]:
-        """What a rank's tier takes for what a unit saves, out or back. Raises ValueError where there is no tier."""
-        return [self._nest(row) for row in self._cost.tier_seconds(self._sizes)]
+    def moving_arguments(self) -> dict[str, list[list[list[float]]]]:
+        """What moving takes, see :meth:`seq1f1b.planning.cost.CostModel.moving_arguments`."""
+        tables = self._cost.moving_arguments(self._sizes)
+        return {name: [self._nest(row) for row in table] for name, table in tables.items()}
 
     def simulation_arguments(self, schedule: Schedule) -> dict[str, Any]:
         """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, and bytes of messages."""
@@ -98,7 +98,7 @@ class RowCosts:
         """The peak of every rank. Slots of the cache are as long as the longest row."""
         longest = max(self._sizes)
         return self._cost.rank_bytes_of(
-            schedule, self.memory, self.message_bytes, longest, self._longest_row, prefetch=prefetch
+            schedule, self.memory(schedule), self.message_bytes, longest, self._longest_row, prefetch=prefetch
         )
 
 

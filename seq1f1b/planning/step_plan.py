@@ -317,7 +317,7 @@ class _Search:
                 continue
             times = costs.simulation_arguments(order)
             if "offload" in self._remedies and "L" in "".join(order.cell_kinds()):
-                times["tier"] = costs.tier_seconds()
+                times |= costs.moving_arguments()
             simulation = order.simulate(**times, prefetch=self._prefetch)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = zip(*rows, strict=True)
@@ -340,14 +340,14 @@ class _Search:
         ranks = costs.rank_bytes(order, prefetch=self._prefetch)
         if max(rank.total for rank in ranks) <= self._memory:
             return order, ranks
-        memory, messages = costs.memory, costs.message_bytes
+        memory, messages = costs.memory(order), costs.message_bytes
         held = order.peak_memory(memory, message_bytes=messages, prefetch=self._prefetch).total
         share = 1 + self._cost.hardware.allocator_reserve
         left = [math.floor((self._memory - rank.total) / share) for rank in ranks]
         room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
         times = costs.simulation_arguments(order)
         if "offload" in self._remedies:
-            times["tier"] = costs.tier_seconds()
+            times |= costs.moving_arguments()
         order = order.fit(memory, room, self._remedies, prefetch=self._prefetch, **times)
         return order, costs.rank_bytes(order, prefetch=self._prefetch)
 

@@ -180,6 +180,7 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         "kv_rows": ("kv", per_unit(given.kv_rows, "kv_rows", P, k, rows)),
         "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
         "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
+        "staying": ("inputs", per_unit(given.staying, "staying", P, k, rows)),
     }
     lifetimes = _Lifetimes(unit for track in run.timeline for unit, _, _ in track)
     first = schedule.first_cells

@@ -192,10 +192,11 @@ def test_bytes_by_hand() -> None:
     memory = StepMemory(activations=10, shard_logits=[7, 8])
     peak = order.peak_memory(memory, message_bytes=[3, 2], statistics_bytes=1, prefetch=0)
     assert peak.shard_logits == (15, 15) and peak.activations == (20, 20)
-    # Rank 0: a gradient and two hidden states. Rank 1: two activations, and two hidden gradients, used the other way
-    # round. Statistics: one place each, and one more: both ranks would wait in their second S for the other's first T.
-    assert peak.receive == (3 * (1 + 2) + 1, 3 * (2 + 2) + 2)
-    assert peak.total == (20 + 15 + 10, 20 + 15 + 14)
+    # Rank 0: a place for gradients, and two hidden states. Rank 1: two activations, and two hidden gradients, used the
+    # other way round. Statistics: a place each, and one more: both ranks would wait in their second S for the other's
+    # first T.
+    assert peak.receive == (3 + (3 + 2) + 1, (3 + 2) + (3 + 2) + 2)
+    assert peak.total == (20 + 15 + 9, 20 + 15 + 12)
 
 
 def test_messages_of_statistics_are_small() -> None:

@@ -122,7 +122,7 @@ def test_simulate_with_the_costs_of_a_model(capsys):
         order = seq1f1b.build_schedule(name, **counts, options=options)
         run = order.simulate(
             **cost.simulation_arguments(order, [16384]),
-            memory=cost.step_memory([16384]), steps=3, optimizer_sync=False,
+            memory=cost.step_memory([16384], order.rank_of_stage), steps=3, optimizer_sync=False,
         )  # fmt: skip
         makespans.append(f"{run.makespan:.3g}")
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))

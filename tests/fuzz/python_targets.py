@@ -68,8 +68,9 @@ def profile(data: bytes) -> None:
         assert Profile.from_json(found.to_json()) == found
         if all(character.isprintable() for character in found.machine + found.torch + found.dtype):
             _require_no_nan(found.to_text().removeprefix(found.machine))
-        for passes in ("forward", "backward", "input", "weight", "recompute", "ends"):
+        for passes in ("forward", "backward", "input", "weight", "recompute", "ends", "runs"):
             assert found.spread(passes) >= 0
+        assert found.move_spread("move_out") >= 0 and found.move_spread("move_in") >= 0
         with _refusing():  # costs may add up to more than a double holds
             sizes = partition_sequence(64, 4, strategy="profiled", profile=found)
             assert sum(sizes) == 64

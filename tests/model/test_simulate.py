@@ -221,6 +221,19 @@ class Reference:
         assert edge is not None
         return scales[edge][step * len(self.sent[edge]) + self.sent[edge].index(unit)]
 
+    def place_bytes(self, edge: tuple[int, int], sizes: list[int]) -> int:
+        """What the places of an edge hold at most: a message takes the place that was freed last."""
+        places: dict[tuple[int, int], int] = {}
+        largest = [0] * self.places[edge]
+        for n, sent in enumerate(self.sent[edge]):
+            place = n
+            if n >= len(largest):
+                freed = self.frees[edge][n - len(largest)]
+                place = places[freed.microbatch, freed.segment]
+            places[sent.microbatch, sent.segment] = place
+            largest[place] = max(largest[place], sizes[sent.segment])
+        return sum(largest)
+
     def simulate(
         self,
         seconds: list[list[list[float]]],
@@ -360,6 +373,9 @@ class RandomCase:
             table |= dict.fromkeys("OAL", [[0.0] * k] * S)
             if recomputes and rng.random() < 0.5:
                 table["R"] = self.arguments["recompute"] = costs(1.0)
+            if moves and rng.random() < 0.5:
+                table["O"] = self.arguments["move_out"] = costs(0.3)
+                table["L"] = self.arguments["move_in"] = costs(0.3)
             self.seconds = [[table[u.kind][u.stage][u.segment] for u in order] for order in self.schedule.ranks]
         self.tier = costs(1.0) if moves else None
         if moves:
@@ -534,6 +550,8 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
             total[1] += given.output_gradients[stage][s]
         if given.kv_rows:
             total[2] += given.kv_rows[stage][s] * (number[forward] <= now <= middle)
+        if given.staying:
+            total[4] += given.staying[stage][s] * (number[forward] <= now <= middle)
         if s == 0:  # of the whole micro-batch
             last = number[forward._replace(kind=back, segment=k - 1)]
             freed = middle if goes_back else last
@@ -560,13 +578,14 @@ def test_peaks_of_every_kind_of_memory() -> None:
             kv=kv, kv_gradients=kv_gradients, weights=weights, optimizer=optimizer, logits=rng.randint(0, 99),
             inputs=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
             kv_rows=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 2 else 0,
+            staying=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 3 else 0,
         )  # fmt: skip
         sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
         peak = schedule.simulate(memory=given, message_bytes=sizes, prefetch=prefetch).memory
-        places = Reference(schedule, prefetch).places
+        reference = Reference(schedule, prefetch)
         for rank, order in enumerate(schedule.ranks):
             mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
-            receive = sum(n for (_, b), n in places.items() if b in mine) * max(sizes)
+            receive = sum(reference.place_bytes(edge, sizes) for edge in reference.places if edge[1] in mine)
             curve = [held(order, now, given, k, receive) for now in range(len(order))]
             kinds = (peak.activations, peak.output_gradients, peak.kv, peak.kv_gradients, peak.inputs, peak.receive)
             assert [kind[rank] for kind in kinds] == [max(held_now) for held_now in zip(*curve, strict=True)]
@@ -584,9 +603,9 @@ def test_memory_by_hand() -> None:
     )  # fmt: skip
     peak = schedule.simulate(memory=memory, message_bytes=[1, 2], prefetch=0).memory
     assert peak == PeakMemory(
-        activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(4, 4),
+        activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(3, 3),
         weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
-        total=(4000 + 4 + 300 + 17 + 8, 5050 + 4 + 300 + 17 + 8), inputs=(0, 0), shard_logits=(0, 0),
+        total=(4000 + 3 + 300 + 17 + 8, 5050 + 3 + 300 + 17 + 8), inputs=(0, 0), shard_logits=(0, 0),
     )  # fmt: skip
 
 
@@ -602,6 +621,8 @@ def test_moves_by_hand() -> None:
     with pytest.raises(ValueError, match="slack is not known where the tier takes time"):
         order.simulate(tier=1.0, critical=True)
     assert order.simulate(critical=True).slack is not None
+    assert order.simulate(move_out=0.25, move_in=0.5).makespan == 9.75
+    assert order.simulate(tier=3.0, move_out=0.25).makespan == 12.25
     for bad in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="the time of the tier is"):
             order.simulate(tier=bad)
@@ -687,7 +708,7 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
         (
             {"memory": StepMemory(activations=-1)},
-            "activation bytes of a unit is -1, must be in 0..85401592933840516",
+            "activation bytes of a unit is -1, must be in 0..76861433640456465",
         ),
         (
             {"memory": StepMemory(activations=1, kept_activations=2)},

@@ -103,7 +103,8 @@ def test_degrees_shard_work_and_bytes():
 
 
 def test_peak_bytes_by_hand():
-    """1F1B, P 3, M 4: rank r holds 3 - r micro-batches; recomputation leaves a layer's input, and one layer's work."""
+    """1F1B, P 3, M 4: rank r holds 3 - r micro-batches; recomputation leaves a layer's input, and one layer's work. The
+    loss leaves the gradient of the last stage's output."""
     machine = replace(ideal(), activation_factor=1.0, allocator_reserve=0.0, context_bytes=0.0)
     order = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
     h, q, f, layers, tokens = 64, 96, 96, 2, 10
@@ -111,7 +112,9 @@ def test_peak_bytes_by_hand():
     for recompute, per_token in saved.items():
         layout = Layout(recompute=recompute)
         ranks = CostModel(SMALL, machine, num_ranks=3, seq_len=tokens, layout=layout).rank_bytes(order, [tokens])
-        assert [rank.activations for rank in ranks] == [n * layers * per_token * tokens for n in (3, 2, 1)]
+        left = [0, 0, 2 * h * tokens]
+        held = [n * layers * per_token * tokens + more for n, more in zip((3, 2, 1), left, strict=True)]
+        assert [rank.activations for rank in ranks] == held
         assert [rank.kv for rank in ranks] == [n * layers * 2 * 48 * tokens * 2 for n in (3, 2, 1)]
         assert ranks[0].workspace == (0 if recompute == "none" else saved["none"] * tokens)
         assert ranks[2].workspace >= 50 * tokens * 10  # logits in bf16, fp32, and their gradient
@@ -127,12 +130,17 @@ def test_bytes_between_i_and_w_by_hand(recompute):
     kept = {"none": 2 * (2 * h + q + f), "ffn": 2 * (2 * h + q), "full": 0}[recompute]
     read_by_w = 2 * (2 * h + q + f) + 2 * (2 * h + q + 2 * g + 2 * f)
     cost = CostModel(SMALL, machine, num_ranks=1, seq_len=tokens, layout=Layout(recompute=recompute))
-    for order, per_token in (
-        ("F0.0 I0.0 W0.0", saved + read_by_w - kept),  # while I runs
-        ("F0.0 F1.0 I0.0 I1.0 W0.0 W1.0", max(read_by_w + saved + read_by_w - kept, 2 * saved + read_by_w - kept)),
+    left = 2 * h * tokens  # by the loss, until the end of I
+    first, second = 2 * saved + read_by_w - kept, read_by_w + saved + read_by_w - kept  # while I0.0 runs, and I1.0
+    for order, held in (
+        ("F0.0 I0.0 W0.0", layers * (saved + read_by_w - kept) * tokens + left),
+        (
+            "F0.0 F1.0 I0.0 I1.0 W0.0 W1.0",
+            max(layers * first * tokens + 2 * left, layers * second * tokens + left),
+        ),
     ):
         (rank,) = cost.rank_bytes(Schedule.from_text(order), [tokens])
-        assert rank.activations == layers * per_token * tokens
+        assert rank.activations == held
     held = cost.held_bytes([tokens])
     assert held == [[layers * (max(saved, read_by_w) + 2 * 2 * g) * tokens]]
 
@@ -269,10 +277,12 @@ def test_simulated_memory_is_the_ranks_bytes(name):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
         sizes = cost.split(k)
         arguments = cost.simulation_arguments(order, sizes)
-        memory = order.simulate(**arguments, memory=cost.step_memory(sizes)).memory
+        memory = order.simulate(**arguments, memory=cost.step_memory(sizes, order.rank_of_stage)).memory
         for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
             assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations
-            assert name == "seq-zb-h1" or memory.activations[rank] == parts.activations
+            assert name == "seq-zb-h1" or memory.activations[rank] <= parts.activations
+            assert name != "1f1b" or memory.activations[rank] + memory.inputs[rank] == parts.activations
+            assert (memory.inputs[rank] > 0) == (layout.head_in_loss and rank == 2)
             assert (memory.kv[rank], memory.kv_gradients[rank]) == (parts.kv, parts.kv_gradients)
             assert (memory.receive[rank], memory.logits[rank]) == (parts.receive, parts.workspace)
             assert memory.weights[rank] + memory.optimizer[rank] == pytest.approx(parts.static, abs=1)

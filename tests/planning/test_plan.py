@@ -57,7 +57,8 @@ def price(plan, machine=MACHINE, step=None):
     seconds = cost.unit_seconds(step.segment_sizes)._asdict()
     if "L" in "".join(plan.units):
         seconds["tier"] = [
-            [x / machine.tier_bandwidth for x in row] for row in cost.unit_memory(step.segment_sizes).activations
+            [x / machine.tier_bandwidth for x in row]
+            for row in cost.unit_memory(step.segment_sizes, order.rank_of_stage).activations
         ]
     run = order.simulate(**seconds, transfer=latencies, **messages, **steps, prefetch=plan.prefetch)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]

@@ -208,7 +208,68 @@ def test_a_tier_is_measured(tmp_path):
     made = make_profile(SHAPE, [measured, measured], seq_len=256, threads=1, dtype="float32", seconds=1.0)
     assert min(out for out, _ in measured.tier) <= made.tier_out <= max(out for out, _ in measured.tier)
     assert min(back for _, back in measured.tier) <= made.tier_in <= max(back for _, back in measured.tier)
+    assert len(measured.moving) == 3 and made.move_out >= 0 and made.move_in >= 0
     assert Profile.from_json(made.to_json()) == made and not any(tmp_path.iterdir())
+
+
+def test_what_moving_takes_of_the_units_is_measured(tmp_path):
+    """Against a stage that sleeps 5 ms longer in F, and 10 ms in B, as soon as what it saves moves."""
+    torch = pytest.importorskip("torch", reason="measuring needs torch")
+    from seq1f1b.ops.context import current
+    from seq1f1b.planning.profiler import make_profile, measure_stage
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            unit = current()  # None while the workspace is measured
+            ctx.moves = unit is not None and unit.aside is not None
+            ctx.save_for_backward(x * weight)
+            time.sleep(0.01 + 0.005 * ctx.moves)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            time.sleep(0.02 + 0.01 * ctx.moves)
+            (product,) = ctx.saved_tensors
+            return dy * 2, (dy * product).sum((0, 1))
+
+    class Stage(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return Slow.apply(x, self.weight)
+
+    arguments = {"seq_len": 128, "segments": (1, 2), "repeats": 3, "offload": tmp_path}
+    measured = measure_stage(Stage(), lambda tokens: torch.randn(2, tokens, 64), **arguments)
+    made = make_profile(SHAPE, [measured], seq_len=128, threads=1, dtype="float32", seconds=1.0)
+    moved = made.layer.moved_token_bytes * 128
+    assert moved == 2 * 128 * 64 * 4
+    assert made.move_out * moved == pytest.approx(2 * 0.005, rel=0.5)
+    assert made.move_in * moved == pytest.approx(2 * 0.01, rel=0.5)
+
+
+def test_moving_takes_the_time_that_was_measured():
+    tier = {"tier_out": 1e12, "tier_in": 1e12, "move_out": 1e-9, "move_in": 2e-9}
+    machine = ProfiledHardware.of(
+        profile(layer=part((1e-4, 1e-6, 2e-8), (3e-4, 2e-6, 5e-8), noise=0.01), **tier), MACHINE
+    )
+    cost = CostModel(SHAPE, machine, num_ranks=1, seq_len=2048)
+    order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=4).offload()
+    arguments, sizes = cost.simulation_arguments(order, [512] * 4), [512] * 4
+    stayed = order.simulate(**arguments).makespan
+    moved = order.simulate(**arguments, **cost.moving_arguments(sizes)).makespan
+    units = sum(unit.kind == "L" for unit in order.ranks[0])
+    saved = cost.unit_memory([512], order.rank_of_stage).activations[0][0]
+    assert units == 2 and moved - stayed == pytest.approx(units * saved * 3e-9, rel=1e-3)
+    low, high = machine.spread["move_in"]
+    assert low < 2e-9 < high and high - 2e-9 == pytest.approx(
+        2 * math.sqrt(2) * 0.01 * (3e-4 + 2e-6 * 512 + 5e-8 * visible_pairs(0, 512)) / (6.5 * 512)
+    )
+    assert low == 0.0
+    with pytest.raises(ValueError, match="has no tier to which units could move"):
+        CostModel(SHAPE, replace(machine, tier_bandwidth=0.0), num_ranks=1, seq_len=2048).moving_arguments(sizes)
 
 
 def test_what_never_moves_has_no_rates(tmp_path):
@@ -248,7 +309,8 @@ def test_bad_measurements():
 
 
 def test_a_file_says_the_same_again(tmp_path):
-    for written in (profile(), profile(embedding=None, head=None), profile(tier_out=1.5e9, tier_in=2e9)):
+    tier = {"tier_out": 1.5e9, "tier_in": 2e9, "move_out": 0.0, "move_in": 4e-10}
+    for written in (profile(), profile(embedding=None, head=None), profile(**tier)):
         written.save(tmp_path / "p.json")
         assert Profile.load(tmp_path / "p.json") == written
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
@@ -256,6 +318,7 @@ def test_a_file_says_the_same_again(tmp_path):
 
 def test_bad_files(tmp_path):
     good = json.loads(profile().to_json())
+    tier = {"tier_out": 1e9, "tier_in": 1e9, "move_out": 1e-10, "move_in": 1e-10}
 
     def changed(path, value):
         data = json.loads(json.dumps(good))
@@ -273,7 +336,7 @@ def test_bad_files(tmp_path):
         ("{", "a profile must be JSON"),
         ("[]", 'whose "format" is'),
         (json.dumps({**good, "format": "seq1f1b plan 1"}), 'whose "format" is'),
-        (json.dumps({**good, "format": "seq1f1b profile 2"}), "has the format 'seq1f1b profile 2'.*: measure again"),
+        (json.dumps({**good, "format": "seq1f1b profile 3"}), "has the format 'seq1f1b profile 3'.*: measure again"),
         (changed(["torch"], None), r"missing fields \['torch'\]"),
         (changed(["torch"], 2), "torch is 2, must be a text"),
         (changed(["speed"], 1), r"unknown fields \['speed'\]"),
@@ -295,10 +358,12 @@ def test_bad_files(tmp_path):
         (changed(["head", "recompute"], None), r"head: unknown fields \[\], missing fields \['recompute'\]"),
         (changed(["layer", "moved_token_bytes"], -1), "layer: moved_token_bytes is -1.0, must be"),
         (changed(["tier_out"], None), r"missing fields \['tier_out'\]"),
-        (changed(["tier_out"], 1e9), "one of tier_out and tier_in is missing"),
-        (json.dumps({**good, "tier_out": 1e9, "tier_in": "fast"}), "tier_in is 'fast', must be a finite number"),
-        (json.dumps({**good, "tier_out": math.nan, "tier_in": 1e9}), "tier_out is nan, must be a finite number"),
-        (json.dumps({**good, "tier_out": 1e9, "tier_in": 0}), "tier_in is 0: measure again"),
+        (changed(["tier_out"], 1e9), "tier_in, move_out, move_in is missing: tier_out, .* come together"),
+        (json.dumps({**good, **tier, "move_in": None}), "move_in is missing: tier_out, .* come together"),
+        (json.dumps({**good, **tier, "tier_in": "fast"}), "tier_in is 'fast', must be a finite number"),
+        (json.dumps({**good, **tier, "tier_out": math.nan}), "tier_out is nan, must be a finite number"),
+        (json.dumps({**good, **tier, "tier_in": 0}), "tier_in is 0: measure again"),
+        (json.dumps({**good, **tier, "move_out": -1e-10}), "move_out is -1e-10, must be a finite number"),
         (changed(["layer", "layers"], 0), "layer: layers is 0, must be at least 1"),
         (
             changed(["layer", "forward"], dict.fromkeys(Fit._fields, 0.0)),
@@ -370,12 +435,12 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
     assert cost.message_bytes(sizes) == [200 * 128, 100 * 128]
     saved = [2 * (100 + 7.5 * size) for size in sizes]
-    assert cost.step_memory(sizes).activations[0] == [
+    assert cost.step_memory(sizes, (0, 1)).activations[0] == [
         math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
     ]
-    assert cost.step_memory(sizes).kept_activations[0] == [(2 + 1) * 2.5 * size for size in sizes]
+    assert cost.step_memory(sizes, (0, 1)).kept_activations[0] == [(2 + 1) * 2.5 * size for size in sizes]
     ends = 2 if head_in_loss else 3
-    assert cost.step_memory(sizes).output_gradients[1] == [ends * 1.5 * size for size in sizes]
+    assert cost.step_memory(sizes, (0, 1)).output_gradients[1] == [ends * 1.5 * size for size in sizes]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.rank_bytes(order, sizes)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
@@ -386,12 +451,17 @@ def test_uncertain_factors_scale_their_passes():
     pairs = visible_pairs(0, 300)
     assert seconds.forward[1][0] == pytest.approx(2 * 2 * (1e-4 + 1e-6 * 300 + 2e-8 * pairs) + 1e-6)
     assert seconds.backward[0][0] == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
-    spread = ProfiledHardware.of(profile(), MACHINE).spread
-    assert spread["measured_forward"] == pytest.approx((0.97, 1.03))
-    assert spread["measured_backward"] == pytest.approx((0.96, 1.04))
-    assert spread["measured_input"] == pytest.approx((0.95, 1.05))
-    assert spread["measured_weight"] == pytest.approx((0.94, 1.06))
-    assert spread["measured_recompute"] == pytest.approx((0.93, 1.07))
+    noisy = part((1e-4, 1e-6, 2e-8), (3e-4, 2e-6, 5e-8), noise=0.01)
+    spread = ProfiledHardware.of(profile(layer=noisy), MACHINE).spread
+    assert spread["measured_forward"] == pytest.approx((0.94, 1.06))
+    assert spread["measured_backward"] == pytest.approx((0.92, 1.08))
+    assert spread["measured_input"] == pytest.approx((0.90, 1.10))
+    assert spread["measured_weight"] == pytest.approx((0.88, 1.12))
+    assert spread["measured_recompute"] == pytest.approx((0.86, 1.14))
+    assert spread["measured_runs"] == pytest.approx((0.98, 1.02))
+    plain, slower = cost_model().unit_seconds([300]), cost_model(measured_runs=1.5).unit_seconds([300])
+    for before, after in zip(plain, slower, strict=True):
+        assert after[1][0] - 1e-6 == pytest.approx(1.5 * (before[1][0] - 1e-6))
 
 
 def test_split_and_whole_backwards_have_their_own_costs():

@@ -90,7 +90,7 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
         cost = cost_of(2, stages_per_rank=2, machine=machine)
         plan = plan_step([rng.randint(1, 900) for _ in range(40)], cost, segment_tokens=200, schedule="seq-zbv")
         found, messages = plan.costs.seconds, plan.costs.message_bytes
-        memory = plan.costs.memory
+        memory = plan.costs.memory(plan.schedule)
         for index in range(len(plan.rows)):
             row = row_of(plan, index)
             counts = {"num_ranks": 2, "stages_per_rank": 2, "seq_len": sum(row.documents)}
@@ -98,7 +98,15 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
             of_row = UnitSeconds(*([stage[index] for stage in table] for table in found))
             assert of_row == alone.unit_seconds(row.sizes)
             assert messages[index] == alone.message_bytes(row.sizes)
-            assert [stage[index] for stage in memory.activations] == alone.unit_memory(row.sizes).activations
+            by_itself = alone.unit_memory(row.sizes, plan.schedule.rank_of_stage)
+            assert [stage[index] for stage in memory.activations] == by_itself.activations
+            assert [stage[index] for stage in memory.staying] == by_itself.staying
+            assert [any(units) for units in by_itself.staying] == [
+                False,
+                False,
+                True,
+                True,
+            ]  # seq-zbv: ranks 0, 1, 1, 0
         longest = max(sum(sizes) for sizes in plan.segment_sizes)
         counts = {"num_ranks": 2, "stages_per_rank": 2, "seq_len": longest}
         zbv = build_schedule("zbv", num_ranks=2, num_microbatches=4, stages_per_rank=2)

@@ -12,6 +12,8 @@
 The digests were computed at commit 1501567. A digest that changes means that behaviour changed: a commit that rewrites
 one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
 ``(F5.0;B1.0)``; all its digests are those of the order without pairs.
+Those of ``memory`` are of receive places as large as the largest message that comes into each; they were as large as
+the largest of all.
 
     export PYTHONPATH=tests/support
     python tests/schedules/test_pinned_orders.py --write              compute and write all digests
