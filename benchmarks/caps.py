@@ -4,8 +4,9 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 2048 to 16384 tokens, two and four micro-batches, each under a cap between what the fastest plan needs and the least
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
-time the median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that
-both of their ranks hold; what of it is resident is counted once, as the receivers'.
+libraries have their own memory by then, as another model has run. Time is the median of the steps in which other
+processes used less than 8 % of a core. Receive places lie in memory that both of their ranks hold; what of it is
+resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
     python benchmarks/caps.py --show               # what is measured
@@ -27,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from arms import Case
 from common import FOREIGN_LIMIT, ForeignLoad, show_and_write, spawn
-from memory import MACHINE, MIB, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
+from memory import MACHINE, MIB, WARM_TOKENS, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
 from pipeline import peaks_of_steps, status_bytes
 
 from seq1f1b.plan import Plan
@@ -65,16 +66,22 @@ def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: 
     load = ForeignLoad(gathered(case, os.getpid()))
     seconds: list[tuple[float, float]] = []
 
-    def count(arm: PlannedArm) -> None:
-        arm.zero_grad()
-        dist.barrier()
-        seconds.append((time.perf_counter() - began[0], load.cores()))
-        load.start()
-        began[0] = time.perf_counter()
+    class TimedArm(PlannedArm):
+        def step(self) -> float | None:
+            load.start()
+            dist.barrier()
+            began = time.perf_counter()
+            loss = super().step()
+            dist.barrier()
+            seconds.append((time.perf_counter() - began, load.cores()))
+            return loss
 
-    began = [time.perf_counter()]
     made, _, total = peaks_of_steps(
-        case, "ours", lambda: PlannedArm(case, Ours(name, text), rank, directory), steps + 1, count
+        case,
+        "ours",
+        lambda: TimedArm(case, Ours(name, text), rank, directory),
+        steps + 1,
+        warm_tokens=WARM_TOKENS,
     )
     everyone, shared = gathered(case, total), gathered(case, status_bytes("RssShmem"))
     if rank == 0:
@@ -132,7 +139,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
     if not results.of("profile"):
-        segments = (1, 2) if options.quick else (4, 16, 64)
+        segments = (1, 2) if options.quick else (8, 32)
         spawn(case.ranks, measure_profile, case, segments, options.output, results.path)
         results.reload()
     wanted = {(longest, 2): (0.6,)} if options.quick else SHARES

@@ -52,11 +52,12 @@ from seq1f1b.planning.profiler import make_profile
 from seq1f1b.planning.search import search_plans
 
 TITLE = "Step time over memory: plans under caps, and torch's schedules"
-# What a plan counts is what a step holds: no share of a process that has imported torch, and no optimizer's state.
-# Beside tensors that is the code and the graphs that steps touch, and what allocations round up to pages.
+# What a plan counts is what a step holds: no share of a process that has imported torch and run a product, and no
+# optimizer's state; beside tensors, the tier's own memory and the objects of graphs.
 MACHINE = dataclasses.replace(
-    load_hardware("cpu-zen5"), context_bytes=4.0 * 2**20, allocator_reserve=0.02, optimizer_bytes=0.0
+    load_hardware("cpu-zen5"), context_bytes=2.0 * 2**20, allocator_reserve=0.0, optimizer_bytes=0.0
 )
+WARM_TOKENS = 1024
 CAPS = (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)  # of the peak of the plan without one
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)  # that plans may have
 PEERS = (Spec("1F1B", "ours"), Spec("1F1B", "ours", checkpoint=True), Spec("ZBVZeroBubble", "ours"))
@@ -262,7 +263,9 @@ def gathered(case: Case, value: Any) -> list[Any]:
 
 def measure_memory(rank: int, case: Case, arm: Spec | Ours, directory: str, path: str) -> None:
     """Peaks over four steps: the largest growth after the first, and the total; what of it was planned."""
-    made, growth, total = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 4)
+    made, growth, total = peaks_of_steps(
+        case, "ours", lambda: make(case, arm, rank, directory), 4, warm_tokens=WARM_TOKENS
+    )
     own: dict[str, Any] = {"growth": max(growth[1:]), "total": total}
     if isinstance(made, OurArm):
         report = made.engine.report()
@@ -313,7 +316,7 @@ def measure_rounds(
 
 def try_length(rank: int, case: Case, arm: Spec | Ours, cap: int, directory: str, path: str) -> None:
     """One step, the first, in processes of its own."""
-    _, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1)
+    _, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
     everyone = gathered(case, growth[0])
     if rank == 0:
         found = {"growth": everyone, "fits": max(everyone) <= cap}
@@ -376,7 +379,9 @@ def train_ranks(rank: int, case: Case, arm: Spec | Ours, directory: str, path: s
         made.zero_grad()
 
     assert isinstance(arm, Ours)
-    made, growth, _ = peaks_of_steps(case, "ours", lambda: PlannedArm(case, arm, rank, directory), STEPS, update)
+    made, growth, _ = peaks_of_steps(
+        case, "ours", lambda: PlannedArm(case, arm, rank, directory), STEPS, update, warm_tokens=WARM_TOKENS
+    )
     everyone = gathered(case, (max(growth), made.losses))
     if rank == 0:
         [losses] = [each for _, each in everyone if each[0] is not None]

@@ -172,16 +172,22 @@ def status_bytes(field: str) -> int:
 
 
 def peaks_of_steps(
-    case: Case, attention: str, make: Callable[[], A], steps: int, after: Callable[[A], object] = Arm.zero_grad
+    case: Case,
+    attention: str,
+    make: Callable[[], A],
+    steps: int,
+    after: Callable[[A], object] = Arm.zero_grad,
+    warm_tokens: int = 64,
 ) -> tuple[A, list[int], int]:
     """Makes an arm and takes so many steps, each followed by ``after``. Returns it, and peaks of resident memory of
     this rank, in bytes.
 
     growth: of each step over what is resident before it. total: over what is resident before the arm is made, with its
-    weights, its buffers and all that it keeps between steps.
+    weights, its buffers and all that it keeps between steps. Before that, so many tokens run through a model, which
+    loads the code that steps run, and what libraries keep for products of this size.
     """
-    warm = case.stage(0, 1, "ours" if attention == "ours" else "two calls")  # loads the code that steps run
-    cross_entropy(warm(torch.zeros(1, 64, dtype=torch.int64)), torch.zeros(1, 64, dtype=torch.int64)).backward()
+    warm, tokens = case.stage(0, 1, "ours" if attention == "ours" else "two calls"), torch.zeros(1, warm_tokens).long()
+    cross_entropy(warm(tokens), tokens).backward()
     del warm
     dist.barrier()
     empty = reset_peak()

@@ -11,7 +11,7 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
-enum { CHUNK_BYTES = 4 << 20 }; /* of one transfer, a multiple of the alignment: long enough for a disk, soon over */
+enum { CHUNK_BYTES = 1 << 20 }; /* of one transfer, a multiple of the alignment: long enough for a disk, soon over */
 
 typedef struct load {
     int64_t number, offset, bytes; /* its room in the file */
