@@ -46,7 +46,7 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import PASSES, Profile
-from seq1f1b.planning.profiler import Measured, make_profile, measure_stage
+from seq1f1b.planning.profiler import Measured, few_cuts, make_profile, measure_stage
 from seq1f1b.planning.search import search_plans
 
 MACHINE = load_hardware("cpu-zen5")
@@ -56,6 +56,7 @@ WANTED_INSIDE, WANTED_OF_BEST, WIDEST = 0.9, 1.05, 0.15
 BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose clock ticks at 10 ms
 LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
+PARTS = ("layer", "single", "embedding", "head")
 KINDS = "FBIW"  # of units of the orders below, which recompute nothing
 
 
@@ -205,9 +206,11 @@ def measure_part(
             return measure_stage(embedding_of(setup), words, **settings)
         if part == "head":
             return measure_stage(head_of(setup), hidden, loss_fn=cross_entropy, make_target=words, **settings)
-        return measure_stage(
-            nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(2))), hidden, layers=2, **settings
-        )
+        if part == "single":
+            settings |= {"segments": few_cuts(segments), "offload": None}
+        layers = 1 if part == "single" else 2
+        blocks = nn.Sequential(*(Block(setup.hidden, i, "ours") for i in range(layers)))
+        return measure_stage(blocks, hidden, layers=layers, **settings)
 
 
 def measure_work(setup: Setup, wait: Callable[[], object]) -> float:
@@ -259,7 +262,7 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
         begin = time.perf_counter()
         parts = {
             part: quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
-            for part in ("layer", "embedding", "head")
+            for part in PARTS
         }
         made = [
             make_profile(

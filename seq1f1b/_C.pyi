@@ -176,8 +176,8 @@ def program_simulate(
     /,
 ) -> _Simulation: ...
 
-# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, shard_logits,
-# message_bytes, statistics_bytes
+# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, forward_work,
+# backward_work, shard_logits, message_bytes, statistics_bytes
 _Bytes = tuple[Sequence[int] | None, ...]
 
 def program_memory(

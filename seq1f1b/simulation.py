@@ -30,6 +30,8 @@ class StepMemory:
         staying: what stays of every unit from its F to the end of its B or I, whatever becomes of its activations: an
             input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
             ``inputs`` in peaks.
+        forward_work, backward_work: what F, and B or I, of a unit allocate for a while, per unit; held while they run.
+            They count in the total alone.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
@@ -48,6 +50,8 @@ class StepMemory:
     shard_logits: int | Sequence[int] = 0
     kv_rows: int | Sequence[Sequence[int]] = 0
     staying: int | Sequence[Sequence[int]] = 0
+    forward_work: int | Sequence[Sequence[int]] = 0
+    backward_work: int | Sequence[Sequence[int]] = 0
 
 
 @dataclass(frozen=True)

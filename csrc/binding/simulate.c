@@ -209,31 +209,44 @@ static PyObject *peak_item(const void *context, int64_t rank)
                          (long long)peak->total);
 }
 
-enum { NUM_BYTE_KINDS = 11 };
+enum { NUM_BYTE_KINDS = 13 };
 
 /* What is held, of a tuple in the order of the fields of s1f_memory_bytes. 0 with the exception set; free_bytes is due
  * either way. */
 static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds, s1f_memory_bytes *bytes)
 {
-    static const char *const names[NUM_BYTE_KINDS] = {"activations",  "kept_activations", "output_gradients", "kv",
-                                                      "kv_gradients", "inputs",           "kv_rows",          "staying",
-                                                      "shard_logits", "message_bytes",    "statistics_bytes"};
+    static const char *const names[NUM_BYTE_KINDS] = {
+        "activations",  "kept_activations", "output_gradients", "kv",           "kv_gradients",
+        "inputs",       "kv_rows",          "staying",          "forward_work", "backward_work",
+        "shard_logits", "message_bytes",    "statistics_bytes"};
     int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
-    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells,   stages,  stages, cells,
-                                            cells, cells, columns, columns, columns};
-    for (int i = 0; i < NUM_BYTE_KINDS; i++)
-        kinds[i].name = names[i];
-    if (!PyArg_ParseTuple(tuple, "O&O&O&O&O&O&O&O&O&O&O&", s1f_to_int64s, &kinds[0], s1f_to_int64s, &kinds[1],
-                          s1f_to_int64s, &kinds[2], s1f_to_int64s, &kinds[3], s1f_to_int64s, &kinds[4], s1f_to_int64s,
-                          &kinds[5], s1f_to_int64s, &kinds[6], s1f_to_int64s, &kinds[7], s1f_to_int64s, &kinds[8],
-                          s1f_to_int64s, &kinds[9], s1f_to_int64s, &kinds[10]))
+    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages,  stages,  cells,  cells,
+                                            cells, cells, cells, columns, columns, columns};
+    if (PyTuple_Size(tuple) != NUM_BYTE_KINDS) {
+        PyErr_Format(PyExc_TypeError, "%zd kinds of bytes, must be %d", PyTuple_Size(tuple), (int)NUM_BYTE_KINDS);
         return 0;
+    }
+    for (int i = 0; i < NUM_BYTE_KINDS; i++) {
+        kinds[i].name = names[i];
+        if (!s1f_to_int64s(PyTuple_GetItem(tuple, i), &kinds[i]))
+            return 0;
+    }
     for (int i = 0; i < NUM_BYTE_KINDS; i++)
         if (kinds[i].values != NULL && !s1f_require_count(names[i], kinds[i].count, counts[i]))
             return 0;
-    *bytes = (s1f_memory_bytes){kinds[0].values, kinds[1].values, kinds[2].values, kinds[3].values,
-                                kinds[4].values, kinds[5].values, kinds[6].values, kinds[7].values,
-                                kinds[8].values, kinds[9].values, kinds[10].values};
+    *bytes = (s1f_memory_bytes){.activation = kinds[0].values,
+                                .kept = kinds[1].values,
+                                .output_gradient = kinds[2].values,
+                                .kv = kinds[3].values,
+                                .kv_gradient = kinds[4].values,
+                                .input = kinds[5].values,
+                                .kv_rows = kinds[6].values,
+                                .staying = kinds[7].values,
+                                .forward_work = kinds[8].values,
+                                .backward_work = kinds[9].values,
+                                .logits = kinds[10].values,
+                                .message = kinds[11].values,
+                                .statistics = kinds[12].values};
     return 1;
 }
 
@@ -324,7 +337,7 @@ PyMethodDef s1f_simulate_methods[] = {
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, shard_logits, "
+     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, forward_work, backward_work, shard_logits, "
      "message_bytes, statistics_bytes)): per rank, the peaks of units, of the bytes of each kind, and of their total."},
     {"program_fit", program_fit, METH_VARARGS,
      "program_fit(program, bytes of program_memory, room per rank, recomputes, moves, start, tier): a byte per cell of all "

@@ -244,7 +244,9 @@ typedef enum {
     S1F_HOLDS_LOGITS = 6,          /* of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
-    S1F_NUM_HOLDINGS = 9
+    S1F_HOLDS_FORWARD_WORK = 9,    /* what F allocates for a while: F alone */
+    S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
+    S1F_NUM_HOLDINGS = 11
 } s1f_holding;
 
 typedef struct { /* bits (1 << s1f_holding) */

@@ -33,6 +33,8 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_LOGITS: return at(bytes->logits, column);
     case S1F_HOLDS_KV_ROWS: return at(bytes->kv_rows, cell);
     case S1F_HOLDS_STAYING: return at(bytes->staying, cell);
+    case S1F_HOLDS_FORWARD_WORK: return at(bytes->forward_work, cell);
+    case S1F_HOLDS_BACKWARD_WORK: return at(bytes->backward_work, cell);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
@@ -73,10 +75,10 @@ static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of ten kinds. */
+/* Every sum is at most `most_held` values of twelve kinds. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 10 / most_held;
+    int64_t most = INT64_MAX / 12 / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
             return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
@@ -103,6 +105,8 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a unit's keys and values", bytes->kv_rows, cells, most_held)) != S1F_OK ||
         (status = require_bytes("staying bytes of a unit", bytes->staying, cells, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes that F allocates", bytes->forward_work, cells, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes that B or I allocates", bytes->backward_work, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a shard's logits", bytes->logits, columns, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a message", bytes->message, columns, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a shard's statistics", bytes->statistics, columns, most_held)) != S1F_OK)

@@ -2,7 +2,7 @@
  *
  * Kinds of bytes, and from when to when each lives, are the holdings of unit.h: activations (S1F_HOLDS_SAVED and
  * S1F_HOLDS_FOR_WEIGHT), output gradients, KV slots or their rows, dK/dV slabs, inputs of recomputed units and what else
- * stays, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as large as the largest message that
+ * stays, what a unit allocates for a while, logits of a shard of the vocabulary. In addition receive places, for the whole step, each as large as the largest message that
  * comes into it.
  * A rank runs its units one after the other, so peaks follow from the order and not from the times. */
 #ifndef S1F_MEMORY_H
@@ -18,9 +18,10 @@ typedef struct {                     /* NULL: nothing, but for `kept`; columns: 
     const int64_t *input;            /* [stage][column] of a recomputed unit, beyond its receive place */
     const int64_t *kv_rows;          /* [stage][column] keys and values that a unit wrote, in place of `kv` */
     const int64_t *staying;          /* [stage][column] of a unit, whatever becomes of what it saved */
-    const int64_t *logits;           /* [column] of a shard of the vocabulary, from S to T */
-    const int64_t *message;          /* [column] */
-    const int64_t *statistics;       /* [column] of a message from shard to shard */
+    const int64_t *forward_work, *backward_work; /* [stage][column] that F, and B or I, allocate for a while */
+    const int64_t *logits;                       /* [column] of a shard of the vocabulary, from S to T */
+    const int64_t *message;                      /* [column] */
+    const int64_t *statistics;                   /* [column] of a message from shard to shard */
 } s1f_memory_bytes;
 
 typedef struct { /* of one rank: units, then bytes; each kind at its own peak */

@@ -275,6 +275,7 @@ class CostModel:
         embedding = [self._embedding_seconds(span) for span in spans]
         split = 1 + hw.split_backward_extra
         factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
+        of_unit = self._unit_seconds()
         by_kind: dict[tuple[int, bool, bool], list[list[float]]] = {}
         rows = []
         for stage, layers in enumerate(self.layers):
@@ -284,6 +285,7 @@ class CostModel:
                 by_kind[kind] = [
                     [
                         (layers * costs[i] + is_first * embedding[s][i] + is_last * head[s][i]) * factor
+                        + (layers > 0) * of_unit[i]
                         + hw.unit_overhead
                         for s, costs in enumerate(layer)
                     ]
@@ -291,6 +293,12 @@ class CostModel:
                 ]
             rows.append(by_kind[kind])
         return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
+
+    def _unit_seconds(self) -> PassSeconds:
+        """What a unit takes beyond its layers."""
+        if not isinstance(self.hardware, ProfiledHardware) or self.profile is None:
+            return _NOTHING
+        return PassSeconds(*(self.hardware.measured_runs * seconds for seconds in self.profile.unit))
 
     def moving_arguments(self, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
         """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`, [stage][segment]: what a rank's tier takes for what
@@ -470,13 +478,15 @@ class CostModel:
         """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all
         through the step, and is not counted here. ``slot_tokens``: of the cache's slots; None: a sequence."""
         tables, slot_tokens = self._unit_bytes(sizes), slot_tokens or self.seq_len
-        staying = self._staying_bytes(sizes, rank_of_stage)
+        staying, (forward, backward) = self._staying_bytes(sizes, rank_of_stage), self._work_bytes(sizes)
         if not self._releases(slot_tokens):
-            return StepMemory(*tables, staying=staying)
+            return StepMemory(*tables, staying=staying, forward_work=forward, backward_work=backward)
         row, gradient_row = self._cache_bytes()
         return StepMemory(
             *tables,
             staying=staying,
+            forward_work=forward,
+            backward_work=backward,
             kv_rows=[[math.ceil(layers * size * row) for size in sizes] for layers in self.layers],
             kv_gradients=[math.ceil(layers * slot_tokens * gradient_row) for layers in self.layers],
         )
@@ -533,13 +543,24 @@ class CostModel:
                 table.append([math.ceil(sum(part[kind] for part in unit)) for unit in units])
         return tables
 
-    def _measured_workspace(self, profile: Profile, stages: Sequence[int], tokens: int) -> float:
-        """Most that a unit of these stages allocates for a while. A head in the loss saves for a while, too."""
-        ends = {"embedding": 0 in stages, "head": self.num_stages - 1 in stages}
-        found = {name: part.workspace(tokens) for name, part in profile.parts().items() if ends.get(name, True)}
-        if profile.head is not None and ends["head"] and self.layout.head_in_loss:
-            found["head"] += profile.head.unit_bytes(tokens)[0]
-        return max(found.values())
+    def _work_bytes(self, sizes: Sequence[int]) -> tuple[Any, Any]:
+        """Most that F, and B or I, of a unit allocate for a while, as it was measured. F of a head in the loss goes
+        back, too, so that it saves for a while."""
+        if self.profile is None:
+            return 0, 0
+        tables: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for stage in range(self.num_stages):
+            ends = {"embedding": stage == 0, "head": stage == self.num_stages - 1}
+            parts = {name: part for name, part in self.profile.parts().items() if ends.get(name, True)}
+            head = parts.pop("head", None)
+            work = [max(part.workspace(size) for part in parts.values()) for size in sizes]
+            of_head = [0.0 if head is None else head.workspace(size) for size in sizes]
+            if head is not None and self.layout.head_in_loss:
+                of_head = [more + head.unit_bytes(size)[0] for more, size in zip(of_head, sizes, strict=True)]
+            with_head = [math.ceil(max(pair)) for pair in zip(work, of_head, strict=True)]
+            tables[0].append(with_head)
+            tables[1].append(list(map(math.ceil, work)) if self.layout.head_in_loss else with_head)
+        return tables
 
     def _cache_bytes(self) -> tuple[float, float]:
         """Keys and values of one token and layer, and their gradients."""
@@ -572,7 +593,10 @@ class CostModel:
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        peaks = schedule.peak_memory(memory, message_bytes=message_bytes, prefetch=prefetch)
+        peaks = schedule.peak_memory(
+            replace(memory, forward_work=0, backward_work=0), message_bytes=message_bytes, prefetch=prefetch
+        )
+        with_work = schedule.peak_memory(memory, message_bytes=message_bytes, prefetch=prefetch).total
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks  # held all through the step
         if not self._releases(slot_tokens):
             kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)
@@ -581,7 +605,7 @@ class CostModel:
         for rank, stages in enumerate(stages_of):
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
             if self.profile is not None:
-                work = self._measured_workspace(self.profile, stages, longest)
+                work = with_work[rank] - peaks.total[rank]
             elif self.num_stages - 1 in stages and self.layout.head_in_loss:
                 work = max(work, self._logit_bytes(longest))
             live = peaks.total[rank] - peaks.receive[rank]

@@ -26,6 +26,7 @@ from seq1f1b.planning.profiler import (
     WAYS,
     Measured,
     cuts_of,
+    few_cuts,
     make_profile,
     measure_stage,
     moved_cut,
@@ -96,7 +97,8 @@ def profile_model(
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
-    """Measures a decoder of this shape: a stage of ``layers`` layers, the embedding, and norm, head and loss.
+    """Measures a decoder of this shape: a stage of ``layers`` layers, one of a single layer, the embedding, and norm,
+    head and loss.
 
     Args:
         offload: a directory, whose rates as a tier are measured as well.
@@ -122,6 +124,9 @@ def profile_model(
         return torch.randint(model.vocab, (1, tokens))
 
     found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
+    if layers > 1:
+        few = few_cuts(cuts_of(seq_len, SEGMENTS))
+        found["single"] = measure_stage(blocks[:1], hidden, segments=few, **{**settings, "offload": None})
     if model.vocab:
         found["embedding"] = measure_stage(nn.Embedding(model.vocab, model.hidden), words, **settings)
         head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
@@ -137,13 +142,15 @@ _BESIDE_PRODUCTS = 1.5  # time of a pass over that of its products at the rate o
 
 def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int, moves: bool) -> list[float]:
     """FLOP of everything that :func:`profile_model` measures, an entry for each call of its ``progress``."""
-    cuts = cuts_of(seq_len, SEGMENTS)
-
-    flops = [model._replace(layers=layers, vocab=0).flops(0, seq_len)]
-    if model.vocab:
-        flops += [0.0, 2.0 * model.hidden * model.vocab * seq_len]  # an embedding multiplies nothing
-    work = [sum(WAYS.values()) + MOVED_WORK * (moves and k == moved_cut(cuts)) for k in cuts]
-    return [forwards * (WARM_UP + repeats) * each for each in flops for forwards in work]
+    cuts, layer = cuts_of(seq_len, SEGMENTS), model._replace(layers=1, vocab=0).flops(0, seq_len)
+    steps, plain = WARM_UP + repeats, sum(WAYS.values())
+    work = [steps * (plain + MOVED_WORK * (moves and k == moved_cut(cuts))) for k in cuts]
+    found = [forwards * layers * layer for forwards in work]
+    if layers > 1:
+        found += [steps * plain * layer for _ in few_cuts(cuts)]
+    if model.vocab:  # an embedding multiplies nothing
+        found += [0.0 for _ in work] + [forwards * 2.0 * model.hidden * model.vocab * seq_len for forwards in work]
+    return found
 
 
 def expected_seconds(

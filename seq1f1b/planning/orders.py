@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from seq1f1b import ScheduleError
 from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.schedule import Family, Schedule, build_schedule
+from seq1f1b.schedule import Family, Schedule, StepMemory, build_schedule
 
-__all__ = ["EARLY_PREFETCH", "Made", "order_for_costs", "splits_backward"]
+__all__ = ["EARLY_PREFETCH", "Made", "fit_under", "order_for_costs", "splits_backward"]
 
 EARLY_PREFETCH = 4  # of orders made for costs: messages come early, and from so many places on wait for none
 _CAP_TRIES = 4  # orders for one cap
@@ -73,6 +73,29 @@ def order_for_costs(
         orders.append((seconds(schedule) if made.peak <= cap else math.inf, made.peak, made))
         aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower where one held too much
     return min(orders, key=lambda order: order[:2])[2]
+
+
+def fit_under(
+    cap: float,
+    schedule: Schedule,
+    ranks: Sequence[RankBytes],
+    reserve: float,
+    memory: StepMemory,
+    remedies: Sequence[str],
+    arguments: Mapping[str, Any],
+) -> Schedule:
+    """The same order, in which units recompute or move until no rank holds more than ``cap``, or none is left.
+
+    Args:
+        ranks: its bytes as it is.
+        reserve: the allocator's share of what changes.
+        memory: of what units hold.
+        arguments: of :meth:`seq1f1b.Schedule.simulate`, ``message_bytes`` and ``prefetch`` among them.
+    """
+    held = schedule.peak_memory(memory, **{name: arguments[name] for name in ("message_bytes", "prefetch")}).total
+    left = [math.floor((cap - rank.total) / (1 + reserve)) for rank in ranks]
+    room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
+    return schedule.fit(memory, room, remedies, **arguments)
 
 
 def splits_backward(family: Family) -> bool:

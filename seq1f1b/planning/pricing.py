@@ -11,7 +11,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import EARLY_PREFETCH, Made, order_for_costs, splits_backward
+from seq1f1b.planning.orders import EARLY_PREFETCH, Made, fit_under, order_for_costs, splits_backward
 from seq1f1b.schedule import Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 
@@ -290,13 +290,10 @@ class Pricing:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
         memory = cost.unit_memory(sizes, made.schedule.rank_of_stage)
-        messages = cost.message_bytes(sizes)
-        prefetch, share = self._prefetch(candidate.family), 1 + cost.hardware.allocator_reserve
-        held = made.schedule.peak_memory(memory, message_bytes=messages, prefetch=prefetch).total
-        room = [max(0, x + math.floor((cap - rank.total) / share)) for x, rank in zip(held, made.ranks, strict=True)]
         arguments = self._arguments(candidate, made.schedule, self.longest, self.hardware)
         del arguments["optimizer"]
-        schedule = made.schedule.fit(memory, room, candidate.remedies, **arguments)
+        reserve = cost.hardware.allocator_reserve
+        schedule = fit_under(cap, made.schedule, made.ranks, reserve, memory, candidate.remedies, arguments)
         return made._replace(schedule=schedule, ranks=self._most_of_any(candidate, schedule))
 
     def _most_of_any(self, candidate: Candidate, schedule: Schedule) -> list[RankBytes]:

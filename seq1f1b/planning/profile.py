@@ -57,6 +57,9 @@ class PassSeconds(NamedTuple):
         return self.forward + self.backward
 
 
+_NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
+
+
 class Sample(NamedTuple):
     """A unit that was measured: tokens ``[begin, begin + tokens)``; medians in seconds of the whole stage.
 
@@ -138,6 +141,8 @@ class Profile:
         seconds: that measuring took.
         seq_len: longest sequence that was measured.
         model: the shape; its ``layers`` say nothing of the measured stage.
+        unit: seconds of a unit beyond those of its layers, by pass; zeros where stages of one number of layers were
+            measured.
         unit_overhead: the engine's own seconds between two units.
         step_overhead: around a step.
         layer, embedding, head: None: the model has no such end, or it is part of the others. The head's backward is
@@ -165,6 +170,7 @@ class Profile:
     tier_in: float | None = None
     move_out: float | None = None
     move_in: float | None = None
+    unit: PassSeconds = _NOTHING
 
     def parts(self) -> dict[str, Part]:
         """Those that there are, by name."""
@@ -222,6 +228,8 @@ class Profile:
                     f"{fit.per_pair * 1e9:>10.3f}{fit.residual:>8.1%}{part.noise:>8.1%}"
                 )
         layer = self.layer
+        beyond = ", ".join(f"{kind} {getattr(self.unit, name) * 1e6:.0f}" for kind, name in PASSES.items())
+        lines.append(f"a unit takes us beyond its layers: {beyond}")
         lines.append(
             f"a token of a layer keeps {layer.saved_token_bytes:.0f} bytes for B, or for I, which leaves "
             f"{layer.kept_token_bytes + layer.gradient_token_bytes:.0f} to W; {layer.kv_bytes:.0f} in the cache "
@@ -237,7 +245,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The text of a profile file."""
-        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict()}
+        data = {"format": _FORMAT, **asdict(self), "model": self.model._asdict(), "unit": self.unit._asdict()}
         for part in self.parts():
             for name in PASSES.values():
                 data[part][name] = getattr(self.parts()[part], name)._asdict()
@@ -284,6 +292,7 @@ _PROFILE = {
     **dict.fromkeys(("threads", "processes", "seq_len"), int),
     **dict.fromkeys(("seconds", "unit_overhead", "step_overhead"), float),
     "model": ModelShape,
+    "unit": PassSeconds,
     **dict.fromkeys(("layer", "embedding", "head"), Part),
     **dict.fromkeys(_TIER, object),  # a number, or null
 }
@@ -295,6 +304,7 @@ def _read_profile(data: Any) -> Profile:
     if not isinstance(model, dict):
         raise ValueError(f"profile: model is {model!r}, must be an object")
     values["model"] = make_model(model, "model of the profile")
+    values["unit"] = PassSeconds(**_fields(values["unit"], dict.fromkeys(PassSeconds._fields, float), "unit"))
     for name in ("layer", "embedding", "head"):
         if values[name] is not None or name == "layer":
             values[name] = _read_part(values[name], name)

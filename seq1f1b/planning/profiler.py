@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import PASSES, Fit, Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import PASSES, Fit, Part, PassSeconds, Profile, Sample, visible_pairs
 from seq1f1b.planning.workspace import measure_workspace
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
@@ -38,6 +38,7 @@ WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 """What is measured of each cut, and its work in forwards: B counts as two of them, and so do I and W."""
 MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
+_NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 
 
 class Measured(NamedTuple):
@@ -164,6 +165,12 @@ def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
             f"least {_LEAST_TOKENS} tokens, or floor and rates cannot be told apart"
         )
     return cuts
+
+
+def few_cuts(cuts: Sequence[int]) -> list[int]:
+    """The numbers of segments into which a stage of one layer is cut: the units are short, so that what they take
+    beyond their layers is seen."""
+    return list(cuts[-2:])
 
 
 def moved_cut(cuts: Sequence[int]) -> int:
@@ -340,14 +347,45 @@ def _sample(key: tuple[int, int], times: dict[str, list[float]]) -> Sample:
     return Sample(*key, *medians.values())
 
 
-def fit_part(measured: Sequence[Measured]) -> Part:
-    """One layer of what one process, or several at a time, measured of the same stage."""
+def _samples(measured: Measured) -> list[Sample]:
+    return [_sample(key, times) for key, times in sorted(measured.units.items())]
+
+
+def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> PassSeconds:
+    """What a unit takes beyond its layers: of the same units in a stage of several layers, and in one of a single one.
+
+    Raises:
+        ValueError: both have the same number of layers, or no unit in common.
+    """
+    several, one = _joined(layers), _joined(single)
+    alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}
+    pairs = [(x, alone[x.begin, x.tokens]) for x in _samples(several) if (x.begin, x.tokens) in alone]
+    if several.layers <= one.layers or not pairs:
+        raise ValueError(
+            f"stages of {several.layers} and {one.layers} layers with {len(pairs)} units in common do not tell what a "
+            "unit takes beyond its layers: measure more layers in the first, and some of its cuts in the second"
+        )
+
+    def rest(name: str) -> float:
+        m, n = several.layers, one.layers
+        found = [(m * getattr(few, name) - n * getattr(many, name)) / (m - n) for many, few in pairs]
+        return max(0.0, float(statistics.median(found)))
+
+    return PassSeconds(*map(rest, PassSeconds._fields))
+
+
+def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part:
+    """One layer of what one process, or several at a time, measured of the same stage.
+
+    unit: what of a unit's seconds is not its layers'.
+    """
     all_ = _joined(measured)
     layers, median = all_.layers, statistics.median
-    samples = [_sample(key, times) for key, times in sorted(all_.units.items())]
+    samples = _samples(all_)
 
     def fit(name: str) -> Fit:
-        rows = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens), getattr(s, name)) for s in samples]
+        beyond = getattr(unit, name)
+        rows = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens), getattr(s, name) - beyond) for s in samples]
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
@@ -389,6 +427,7 @@ def make_profile(
     model: ModelShape,
     layer: Sequence[Measured],
     *,
+    single: Sequence[Measured] | None = None,
     embedding: Sequence[Measured] | None = None,
     head: Sequence[Measured] | None = None,
     seq_len: int,
@@ -396,8 +435,13 @@ def make_profile(
     dtype: str,
     seconds: float,
 ) -> Profile:
-    """A profile of what :func:`measure_stage` found, one entry of a list for each process that ran at the time."""
+    """A profile of what :func:`measure_stage` found, one entry of a list for each process that ran at the time.
+
+    single: of a stage of fewer layers than ``layer``, in some of its cuts; then what a unit takes beyond its layers is
+    known.
+    """
     all_ = _joined(layer)
+    unit = _NOTHING if single is None else beyond_layers(layer, single)
     return Profile(
         machine=f"{_processor()}, {os.cpu_count()} cores",
         torch=torch.__version__,
@@ -409,7 +453,8 @@ def make_profile(
         model=model,
         unit_overhead=statistics.median(all_.unit_overhead),
         step_overhead=statistics.median(all_.step_overhead),
-        layer=fit_part(layer),
+        unit=unit,
+        layer=fit_part(layer, unit),
         embedding=None if embedding is None else fit_part(embedding),
         head=None if head is None else fit_part(head),
         tier_out=statistics.median(rate for rate, _ in all_.tier) if all_.tier else None,

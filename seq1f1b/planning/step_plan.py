@@ -22,6 +22,7 @@ from torch import Tensor
 from seq1f1b import ScheduleError
 from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
+from seq1f1b.planning.orders import fit_under
 from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families
@@ -340,15 +341,11 @@ class _Search:
         ranks = costs.rank_bytes(order, prefetch=self._prefetch)
         if max(rank.total for rank in ranks) <= self._memory:
             return order, ranks
-        memory, messages = costs.memory(order), costs.message_bytes
-        held = order.peak_memory(memory, message_bytes=messages, prefetch=self._prefetch).total
-        share = 1 + self._cost.hardware.allocator_reserve
-        left = [math.floor((self._memory - rank.total) / share) for rank in ranks]
-        room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-        times = costs.simulation_arguments(order)
+        arguments = costs.simulation_arguments(order) | {"prefetch": self._prefetch}
         if "offload" in self._remedies:
-            times |= costs.moving_arguments()
-        order = order.fit(memory, room, self._remedies, prefetch=self._prefetch, **times)
+            arguments |= costs.moving_arguments()
+        reserve = self._cost.hardware.allocator_reserve
+        order = fit_under(self._memory, order, ranks, reserve, costs.memory(order), self._remedies, arguments)
         return order, costs.rank_bytes(order, prefetch=self._prefetch)
 
     def nothing_fits(self) -> Exception:

@@ -448,7 +448,7 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         ]
 
     saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
-    _, activations, output_gradients, *_ = _C.program_memory(record.program, (saved, kept, gradients, *[None] * 8))[
+    _, activations, output_gradients, *_ = _C.program_memory(record.program, (saved, kept, gradients, *[None] * 10))[
         rank
     ]
     return activations, output_gradients

@@ -181,6 +181,8 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
         "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
         "staying": ("inputs", per_unit(given.staying, "staying", P, k, rows)),
+        "forward_work": ("activations", per_unit(given.forward_work, "forward_work", P, k, rows)),
+        "backward_work": ("activations", per_unit(given.backward_work, "backward_work", P, k, rows)),
     }
     lifetimes = _Lifetimes(unit for track in run.timeline for unit, _, _ in track)
     first = schedule.first_cells

@@ -212,6 +212,37 @@ def test_a_tier_is_measured(tmp_path):
     assert Profile.from_json(made.to_json()) == made and not any(tmp_path.iterdir())
 
 
+def test_what_a_unit_takes_beyond_its_layers():
+    """A unit takes 2 ms, and each layer 10 us a token, in F; in B twice that; W has nothing of its own."""
+    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
+
+    def measured(layers, cuts):
+        units = {}
+        for k in cuts:
+            for s in range(k):
+                tokens = 512 // k
+                forward, weight = 2e-3 + layers * 1e-5 * tokens, layers * 1e-5 * tokens
+                times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
+                units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
+        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], [(8, 0.0), (16, 0.0)])
+
+    several, single = measured(3, (1, 2, 4, 8)), measured(1, (4, 8))
+    arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
+    made = profiler.make_profile(SHAPE, [several], single=[single], **arguments)
+    assert made.unit == pytest.approx((2e-3, 2e-3, 0.0, 4e-3, 2e-3))
+    assert made.layer.forward[:3] == pytest.approx((0.0, 1e-5, 0.0), abs=1e-9)
+    assert made.layer.backward[:3] == pytest.approx((0.0, 2e-5, 0.0), abs=1e-9)
+    assert Profile.from_json(made.to_json()) == made
+    assert "a unit takes us beyond its layers: F 2000, B 4000, I 2000, W 0, R 2000" in made.to_text()
+    for stages in (1, 2, 4):
+        cost = CostModel(SHAPE, ProfiledHardware.of(made, MACHINE), num_ranks=stages, seq_len=512)
+        assert cost.unit_seconds([512]).forward[0][0] == pytest.approx(2e-3 + 4 // stages * 1e-5 * 512)
+    assert profiler.make_profile(SHAPE, [several], **arguments).unit == (0.0,) * 5
+    for wrong in (several, measured(1, (16,))):
+        with pytest.raises(ValueError, match="do not tell what a unit takes beyond its layers"):
+            profiler.make_profile(SHAPE, [several], single=[wrong], **arguments)
+
+
 def test_what_moving_takes_of_the_units_is_measured(tmp_path):
     """Against a stage that sleeps 5 ms longer in F, and 10 ms in B, as soon as what it saves moves."""
     torch = pytest.importorskip("torch", reason="measuring needs torch")
@@ -339,6 +370,9 @@ def test_bad_files(tmp_path):
         (json.dumps({**good, "format": "seq1f1b profile 3"}), "has the format 'seq1f1b profile 3'.*: measure again"),
         (changed(["torch"], None), r"missing fields \['torch'\]"),
         (changed(["torch"], 2), "torch is 2, must be a text"),
+        (changed(["unit", "weight"], -1e-9), "unit: weight is -1e-09, must be a finite number of at least 0"),
+        (changed(["unit", "weight"], None), r"unit: unknown fields \[\], missing fields \['weight'\]"),
+        (changed(["unit"], 3), "unit is 3, must be an object"),
         (changed(["speed"], 1), r"unknown fields \['speed'\]"),
         (changed(["seconds"], math.nan), "seconds is nan, must be a finite number of at least 0"),
         (changed(["seconds"], math.inf), "seconds is inf"),
