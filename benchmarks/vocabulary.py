@@ -2,10 +2,10 @@
 
     python benchmarks/vocabulary.py [--ranks 4] [--vocab 32768] [--hidden 256] [--tokens 2048] [--steps 4]
 
-Ranks are processes. One arm has the embedding on the first rank and the head in the loss of the last one, where one
-segment's logits are alive at a time; the other has a shard of both on every rank. Bytes of a rank: weights, gradients
-and the state of AdamW, with the most that graphs held at a time, logits included; beside it the growth of the process's
-resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most of the
+Ranks are processes. Two arms have the embedding on the first rank, and the head in the last stage, or in its loss,
+where one segment's logits are alive at a time; the third has a shard of both on every rank. Bytes of a rank: weights,
+gradients and the state of AdamW, with the most that graphs held at a time, logits included; beside it the growth of the
+process's resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most of the
 seconds in units. Simulated: the same, and the bubble, with each unit's median seconds over the steps.
 """
 
@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import KEPT_HEAP, header
-from model import HeadLoss, Stage
+from model import HeadLoss, Stage, cross_entropy
 from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
 
-ARMS = ("head on the last rank", "vocabulary over the ranks")
+ARMS = ("head in the last stage", "head in its loss", "vocabulary over the ranks")
 
 
 def resident_bytes() -> int:
@@ -38,10 +39,12 @@ def resident_bytes() -> int:
 
 def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEngine:
     P, hidden, vocab = options.ranks, options.hidden, options.vocab
-    stage = Stage(rank, P, hidden=hidden, blocks=P, vocab=vocab, head=False)
-    loss_fn: nn.Module | None = None
+    stage = Stage(rank, P, hidden=hidden, blocks=P, vocab=vocab, head=arm == ARMS[0])
+    loss_fn: Callable[..., Tensor] | None = None
     embedding = None
     if arm == ARMS[0]:
+        loss_fn = cross_entropy if rank == P - 1 else None
+    elif arm == ARMS[1]:
         loss_fn = HeadLoss(hidden, vocab) if rank == P - 1 else None
     else:
         loss_fn, embedding = VocabularyParallelHead(hidden, vocab), VocabularyParallelEmbedding(vocab, hidden)
@@ -130,8 +133,11 @@ def main() -> None:
             f"{first['makespan']:.2f} s; measured {first['measured']:.2f} s; losses "
             + ", ".join(f"{loss / options.microbatches:.4f}" for loss in found[-1]["losses"])
         )
-    (a, b), (c, d) = most[ARMS[0]], most[ARMS[1]]
-    print(f"\nthe largest rank falls by {1 - c / a:.2f}, its resident growth by {1 - d / b:.2f}")
+    c, d = most[ARMS[-1]]
+    print()
+    for arm in ARMS[:-1]:
+        a, b = most[arm]
+        print(f"below the {arm}: the largest rank falls by {1 - c / a:.2f}, its resident growth by {1 - d / b:.2f}")
 
 
 if __name__ == "__main__":
