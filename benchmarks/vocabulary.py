@@ -5,8 +5,8 @@
 Ranks are processes. Two arms have the embedding on the first rank, and the head in the last stage, or in its loss,
 where one segment's logits are alive at a time; the third has a shard of both on every rank. Bytes of a rank: weights,
 gradients and the state of AdamW, with the most that graphs held at a time, logits included; beside it the growth of the
-process's resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most of the
-seconds in units. Simulated: the same, and the bubble, with each unit's median seconds over the steps.
+process's resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most
+of the seconds in units. Simulated: the same, and the bubble, with each unit's median seconds over the steps.
 """
 
 from __future__ import annotations
