@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 """What is measured of each cut, and its work in forwards: B counts as two of them, and so do I and W."""
 MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
+_APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them
 _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 
 
@@ -283,16 +285,20 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
 def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float]:
     """Seconds per byte by which a step's units take longer, on the way out and back, than those of the same cut that
     stay."""
-    spent: dict[str, float] = dict.fromkeys("FBOAL", 0.0)
-    moved = {unit.stage for unit, _, _ in report.timeline if unit.kind == "O"}
+    moved = {(unit.stage, unit.segment) for unit, _, _ in report.timeline if unit.kind == "O"}
+    spent: dict[tuple[str, int], float] = defaultdict(float)
     for unit, start, end in report.timeline:
-        spent[unit.kind] += end - start if unit.stage in moved else 0.0
-    stayed = {
-        kind: sum(statistics.median(units[sum(sizes[:s]), size][kind]) for s, size in enumerate(sizes)) for kind in "FB"
-    }
-    out = spent["F"] + spent["O"] + spent["A"] - stayed["F"]
-    back = spent["B"] + spent["L"] - stayed["B"]
-    return out / report.moved_bytes, back / report.moved_bytes
+        if (unit.stage, unit.segment) in moved:
+            spent[unit.kind, unit.segment] += end - start
+
+    def longer(kind: str, with_it: str) -> float:
+        points = [
+            (statistics.median(units[sum(sizes[:s]), sizes[s]][kind]), sum(spent[each, s] for each in with_it))
+            for _, s in sorted(moved)
+        ]
+        return _line_through(points, 1.0)[0] * len(moved) / int(report.moved_bytes)
+
+    return longer("F", "FOA"), longer("B", "BL")
 
 
 def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
@@ -347,6 +353,18 @@ def _sample(key: tuple[int, int], times: dict[str, list[float]]) -> Sample:
     return Sample(*key, *medians.values())
 
 
+def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[float, float]:
+    """Floor and slope of seconds over others that were measured at another time, when the machine may have been faster
+    or slower. Where the points lie too close together, the slope is as given, that of an unchanged machine."""
+    found = [(x, y) for x, y in points if x > 0 and y > 0]
+    if not found:
+        return 0.0, slope
+    if max(x for x, _ in found) < _APART * min(x for x, _ in found):
+        return max(0.0, statistics.median(y - slope * x for x, y in found)), slope
+    fit = fit_seconds([(x, 0.0, y) for x, y in found], with_pairs=False)
+    return fit.floor, fit.per_token
+
+
 def _samples(measured: Measured) -> list[Sample]:
     return [_sample(key, times) for key, times in sorted(measured.units.items())]
 
@@ -357,7 +375,7 @@ def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> Pas
     Raises:
         ValueError: both have the same number of layers, or no unit in common.
     """
-    several, one = _joined(layers), _joined(single)
+    several, one = _joined(layers), _joined(single)  # c + m l, and c + n l
     alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}
     pairs = [(x, alone[x.begin, x.tokens]) for x in _samples(several) if (x.begin, x.tokens) in alone]
     if several.layers <= one.layers or not pairs:
@@ -367,9 +385,10 @@ def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> Pas
         )
 
     def rest(name: str) -> float:
-        m, n = several.layers, one.layers
-        found = [(m * getattr(few, name) - n * getattr(many, name)) / (m - n) for many, few in pairs]
-        return max(0.0, float(statistics.median(found)))
+        floor, slope = _line_through(
+            [(getattr(many, name), getattr(few, name)) for many, few in pairs], one.layers / several.layers
+        )
+        return floor / (1 - slope) if slope < 1 else 0.0
 
     return PassSeconds(*map(rest, PassSeconds._fields))
 
@@ -459,8 +478,8 @@ def make_profile(
         head=None if head is None else fit_part(head),
         tier_out=statistics.median(rate for rate, _ in all_.tier) if all_.tier else None,
         tier_in=statistics.median(rate for _, rate in all_.tier) if all_.tier else None,
-        move_out=max(0.0, statistics.median(out for out, _ in all_.moving)) if all_.tier else None,
-        move_in=max(0.0, statistics.median(back for _, back in all_.moving)) if all_.tier else None,
+        move_out=statistics.median(out for out, _ in all_.moving) if all_.tier else None,
+        move_in=statistics.median(back for _, back in all_.moving) if all_.tier else None,
     )
 
 

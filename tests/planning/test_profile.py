@@ -213,20 +213,22 @@ def test_a_tier_is_measured(tmp_path):
 
 
 def test_what_a_unit_takes_beyond_its_layers():
-    """A unit takes 2 ms, and each layer 10 us a token, in F; in B twice that; W has nothing of its own."""
+    """A unit takes 2 ms, and each layer 10 us a token, in F; in B twice that; W has nothing of its own. So it is found
+    also where layers took a tenth longer at the other time."""
     profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
 
-    def measured(layers, cuts):
+    def measured(layers, cuts, slower=1.0):
         units = {}
         for k in cuts:
             for s in range(k):
                 tokens = 512 // k
-                forward, weight = 2e-3 + layers * 1e-5 * tokens, layers * 1e-5 * tokens
+                weight = slower * layers * 1e-5 * tokens
+                forward = 2e-3 + weight
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
         return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], [(8, 0.0), (16, 0.0)])
 
-    several, single = measured(3, (1, 2, 4, 8)), measured(1, (4, 8))
+    several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
     arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
     made = profiler.make_profile(SHAPE, [several], single=[single], **arguments)
     assert made.unit == pytest.approx((2e-3, 2e-3, 0.0, 4e-3, 2e-3))
@@ -238,6 +240,10 @@ def test_what_a_unit_takes_beyond_its_layers():
         cost = CostModel(SHAPE, ProfiledHardware.of(made, MACHINE), num_ranks=stages, seq_len=512)
         assert cost.unit_seconds([512]).forward[0][0] == pytest.approx(2e-3 + 4 // stages * 1e-5 * 512)
     assert profiler.make_profile(SHAPE, [several], **arguments).unit == (0.0,) * 5
+    later = profiler.make_profile(SHAPE, [several], single=[measured(1, (2, 8), slower=1.1)], **arguments)
+    assert later.unit == pytest.approx(made.unit)
+    alike = profiler.make_profile(SHAPE, [several], single=[measured(1, (8,))], **arguments)
+    assert alike.unit == pytest.approx(made.unit)
     for wrong in (several, measured(1, (16,))):
         with pytest.raises(ValueError, match="do not tell what a unit takes beyond its layers"):
             profiler.make_profile(SHAPE, [several], single=[wrong], **arguments)
