@@ -18,7 +18,7 @@ from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
-_FORMAT = "seq1f1b profile 4"
+_FORMAT = "seq1f1b profile 5"
 PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
 
@@ -94,6 +94,8 @@ class Part:
             where no tier was measured.
         workspace_bytes, workspace_token_bytes: most that a pass of a unit allocates for a while, beside all this:
             floor, and per token of the unit. Its layers run one after the other, so it is once what one layer takes.
+        input_bytes, input_token_bytes: most that I of a unit holds beyond what was there, gradients that it leaves
+            included: floor, and per token. Of a stage of one layer; see :meth:`left_beside_saved`. 0: not measured.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
         message_bytes: of what the stage returns, per token.
     """
@@ -112,6 +114,8 @@ class Part:
     moved_token_bytes: float
     workspace_bytes: float
     workspace_token_bytes: float
+    input_bytes: float
+    input_token_bytes: float
     kv_bytes: float
     kv_gradient_bytes: float
     message_bytes: float
@@ -129,6 +133,16 @@ class Part:
         """Bytes that a unit saves, the part of them that W reads, and what I leaves to W beside it."""
         saved = self.saved_bytes + self.saved_token_bytes * tokens
         return saved, min(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
+
+    def left_beside_saved(self, tokens: int, layers: int) -> float:
+        """Bytes of the gradients that I of so many layers leaves to W and that come on top of all that F has saved, and
+        of :meth:`workspace`. The rest takes the place of what I frees as it goes back through the layers."""
+        saved, kept, gradients = self.unit_bytes(tokens)
+        if not self.input_bytes and not self.input_token_bytes:
+            return layers * gradients
+        grows = max(0.0, kept + gradients - saved)
+        most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
+        return min(max(layers * grows, most - self.workspace(tokens)), layers * gradients)
 
 
 @dataclass(frozen=True)
@@ -283,6 +297,7 @@ _PART = {
     "layers": int,
     **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
     **dict.fromkeys(("moved_token_bytes", "workspace_bytes", "workspace_token_bytes"), float),
+    **dict.fromkeys(("input_bytes", "input_token_bytes"), float),
     **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,
 }

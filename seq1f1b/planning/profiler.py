@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import PASSES, Fit, Part, PassSeconds, Profile, Sample, visible_pairs
-from seq1f1b.planning.workspace import measure_workspace
+from seq1f1b.planning.workspace import Workspace, measure_workspace
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
         moved: bytes per token that a unit sent to its tier, 0 without one.
         tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
         moving: seconds per moved byte by which units take longer, out and back, the same.
-        workspace: tokens of a unit, and the bytes that one of its passes allocates for a while.
+        workspace: tokens of a unit, and what its passes allocate.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
     moved: float
     tier: list[tuple[float, float]]
     moving: list[tuple[float, float]]
-    workspace: list[tuple[int, float]]
+    workspace: list[tuple[int, Workspace]]
 
 
 class _Feed(nn.Module):
@@ -147,7 +147,7 @@ def measure_stage(
     return result
 
 
-def _workspace(case: _Case, tokens: int) -> float:
+def _workspace(case: _Case, tokens: int) -> Workspace:
     if case.loss_fn is None or case.make_target is None:
         return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), None)
     loss_fn, target = case.loss_fn, case.make_target(tokens)
@@ -408,9 +408,11 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
-    workspace = _line([(tokens, size) for tokens, size in all_.workspace])
+    workspace = _line([(tokens, size.passing) for tokens, size in all_.workspace])
     saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
     kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
+    grows = max(0.0, kept + gradients - saved[1]) / layers  # of a token, with every layer that I goes through
+    of_input = _line([(tokens, size.input - (layers - 1) * grows * tokens) for tokens, size in all_.workspace])
     return Part(
         layers=layers,
         **{name: fit(name) for name in PASSES.values()},
@@ -422,6 +424,8 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
         moved_token_bytes=all_.moved / layers,
         workspace_bytes=workspace[0],
         workspace_token_bytes=workspace[1],
+        input_bytes=of_input[0],
+        input_token_bytes=of_input[1],
         kv_bytes=all_.kv / layers,
         kv_gradient_bytes=all_.kv_gradients / layers,
         message_bytes=all_.message,

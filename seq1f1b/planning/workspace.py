@@ -1,26 +1,40 @@
-"""What a pass of a stage allocates for a while, beside what its graph keeps: measured on the CPU."""
+"""What a pass of a stage allocates, beside what its graph keeps: measured on the CPU."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["measure_workspace"]
+from seq1f1b.runtime.deferred import deferrable
+
+__all__ = ["Workspace", "measure_workspace"]
+
+
+class Workspace(NamedTuple):
+    """Bytes of one unit.
+
+    Attributes:
+        passing: most that F allocates and gives back, or that B holds beyond what was there.
+        input: most that I holds beyond what was there, what it leaves to W included.
+    """
+
+    passing: float
+    input: float
 
 
 def measure_workspace(
     stage: nn.Module,
     inputs: tuple[Tensor, ...],
     loss: Callable[[Any], Tensor] | None,
-) -> float:
-    """Most bytes that a forward allocates and gives back, or that its backward holds beyond what was there.
+) -> Workspace:
+    """Runs a forward and its backward, and again with the backward as I; zeros elsewhere than on the CPU.
 
     Gradients of the inputs count, those of the parameters do not: they are there already, as in a step's later units.
 
@@ -29,18 +43,52 @@ def measure_workspace(
         loss: of the stage's output, for a last stage.
     """
     if any(x.device.type != "cpu" for x in inputs):
-        return 0.0
-    found = 0.0
-    for _ in range(2):  # the first time makes the gradients of the parameters
+        return Workspace(0.0, 0.0)
+    _pass_bytes(stage, inputs, loss, nullcontext())  # makes the gradients of the parameters
+    forward, backward = _pass_bytes(stage, inputs, loss, nullcontext())
+    return Workspace(max(forward, backward), _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1])
+
+
+def _pass_bytes(
+    stage: nn.Module,
+    inputs: tuple[Tensor, ...],
+    loss: Callable[[Any], Tensor] | None,
+    way: AbstractContextManager[None],
+) -> tuple[float, float]:
+    """What a forward gives back, and what its backward holds beyond what was there."""
+    backward = 0.0
+    with way:
         output, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)))
-        found = most - end
         roots = [x for x in (output if isinstance(output, tuple) else (output,)) if x.requires_grad]
         if roots:
             back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-            found = max(found, _allocated(back)[1])
-        for x in inputs:
-            x.grad = None
-    return found
+            backward = _allocated(back)[1]
+    for x in inputs:
+        x.grad = None
+    return most - end, backward
+
+
+@contextmanager
+def _leaving_weights(stage: nn.Module) -> Iterator[None]:
+    """Within, layers whose weights' gradients a split backward defers make none, and their inputs and the gradients of
+    their outputs stay, as W needs them."""
+    left: list[Any] = []
+
+    def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        left.append(inputs)
+        if output.requires_grad:
+            output.register_hook(left.append)  # type: ignore[no-untyped-call]
+
+    layers = [layer for layer in deferrable(stage) if layer.weight.requires_grad]
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for hook, layer in zip(hooks, layers, strict=True):
+            hook.remove()
+            layer.weight.requires_grad_()
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, float, float]:

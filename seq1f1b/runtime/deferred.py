@@ -230,6 +230,11 @@ def deferring(module: Any, others: Iterable[nn.Module]) -> Iterator[None]:
             layer.module.__dict__.pop("forward", None)
 
 
+def deferrable(module: Any) -> list[nn.Linear]:
+    """The linear layers that leave their weights' gradients where no other module has a part in them."""
+    return [layer.module for layer in _layers(module, ())] if isinstance(module, nn.Module) else []
+
+
 def _layers(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[Layer]:
     shared = {
         id(parameter)

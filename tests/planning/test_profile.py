@@ -43,6 +43,8 @@ def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
         "moved_token_bytes": 6.5,
         "workspace_bytes": 40.0,
         "workspace_token_bytes": 0.5,
+        "input_bytes": 60.0,
+        "input_token_bytes": 1.0,
         "kv_bytes": 256.0,
         "kv_gradient_bytes": 512.0,
         "message_bytes": 128.0,
@@ -154,15 +156,59 @@ def test_what_a_pass_allocates_for_a_while():
     wide, narrow = torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
     tokens = 64
     x = torch.zeros(1, tokens, 32, requires_grad=True)
-    found = measure_workspace(torch.nn.Sequential(wide, narrow), (x,), None)
+    found, at_input = measure_workspace(torch.nn.Sequential(wide, narrow), (x,), None)
     # Backward: the gradient of the inner result beside that of a weight before it is added, or the input's gradient.
     inner, weight = tokens * 128 * 4, 32 * 128 * 4
     assert inner + weight <= found <= inner + 2 * weight
+    # I: the inner gradient stays for W, beside the input's gradient, and no weight has a gradient of its own.
+    assert at_input == inner + x.nbytes
+    assert wide.weight.requires_grad and not wide._forward_hooks
     with torch.no_grad():
         frozen = torch.nn.Linear(32, 128, bias=False).requires_grad_(False)
-        kept = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),), None)
+        kept, _ = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),), None)
     assert inner <= kept <= inner + 64  # the product is given back, twice it is the result; and a number
     assert x.grad is None and wide.weight.grad is not None
+
+
+def test_gradients_that_take_the_place_of_what_is_freed_are_no_more_bytes():
+    """By hand: bytes live before I of ten tokens, at most in it, and after it, of one layer and of two."""
+    wide = {"saved_bytes": 0.0, "saved_token_bytes": 10.0, "workspace_bytes": 0.0, "workspace_token_bytes": 3.0}
+    # A layer frees 6 of what it saved and leaves 5; or it leaves 8, 2 more than it frees.
+    for gradients, at_most in ((5.0, 12.0), (8.0, 16.0)):
+        found = part(
+            (1e-6, 0, 0),
+            (2e-6, 0, 0),
+            **wide,
+            kept_token_bytes=4.0,
+            gradient_token_bytes=gradients,
+            input_bytes=0.0,
+            input_token_bytes=at_most - 10,
+        )
+        whole = profile(layer=found, embedding=None, head=None)
+        model = CostModel(
+            SHAPE._replace(layers=3),
+            ProfiledHardware.of(whole, MACHINE),
+            num_ranks=2,
+            seq_len=20,
+            layout=Layout(layers=(1, 2)),
+        )
+        memory = model.unit_memory((10, 10), (0, 1))
+        for stage, layers in ((0, 1), (1, 2)):
+            saved, kept, left, work = (
+                table[stage][0]
+                for table in (
+                    memory.activations,
+                    memory.kept_activations,
+                    memory.output_gradients,
+                    memory.backward_work,
+                )
+            )
+            assert saved == layers * 100
+            assert kept + left == layers * (4 + gradients) * 10
+            beyond = (at_most - 10) * 10 + (layers - 1) * max(0.0, gradients - 6) * 10
+            assert left + work == max(beyond, 30)
+    unmeasured = part((1e-6, 0, 0), (2e-6, 0, 0), input_bytes=0.0, input_token_bytes=0.0)
+    assert unmeasured.left_beside_saved(10, 2) == 2 * 1.5 * 10
 
 
 def test_a_real_stage_is_measured():
@@ -226,7 +272,7 @@ def test_what_a_unit_takes_beyond_its_layers():
                 forward = 2e-3 + weight
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
-        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], [(8, 0.0), (16, 0.0)])
+        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], [])
 
     several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
     arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
@@ -478,9 +524,11 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert cost.step_memory(sizes, (0, 1)).activations[0] == [
         math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
     ]
-    assert cost.step_memory(sizes, (0, 1)).kept_activations[0] == [(2 + 1) * 2.5 * size for size in sizes]
-    ends = 2 if head_in_loss else 3
-    assert cost.step_memory(sizes, (0, 1)).output_gradients[1] == [ends * 1.5 * size for size in sizes]
+    beside = [20 + 0.5 * size for size in sizes]  # of each part: what I holds at most, less the workspace
+    kept = [(2 + 1) * (2.5 + 1.5) * size - 2 * more for size, more in zip(sizes, beside, strict=True)]
+    assert cost.step_memory(sizes, (0, 1)).kept_activations[0] == kept
+    ends = 1 if head_in_loss else 2
+    assert cost.step_memory(sizes, (0, 1)).output_gradients[1] == [ends * more for more in beside]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.rank_bytes(order, sizes)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
