@@ -159,7 +159,7 @@ class HeadStep:
                 self.losses[key] = total / counted.sum() if self._is_mean else total
             if not self._training:
                 return (None,)
-            gradient = self._head.logit_gradients(cell.logits, cell.target, found, cell.scale)
+            gradient = self._head.logit_gradients(cell.logits, cell.target, cell.statistics, found, cell.scale)
         if cell.logits.requires_grad:
             self._replicas.backward(cell.logits, gradient, key == self._last)
         if self._is_on_last:

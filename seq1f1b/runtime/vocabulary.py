@@ -172,8 +172,9 @@ class VocabularyParallelHead(VocabularyShard):
         The maximum, the sum of exponentials, the target's logit, and, where labels are smoothed, the sum of logits.
         """
         flat = _wide(logits.reshape(-1, logits.shape[-1]))
-        most = flat.max(1).values
-        rows = [most, (flat - most[:, None]).exp_().sum(1), self._of_target(flat, target)]
+        most = flat.amax(1)
+        # The largest of log_softmax is minus the logarithm of the sum of exponentials of what lies below the maximum.
+        rows = [most, torch.log_softmax(flat, 1).amax(1).neg_().exp_(), self._of_target(flat, target)]
         return torch.stack([*rows, flat.sum(1)] if self.label_smoothing else rows)
 
     def combine(self, everyones: Sequence[Tensor]) -> Statistics:
@@ -193,17 +194,20 @@ class VocabularyParallelHead(VocabularyShard):
             losses = losses - self.label_smoothing / self.vocab * found.total
         return losses + self.z_loss * found.log_sum.square() if self.z_loss else losses
 
-    def logit_gradients(self, logits: Tensor, target: Tensor, found: Statistics, scale: Tensor) -> Tensor:
-        """Gradients of the logits of this shard; ``scale``: of one token's loss. Ignored targets have none."""
-        flat = _wide(logits.detach().reshape(-1, logits.shape[-1]))
-        gradient = (flat - found.log_sum[:, None]).exp_()
+    def logit_gradients(self, logits: Tensor, target: Tensor, own: Tensor, found: Statistics, scale: Tensor) -> Tensor:
+        """Gradients of the logits of this shard, whose :meth:`statistics` are ``own``; ``scale``: of one token's loss.
+        Ignored targets have none."""
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        scales = (target != self.ignore_index).reshape(-1) * scale.to(own.dtype)
+        share = own[1] * (own[0] - found.log_sum).exp()  # of the softmax's denominator
         if self.z_loss:
-            gradient *= 1 + 2 * self.z_loss * found.log_sum[:, None]
+            share *= 1 + 2 * self.z_loss * found.log_sum
+        gradient = torch.softmax(flat, 1, dtype=own.dtype)
+        gradient *= (share * scales)[:, None]
         if self.label_smoothing:
-            gradient -= self.label_smoothing / self.vocab
+            gradient -= (self.label_smoothing / self.vocab * scales)[:, None]
         index, is_here = self._row_of(target)
-        gradient[is_here, index[is_here]] -= 1 - self.label_smoothing
-        gradient *= ((target != self.ignore_index).reshape(-1) * scale.to(gradient.dtype))[:, None]
+        gradient[is_here, index[is_here]] -= (1 - self.label_smoothing) * scales[is_here]
         return gradient.to(logits.dtype).view_as(logits)
 
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
