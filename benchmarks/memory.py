@@ -12,8 +12,8 @@ other processes use less than 8 % of a core. Before, each arm's loss and gradien
 whole in float64. All processes give freed memory back to the kernel, so that time and memory are of one configuration.
 
 Then the longest sequence under a cap on the growth of each rank, in the first step of processes of its own, which also
-allocates what an engine keeps: the cache and receive places. At our longest one, five steps of SGD are compared with
-the whole model, its blocks checkpointed, on one process with torch's attention.
+allocates what an engine keeps: the cache and receive places. At one of ours that is as long as is wanted, five steps of
+SGD are compared with the whole model, its blocks checkpointed, on one process with torch's attention.
 
     python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
     python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
@@ -337,11 +337,14 @@ def arm_at(case: Case, profile: Profile, name: str, cap: int) -> Spec | Ours:
 
 
 def find_longest(results: Results, name: str, step: int, deadline: float, attempt: Callable[[Case], None]) -> None:
-    """Tries lengths, multiples of ``step``, until the longest within the cap is known or the time is over.
+    """Tries lengths, multiples of ``step``, until the longest within the cap is known or the time is over. Ours begins
+    where it would be as long as is wanted, and is known to a sixteenth.
 
     Growth rises with the length, nearly in proportion, so each attempt tells where to go on.
     """
-    tokens = max(step, results.case.length // step * step)
+    is_ours = name.startswith("ours")
+    begin = WANTED_LONGER * results.longest(BASE) if is_ours else 0
+    tokens = math.ceil(max(begin, results.case.length, step) / step) * step
     while time.time() < deadline:
         known = {r["tokens"]: r for r in results.of("attempt", arm=name)}
         if tokens not in known:
@@ -349,7 +352,7 @@ def find_longest(results: Results, name: str, step: int, deadline: float, attemp
             continue
         fits = max((t for t, r in known.items() if r["fits"]), default=0)
         too_long = min((t for t, r in known.items() if not r["fits"]), default=None)
-        if too_long is not None and too_long - fits <= step:
+        if too_long is not None and too_long - fits <= (max(step, fits // 16) if is_ours else step):
             return
         growth = max(known[tokens]["growth"], default=0)
         tokens = int(tokens * results.cap / growth if growth else tokens / 2) // step * step
@@ -410,11 +413,14 @@ def train_whole(rank: int, case: Case, path: str) -> None:
     Records(path).add(what="whole", tokens=case.length, losses=losses)
 
 
-def train_at_longest(results: Results, names: Iterable[str], directory: str) -> None:
+def train_long(results: Results, names: Iterable[str], directory: str) -> None:
+    """Trains at the shortest length of ours that was as long as is wanted; else at the longest."""
     name = max(names, key=results.longest)
-    case = dataclasses.replace(results.case, length=results.longest(name))
-    if not case.length:
+    fitting = [r["tokens"] for r in results.of("attempt", arm=name) if r["fits"]]
+    long = [tokens for tokens in fitting if tokens >= WANTED_LONGER * results.longest(BASE) > 0]
+    if not fitting:
         return
+    case = dataclasses.replace(results.case, length=min(long, default=max(fitting)))
     arm = arm_at(case, results.profile, name, results.cap)
     if not results.of("trained", tokens=case.length):
         spawn(case.ranks, train_ranks, case, arm, directory, results.path)
@@ -586,7 +592,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     peers = [] if quick else [BASE, PEERS[1].name]
     measure_longest(results, 2048 if quick else 1024, [*peers, *ours], deadline, directory)
     if time.time() < deadline:
-        train_at_longest(results, ours, directory)
+        train_long(results, ours, directory)
 
 
 def main() -> None:
