@@ -519,10 +519,14 @@ def verdicts(results: Results) -> list[str]:
         lines.append(judged(found, low > 1) if pairs.measured else f"{found}: unmeasured")
     tried = {r["arm"] for r in results.of("attempt")}
     if BASE in tried and results.longest(BASE):
-        best = max((name for name in tried if name.startswith("ours")), key=results.longest, default=BASE)
-        longer = results.longest(best) / results.longest(BASE)
-        text = f"longest sequence at least {WANTED_LONGER:g} times that of {BASE}: {longer:.2f}, {best}"
-        lines.append(judged(text, longer >= WANTED_LONGER))
+        text = f"longest sequence at least {WANTED_LONGER:g} times that of {BASE}"
+        ours_tried = [name for name in tried if name.startswith("ours")]
+        if ours_tried:
+            best = max(ours_tried, key=results.longest)
+            longer = results.longest(best) / results.longest(BASE)
+            lines.append(judged(f"{text}: {longer:.2f}, {best}", longer >= WANTED_LONGER))
+        else:
+            lines.append(f"{text}: unmeasured")
     for trained in results.of("trained"):
         whole = results.last("whole", tokens=trained["tokens"])
         if whole is not None:

@@ -41,9 +41,25 @@ class _Replicas:
             self._parallel.end_step()
 
 
-def _last_key(order: Sequence[Unit], kind: str, first_cells: Sequence[int]) -> int:
-    """The cell of the rank's last unit of a pass, -1 if it has none."""
-    return next((first_cells[u.microbatch] + u.segment for u in reversed(order) if u.kind == kind), -1)
+class _ShardStep:
+    """A shard in one step.
+
+    Args:
+        module: the shard, as it was given to the engine.
+        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
+        order: this rank's units.
+        last_pass: in whose last unit gradients are reduced.
+    """
+
+    def __init__(self, module: nn.Module, first_cells: Sequence[int], order: Sequence[Unit], last_pass: str) -> None:
+        self._replicas, self._first_cells = _Replicas(module), first_cells
+        self._last = next((self._key(u.microbatch, u.segment) for u in reversed(order) if u.kind == last_pass), -1)
+
+    def _key(self, m: int, s: int) -> int:
+        return self._first_cells[m] + s
+
+    def end(self) -> None:
+        self._replicas.end_step()
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
@@ -64,7 +80,7 @@ class _Cell:
     statistics: Tensor
 
 
-class HeadStep:
+class HeadStep(_ShardStep):
     """This rank's shard of the output layer in one step: passes S and T.
 
     Args:
@@ -85,20 +101,16 @@ class HeadStep:
         is_mean: bool,
         order: Sequence[Unit],
     ) -> None:
+        super().__init__(loss_fn, first_cells, order, "T")
         head = head_of(loss_fn)
         assert head is not None
-        self._replicas, self._head = _Replicas(loss_fn), head
-        self._first_cells, self._training, self._is_mean = first_cells, training, is_mean
+        self._head, self._training, self._is_mean = head, training, is_mean
         self._is_on_last = head.rank == last_rank
         self._cells: dict[int, _Cell] = {}
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
         self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
         self.peak_bytes = 0  # of logits between S and T
-        self._last = _last_key(order, "T", first_cells)
-
-    def _key(self, m: int, s: int) -> int:
-        return self._first_cells[m] + s
 
     def message(
         self, m: int, s: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None
@@ -177,11 +189,8 @@ class HeadStep:
             total += part
         return (total.to(present[0].dtype),)
 
-    def end(self) -> None:
-        self._replicas.end_step()
 
-
-class EmbeddingStep:
+class EmbeddingStep(_ShardStep):
     """This rank's shard of the input embedding in one step: passes E and G.
 
     Args:
@@ -191,14 +200,13 @@ class EmbeddingStep:
     """
 
     def __init__(self, module: nn.Module, *, first_cells: Sequence[int], training: bool, order: Sequence[Unit]) -> None:
+        super().__init__(module, first_cells, order, "G")
         shard = embedding_of(module)
         assert shard is not None
-        self._replicas, self._shard = _Replicas(module), shard
-        self._first_cells, self._training = first_cells, training
+        self._shard, self._training = shard, training
         self.inputs: Sequence[Sequence[tuple[Any, ...]]] = ()  # of the pipeline, by [micro-batch][segment]
         self._cells: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
         self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
-        self._last = _last_key(order, "G", first_cells)
 
     def embed(self, m: int, s: int, received: Received) -> tuple[Tensor, ...]:
         """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
@@ -238,9 +246,3 @@ class EmbeddingStep:
         places, rows = self._cells.pop(key)
         if gradient is not None and rows.requires_grad:
             self._replicas.backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], key == self._last)
-
-    def _key(self, m: int, s: int) -> int:
-        return self._first_cells[m] + s
-
-    def end(self) -> None:
-        self._replicas.end_step()
