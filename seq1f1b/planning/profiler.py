@@ -56,7 +56,8 @@ class Measured(NamedTuple):
         moved: bytes per token that a unit sent to its tier, 0 without one.
         tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
         moving: seconds per moved byte by which units take longer, out and back, the same.
-        workspace: tokens of a unit, and what its passes allocate.
+        workspace: tokens of a unit; most bytes that F or B allocates for a while; most that I holds beyond what was
+            there, what it leaves to W included.
     """
 
     layers: int
@@ -71,7 +72,7 @@ class Measured(NamedTuple):
     moved: float
     tier: list[tuple[float, float]]
     moving: list[tuple[float, float]]
-    workspace: list[tuple[int, Workspace]]
+    workspace: list[tuple[int, float, float]]
 
 
 class _Feed(nn.Module):
@@ -141,7 +142,7 @@ def measure_stage(
         if offload is not None and k == moved_cut(cuts):
             result = _measure_cut(case, k, "moved", result)
         progress()
-        result.workspace.append((seq_len // k, _workspace(case, seq_len // k)))
+        result.workspace.append((seq_len // k, *_workspace(case, seq_len // k)))
     for parameter in stage.parameters():
         parameter.grad = None
     return result
@@ -408,11 +409,11 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
-    workspace = _line([(tokens, size.passing) for tokens, size in all_.workspace])
+    workspace = _line([(tokens, passing) for tokens, passing, _ in all_.workspace])
     saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
     kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
     grows = max(0.0, kept + gradients - saved[1]) / layers  # of a token, with every layer that I goes through
-    of_input = _line([(tokens, size.input - (layers - 1) * grows * tokens) for tokens, size in all_.workspace])
+    of_input = _line([(tokens, most - (layers - 1) * grows * tokens) for tokens, _, most in all_.workspace])
     return Part(
         layers=layers,
         **{name: fit(name) for name in PASSES.values()},
