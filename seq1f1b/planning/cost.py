@@ -504,7 +504,7 @@ class CostModel:
         return not self.layout.copies_prefix and 0 < self.hardware.release_tokens <= slot_tokens
 
     def _unit_bytes(self, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        """Activations, what W reads of them, and what I leaves to W."""
+        """Activations, what of them stays until W, and what I adds to all of them."""
         if self.profile is not None:
             return self._measured_bytes(self.profile, sizes)
         saved = self._saved_bytes(self.layout.recompute)
@@ -537,19 +537,10 @@ class CostModel:
         tables: tuple[list[list[int]], list[list[int]], list[list[int]]] = ([], [], [])
         for stage, layers in enumerate(self.layers):
             parts = [(layers, profile.layer), (stage == 0, profile.embedding), (stage == self.num_stages - 1, head)]
-            rows: tuple[list[int], list[int], list[int]] = ([], [], [])
-            for size in sizes:
-                saved = kept = left = 0.0
-                for count, part in parts:
-                    if count and part is not None:
-                        own_saved, own_kept, gradients = (count * x for x in part.unit_bytes(size))
-                        beside = part.left_beside_saved(size, count)
-                        # What takes the place of what I frees counts as kept, so that I does not hold both.
-                        saved, kept, left = saved + own_saved, kept + own_kept + gradients - beside, left + beside
-                for row, value in zip(rows, (saved, kept, left), strict=True):
-                    row.append(math.ceil(value))
-            for table, row in zip(tables, rows, strict=True):
-                table.append(row)
+            held = [(count, part.unit_bytes) for count, part in parts if part is not None]
+            units = [[of(size, count) for count, of in held] for size in sizes]  # by part, then by kind
+            for kind, table in enumerate(tables):
+                table.append([math.ceil(sum(part[kind] for part in unit)) for unit in units])
         return tables
 
     def _work_bytes(self, sizes: Sequence[int]) -> tuple[Any, Any]:

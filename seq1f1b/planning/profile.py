@@ -94,8 +94,8 @@ class Part:
             where no tier was measured.
         workspace_bytes, workspace_token_bytes: most that a pass of a unit allocates for a while, beside all this:
             floor, and per token of the unit. Its layers run one after the other, so it is once what one layer takes.
-        input_bytes, input_token_bytes: most that I of a unit holds beyond what was there, gradients that it leaves
-            included: floor, and per token. Of a stage of one layer; see :meth:`left_beside_saved`. 0: not measured.
+        input_bytes, input_token_bytes: most that I of a unit of one layer holds beyond what was there, gradients that
+            it leaves included: floor, and per token. Both are 0 where they were not measured.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
         message_bytes: of what the stage returns, per token.
     """
@@ -129,20 +129,20 @@ class Part:
         """Bytes that a unit allocates for a while."""
         return self.workspace_bytes + self.workspace_token_bytes * tokens
 
-    def unit_bytes(self, tokens: int) -> tuple[float, float, float]:
-        """Bytes that a unit saves, the part of them that W reads, and what I leaves to W beside it."""
-        saved = self.saved_bytes + self.saved_token_bytes * tokens
-        return saved, min(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
+    def unit_bytes(self, tokens: int, layers: int = 1) -> tuple[float, float, float]:
+        """Bytes that a unit of so many layers saves, what of them stays until W, and what I adds to all that was saved.
 
-    def left_beside_saved(self, tokens: int, layers: int) -> float:
-        """Bytes of the gradients that I of so many layers leaves to W and that come on top of all that F has saved, and
-        of :meth:`workspace`. The rest takes the place of what I frees as it goes back through the layers."""
-        saved, kept, gradients = self.unit_bytes(tokens)
+        As I goes back through the layers, gradients that it leaves to W take the place of what it frees. They count
+        with what stays. Only what exceeds the saved bytes and :meth:`workspace` while I runs counts as added.
+        """
+        saved = self.saved_bytes + self.saved_token_bytes * tokens
+        kept, gradients = min(saved, self.kept_token_bytes * tokens), self.gradient_token_bytes * tokens
         if not self.input_bytes and not self.input_token_bytes:
-            return layers * gradients
-        grows = max(0.0, kept + gradients - saved)
+            return layers * saved, layers * kept, layers * gradients
+        grows = max(0.0, kept + gradients - saved)  # with each layer
         most = self.input_bytes + self.input_token_bytes * tokens + (layers - 1) * grows
-        return min(max(layers * grows, most - self.workspace(tokens)), layers * gradients)
+        added = min(max(layers * grows, most - self.workspace(tokens)), layers * gradients)
+        return layers * saved, layers * (kept + gradients) - added, added
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _leaving_weights(stage: nn.Module) -> Iterator[None]:
     def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         left.append(inputs)
         if output.requires_grad:
-            output.register_hook(left.append)  # type: ignore[no-untyped-call]
+            output.register_hook(left.append)  # type: ignore[no-untyped-call] # torch's has no types
 
     layers = [layer for layer in deferrable(stage) if layer.weight.requires_grad]
     hooks = [layer.register_forward_hook(keep) for layer in layers]

@@ -208,7 +208,7 @@ def test_gradients_that_take_the_place_of_what_is_freed_are_no_more_bytes():
             beyond = (at_most - 10) * 10 + (layers - 1) * max(0.0, gradients - 6) * 10
             assert left + work == max(beyond, 30)
     unmeasured = part((1e-6, 0, 0), (2e-6, 0, 0), input_bytes=0.0, input_token_bytes=0.0)
-    assert unmeasured.left_beside_saved(10, 2) == 2 * 1.5 * 10
+    assert unmeasured.unit_bytes(10, 2)[2] == 2 * 1.5 * 10
 
 
 def test_a_real_stage_is_measured():
@@ -272,7 +272,8 @@ def test_what_a_unit_takes_beyond_its_layers():
                 forward = 2e-3 + weight
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
-        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], [])
+        nothing = [(8, 0.0, 0.0), (16, 0.0, 0.0)]
+        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
 
     several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
     arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
