@@ -177,7 +177,7 @@ def program_simulate(
 ) -> _Simulation: ...
 
 # activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, forward_work,
-# backward_work, shard_logits, message_bytes, statistics_bytes
+# backward_work, kv_gradient_rows, shard_logits, message_bytes, statistics_bytes; those at its end may be missing
 _Bytes = tuple[Sequence[int] | None, ...]
 
 def program_memory(

@@ -607,8 +607,7 @@ class Schedule:
         return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
 
     def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        nothing = [None] * 12
-        return tuple(peak[1] for peak in _C.program_memory(program, (activations, *nothing)))
+        return tuple(peak[1] for peak in _C.program_memory(program, (activations,)))
 
     def _per_stage(self, values: Any, name: str) -> list[int]:
         return per_place(values, name, self.num_stages, "stage")
@@ -627,6 +626,7 @@ class Schedule:
             self._per_unit(given.staying, "staying"),
             self._per_unit(given.forward_work, "forward_work"),
             self._per_unit(given.backward_work, "backward_work"),
+            self._per_unit(given.kv_gradient_rows, "kv_gradient_rows"),
             self._per_segment(given.shard_logits),
             sizes,
             statistics_sizes,

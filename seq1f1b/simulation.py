@@ -26,6 +26,8 @@ class StepMemory:
         kv_rows: keys and values that a unit writes, per unit; held from its F to the end of its B or I: what is held in
             place of ``kv`` where the cache gives back pages as backwards end, as on CPUs from 8192 tokens on.
         kv_gradients: their gradients, per stage; held from B of the last segment to the end of B of segment 0.
+        kv_gradient_rows: gradients of the keys and values that a unit writes, per unit; held from B of the last segment
+            to the end of the unit's own: in place of ``kv_gradients`` where ``kv_rows`` stands in for ``kv``.
         inputs: what a recomputed unit keeps for R beyond its receive place; held from F to the end of B or I.
         staying: what stays of every unit from its F to the end of its B or I, whatever becomes of its activations: an
             input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
@@ -52,6 +54,7 @@ class StepMemory:
     staying: int | Sequence[Sequence[int]] = 0
     forward_work: int | Sequence[Sequence[int]] = 0
     backward_work: int | Sequence[Sequence[int]] = 0
+    kv_gradient_rows: int | Sequence[Sequence[int]] = 0
 
 
 @dataclass(frozen=True)

@@ -209,24 +209,26 @@ static PyObject *peak_item(const void *context, int64_t rank)
                          (long long)peak->total);
 }
 
-enum { NUM_BYTE_KINDS = 13 };
+enum { NUM_BYTE_KINDS = 14 };
 
-/* What is held, of a tuple in the order of the fields of s1f_memory_bytes. 0 with the exception set; free_bytes is due
- * either way. */
+/* What is held, of a tuple in the order of the names below; nothing of the kinds that are missing at its end. 0 with the
+ * exception set; free_bytes is due either way. */
 static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds, s1f_memory_bytes *bytes)
 {
     static const char *const names[NUM_BYTE_KINDS] = {
-        "activations",  "kept_activations", "output_gradients", "kv",           "kv_gradients",
-        "inputs",       "kv_rows",          "staying",          "forward_work", "backward_work",
-        "shard_logits", "message_bytes",    "statistics_bytes"};
+        "activations",   "kept_activations", "output_gradients", "kv",
+        "kv_gradients",  "inputs",           "kv_rows",          "staying",
+        "forward_work",  "backward_work",    "kv_gradient_rows", "shard_logits",
+        "message_bytes", "statistics_bytes"};
     int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
-    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages,  stages,  cells,  cells,
-                                            cells, cells, cells, columns, columns, columns};
-    if (PyTuple_Size(tuple) != NUM_BYTE_KINDS) {
-        PyErr_Format(PyExc_TypeError, "%zd kinds of bytes, must be %d", PyTuple_Size(tuple), (int)NUM_BYTE_KINDS);
+    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages, stages,  cells,   cells,
+                                            cells, cells, cells, cells,  columns, columns, columns};
+    if (PyTuple_Size(tuple) > NUM_BYTE_KINDS) {
+        PyErr_Format(PyExc_TypeError, "%zd kinds of bytes, must be at most %d", PyTuple_Size(tuple),
+                     (int)NUM_BYTE_KINDS);
         return 0;
     }
-    for (int i = 0; i < NUM_BYTE_KINDS; i++) {
+    for (int i = 0; i < PyTuple_Size(tuple); i++) {
         kinds[i].name = names[i];
         if (!s1f_to_int64s(PyTuple_GetItem(tuple, i), &kinds[i]))
             return 0;
@@ -244,9 +246,10 @@ static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds
                                 .staying = kinds[7].values,
                                 .forward_work = kinds[8].values,
                                 .backward_work = kinds[9].values,
-                                .logits = kinds[10].values,
-                                .message = kinds[11].values,
-                                .statistics = kinds[12].values};
+                                .kv_gradient_rows = kinds[10].values,
+                                .logits = kinds[11].values,
+                                .message = kinds[12].values,
+                                .statistics = kinds[13].values};
     return 1;
 }
 
@@ -337,8 +340,8 @@ PyMethodDef s1f_simulate_methods[] = {
      "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
      "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, forward_work, backward_work, shard_logits, "
-     "message_bytes, statistics_bytes)): per rank, the peaks of units, of the bytes of each kind, and of their total."},
+     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, "
+     "forward_work, backward_work, kv_gradient_rows, shard_logits, message_bytes, statistics_bytes)): per rank, the peaks of units, of the bytes of each kind, and of their total."},
     {"program_fit", program_fit, METH_VARARGS,
      "program_fit(program, bytes of program_memory, room per rank, recomputes, moves, start, tier): a byte per cell of all "
      "stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."},

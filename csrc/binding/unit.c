@@ -15,6 +15,7 @@ static const char *const holdings[] = {
     [S1F_HOLDS_STAYING] = "staying",
     [S1F_HOLDS_FORWARD_WORK] = "forward_work",
     [S1F_HOLDS_BACKWARD_WORK] = "backward_work",
+    [S1F_HOLDS_KV_GRADIENT_ROWS] = "kv_gradient_rows",
 };
 _Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
 

@@ -275,6 +275,8 @@ static const struct {
     [S1F_HOLDS_FORWARD_WORK] = {OUTPUT, OUTPUT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT), ALWAYS},
     [S1F_HOLDS_BACKWARD_WORK] = {INPUT_GRADIENT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
                                  ALWAYS},
+    [S1F_HOLDS_KV_GRADIENT_ROWS] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
+                                    ALWAYS},
 };
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)

@@ -246,7 +246,10 @@ typedef enum {
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
     S1F_HOLDS_FORWARD_WORK = 9,    /* what F allocates for a while: F alone */
     S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
-    S1F_NUM_HOLDINGS = 11
+    /* gradients of the unit's own keys and values, where pages go back: B or I of the last segment, which takes those of
+     * all, to the unit's own */
+    S1F_HOLDS_KV_GRADIENT_ROWS = 11,
+    S1F_NUM_HOLDINGS = 12
 } s1f_holding;
 
 typedef struct { /* bits (1 << s1f_holding) */

@@ -26,26 +26,33 @@ static s1f_unit unit_of(const walker *w, int64_t cell)
     return s1f_unit_of_cell(&w->program->shape, S1F_PASS_FORWARD, (int32_t)(cell / of_stage), cell % of_stage);
 }
 
-/* Bytes that a pass takes, or frees, in a cell of this kind. */
+/* What a pass takes, or frees, in a cell of this kind. */
 static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
     int is_last = unit.segment + 1 == s1f_segments_of(&w->program->shape, unit.microbatch);
     return w->table.of[kind][pass][unit.segment == 0][is_last];
 }
 
-static int64_t bytes_of(const walker *w, s1f_unit unit, uint32_t holdings)
+static int64_t taken_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
-    return s1f_held_bytes(&w->program->shape, w->fit->bytes, holdings, unit);
+    uint32_t takes = lifetimes_of(w, unit, pass, kind).takes;
+    return s1f_taken_bytes(&w->program->shape, w->fit->bytes, takes, unit);
+}
+
+static int64_t freed_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
+{
+    uint32_t frees = lifetimes_of(w, unit, pass, kind).frees;
+    return s1f_freed_bytes(&w->program->shape, w->fit->bytes, frees, unit);
 }
 
 static void take(walker *w, s1f_unit unit, s1f_pass pass)
 {
-    w->held += bytes_of(w, unit, lifetimes_of(w, unit, pass, w->kinds[cell_of(w, unit)]).takes);
+    w->held += taken_by(w, unit, pass, w->kinds[cell_of(w, unit)]);
 }
 
 static void give_back(walker *w, s1f_unit unit, s1f_pass pass)
 {
-    w->held -= bytes_of(w, unit, lifetimes_of(w, unit, pass, w->kinds[cell_of(w, unit)]).frees);
+    w->held -= freed_by(w, unit, pass, w->kinds[cell_of(w, unit)]);
 }
 
 /* -- the heap ------------------------------------------------------------------------------------------------------ */
@@ -115,12 +122,12 @@ typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
 static answer ask(walker *w, int64_t cell, int64_t i, s1f_cell_kind kind)
 {
     s1f_unit unit = unit_of(w, cell);
-    int64_t kept = bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT).takes);
-    int64_t left = bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_FORWARD, kind).takes);
+    int64_t kept = taken_by(w, unit, S1F_PASS_FORWARD, S1F_CELL_KEPT);
+    int64_t left = taken_by(w, unit, S1F_PASS_FORWARD, kind);
     if (kind == S1F_CELL_MOVED) {
         if (!could_be_away(w, cell, i) || (w->fit->recomputes && !hides(w, cell)))
             return NOT_NOW;
-        left -= bytes_of(w, unit, lifetimes_of(w, unit, S1F_PASS_AWAY, kind).frees);
+        left -= freed_by(w, unit, S1F_PASS_AWAY, kind);
     }
     if (left >= kept)
         return HAS_NOTHING;

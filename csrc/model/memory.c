@@ -18,10 +18,31 @@ typedef struct {
     int64_t live[S1F_NUM_HOLDINGS], units, total;
 } ledger;
 
-/* Bytes that a unit of this stage and column takes of a holding; cell: their place in [stage][column]. */
-static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, int64_t stage, int64_t column,
-                               int64_t cell)
+/* Where the bytes of a unit are: [stage], [column] and, as `cell`, [stage][column]. */
+typedef struct {
+    int64_t stage, column, cell;
+    int32_t segment;
+} unit_place;
+
+static inline unit_place place_of(const s1f_shape *shape, s1f_unit unit)
 {
+    int64_t column = s1f_column(shape, unit);
+    return (unit_place){unit.stage, column, unit.stage * s1f_num_columns(shape) + column, unit.segment};
+}
+
+/* Bytes of a unit and of the segments before it. */
+static int64_t sum_to(const int64_t *values, unit_place of)
+{
+    int64_t sum = 0;
+    for (int64_t i = of.cell - of.segment; values != NULL && i <= of.cell; i++)
+        sum += values[i];
+    return sum;
+}
+
+/* Bytes that a unit takes, or frees, of a holding. */
+static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, unit_place of, int takes)
+{
+    int64_t stage = of.stage, column = of.column, cell = of.cell;
     int64_t activation = at(bytes->activation, cell), kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
     switch (holding) {
     case S1F_HOLDS_SAVED: return activation - kept;
@@ -35,28 +56,39 @@ static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holdin
     case S1F_HOLDS_STAYING: return at(bytes->staying, cell);
     case S1F_HOLDS_FORWARD_WORK: return at(bytes->forward_work, cell);
     case S1F_HOLDS_BACKWARD_WORK: return at(bytes->backward_work, cell);
+    case S1F_HOLDS_KV_GRADIENT_ROWS:
+        return takes ? sum_to(bytes->kv_gradient_rows, of) : at(bytes->kv_gradient_rows, cell);
     case S1F_NUM_HOLDINGS: break;
     }
     return 0;
 }
 
-int64_t s1f_held_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
+static int64_t sum_of(const s1f_memory_bytes *bytes, uint32_t holdings, unit_place of, int takes)
 {
-    int64_t sum = 0, column = s1f_column(shape, unit), cell = unit.stage * s1f_num_columns(shape) + column;
+    int64_t sum = 0;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (holdings >> h & 1)
-            sum += bytes_of(bytes, (s1f_holding)h, unit.stage, column, cell);
+            sum += bytes_of(bytes, (s1f_holding)h, of, takes);
     return sum;
 }
 
+int64_t s1f_taken_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
+{
+    return sum_of(bytes, holdings, place_of(shape, unit), 1);
+}
+
+int64_t s1f_freed_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
+{
+    return sum_of(bytes, holdings, place_of(shape, unit), 0);
+}
+
 /* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
-static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, int64_t stage,
-                          int64_t column, int64_t cell)
+static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, unit_place of)
 {
     l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (holdings >> h & 1) {
-            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, stage, column, cell);
+            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, of, sign > 0);
             l->live[h] += changed;
             l->total += changed;
         }
@@ -69,16 +101,17 @@ static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
     peak->activations = greater(peak->activations, l->live[S1F_HOLDS_SAVED] + l->live[S1F_HOLDS_FOR_WEIGHT]);
     peak->output_gradients = greater(peak->output_gradients, l->live[S1F_HOLDS_OUTPUT_GRADIENT]);
     peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV] + l->live[S1F_HOLDS_KV_ROWS]);
-    peak->kv_gradients = greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT]);
+    peak->kv_gradients =
+        greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT] + l->live[S1F_HOLDS_KV_GRADIENT_ROWS]);
     peak->inputs = greater(peak->inputs, l->live[S1F_HOLDS_INPUT] + l->live[S1F_HOLDS_STAYING]);
     peak->logits = greater(peak->logits, l->live[S1F_HOLDS_LOGITS]);
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of twelve kinds. */
+/* Every sum is at most `most_held` values of thirteen kinds. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 12 / most_held;
+    int64_t most = INT64_MAX / 13 / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
             return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
@@ -104,6 +137,7 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
         (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
         (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes of a unit's keys and values", bytes->kv_rows, cells, most_held)) != S1F_OK ||
+        (status = require_bytes("bytes of a unit's dK/dV", bytes->kv_gradient_rows, cells, most_held)) != S1F_OK ||
         (status = require_bytes("staying bytes of a unit", bytes->staying, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes that F allocates", bytes->forward_work, cells, most_held)) != S1F_OK ||
         (status = require_bytes("bytes that B or I allocates", bytes->backward_work, cells, most_held)) != S1F_OK ||
@@ -218,13 +252,13 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
             s1f_unit unit = program->ranks[rank].units[i];
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-            int64_t column = s1f_column(shape, unit), cell = unit.stage * s1f_num_columns(shape) + column;
+            unit_place place = place_of(shape, unit);
             if (lifetimes.takes != 0) {
-                change(&l, bytes, lifetimes.takes, 1, unit.stage, column, cell);
+                change(&l, bytes, lifetimes.takes, 1, place);
                 raise_peak(&l, &peak);
             }
             if (lifetimes.frees != 0)
-                change(&l, bytes, lifetimes.frees, -1, unit.stage, column, cell);
+                change(&l, bytes, lifetimes.frees, -1, place);
         }
         peaks[rank] = peak;
     }

@@ -488,7 +488,7 @@ class CostModel:
             forward_work=forward,
             backward_work=backward,
             kv_rows=[[math.ceil(layers * size * row) for size in sizes] for layers in self.layers],
-            kv_gradients=[math.ceil(layers * slot_tokens * gradient_row) for layers in self.layers],
+            kv_gradient_rows=[[math.ceil(layers * size * gradient_row) for size in sizes] for layers in self.layers],
         )
 
     def _staying_bytes(self, sizes: Sequence[int], rank_of_stage: Sequence[int]) -> list[list[int]]:

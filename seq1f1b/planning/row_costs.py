@@ -73,11 +73,11 @@ class RowCosts:
     def memory(self, schedule: Schedule) -> StepMemory:
         """Bytes of what units hold, see :meth:`seq1f1b.planning.cost.CostModel.unit_memory`."""
         flat: Any = self._cost.unit_memory(self._sizes, schedule.rank_of_stage, self._longest_row)
-        names = ["activations", "kept_activations", "output_gradients", "kv_rows", "staying"]
+        names = ["activations", "kept_activations", "output_gradients", "kv_rows", "kv_gradient_rows", "staying"]
         names += ["forward_work", "backward_work"]
         tables = {name: getattr(flat, name) for name in names}
         nested: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items() if table}
-        return StepMemory(**nested, kv_gradients=flat.kv_gradients)
+        return StepMemory(**nested)
 
     @property
     def message_bytes(self) -> list[Any]:

@@ -447,8 +447,6 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
             round(per_token * size) * (index == stage) for index in range(record.num_stages) for size in record.sizes
         ]
 
-    saved, kept, gradients = map(of_units, (measured.saved, measured.kept, measured.gradients))
-    _, activations, output_gradients, *_ = _C.program_memory(record.program, (saved, kept, gradients, *[None] * 10))[
-        rank
-    ]
+    held = tuple(map(of_units, (measured.saved, measured.kept, measured.gradients)))
+    _, activations, output_gradients, *_ = _C.program_memory(record.program, held)[rank]
     return activations, output_gradients

@@ -179,6 +179,7 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         "kv": ("kv", [kv[i // columns] for i in range(P * columns)]),
         "kv_rows": ("kv", per_unit(given.kv_rows, "kv_rows", P, k, rows)),
         "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
+        "kv_gradient_rows": ("kv_gradients", per_unit(given.kv_gradient_rows, "kv_gradient_rows", P, k, rows)),
         "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
         "staying": ("inputs", per_unit(given.staying, "staying", P, k, rows)),
         "forward_work": ("activations", per_unit(given.forward_work, "forward_work", P, k, rows)),
@@ -193,12 +194,10 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
             for time, sign, names in zip((start, end), (1, -1), lifetimes.of(unit), strict=True):
                 for holding in names:
                     name, bytes_of = amounts[holding]
-                    changes[name][time] += (
-                        sign
-                        * bytes_of[
-                            unit.stage * columns + (0 if rows is None else first[unit.microbatch]) + unit.segment
-                        ]
-                    )
+                    segment_0 = unit.stage * columns + (0 if rows is None else first[unit.microbatch])
+                    cell = segment_0 + unit.segment
+                    takes_all = holding == "kv_gradient_rows" and sign == 1  # those of its micro-batch
+                    changes[name][time] += sign * sum(bytes_of[segment_0 if takes_all else cell : cell + 1])
         begin, end = track[0][1], max(stop for _, _, stop in track)
         for name in ("weights", "optimizer", "logits", "receive"):
             changes[name][begin] += getattr(peaks, name)[rank]

@@ -152,7 +152,7 @@ static const int64_t *take_bytes(fuzz_input *in, int64_t *values, int count, int
 
 static void remember(fuzz_input *in, const s1f_program *program)
 {
-    static int64_t arrays[6][MOST_CELLS];
+    static int64_t arrays[8][MOST_CELLS];
     const s1f_shape *shape = &program->shape;
     int columns = (int)s1f_num_columns(shape), cells = shape->num_stages * columns;
     uint8_t given = (uint8_t)take_bits(in, 1);
@@ -161,7 +161,9 @@ static void remember(fuzz_input *in, const s1f_program *program)
                               .output_gradient = take_bytes(in, arrays[2], cells, given & 4),
                               .kv = take_bytes(in, arrays[3], shape->num_stages, given & 8),
                               .kv_gradient = take_bytes(in, arrays[4], shape->num_stages, given & 16),
-                              .message = take_bytes(in, arrays[5], columns, given & 32)};
+                              .message = take_bytes(in, arrays[5], columns, given & 32),
+                              .kv_rows = take_bytes(in, arrays[6], cells, given & 64),
+                              .kv_gradient_rows = take_bytes(in, arrays[7], cells, given & 128)};
     s1f_memory_peak peaks[MOST_RANKS], untouched;
     memset(peaks, 0x5a, sizeof peaks);
     memset(&untouched, 0x5a, sizeof untouched);

@@ -550,6 +550,9 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
             total[1] += given.output_gradients[stage][s]
         if given.kv_rows:
             total[2] += given.kv_rows[stage][s] * (number[forward] <= now <= middle)
+        if given.kv_gradient_rows and goes_back:
+            last = number[forward._replace(kind=back, segment=k - 1)]
+            total[3] += given.kv_gradient_rows[stage][s] * (last <= now <= middle)
         if given.staying:
             total[4] += given.staying[stage][s] * (number[forward] <= now <= middle)
         if given.forward_work:
@@ -581,6 +584,7 @@ def test_peaks_of_every_kind_of_memory() -> None:
             kv=kv, kv_gradients=kv_gradients, weights=weights, optimizer=optimizer, logits=rng.randint(0, 99),
             inputs=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)],
             kv_rows=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 2 else 0,
+            kv_gradient_rows=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 2 else 0,
             staying=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 3 else 0,
             forward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
             backward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
@@ -714,7 +718,7 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
         (
             {"memory": StepMemory(activations=-1)},
-            "activation bytes of a unit is -1, must be in 0..64051194700380387",
+            "activation bytes of a unit is -1, must be in 0..59124179723428050",
         ),
         (
             {"memory": StepMemory(activations=1, kept_activations=2)},

@@ -299,6 +299,9 @@ def test_a_cache_that_gives_pages_back() -> None:
         slots = [rank.kv for rank in cost.rank_bytes(order, sizes)]
         live = (5, 4)  # segments that hold rows at most: P - 1 + k
         assert slots == ([2 * tokens * row] * 2 if tokens < 8192 else [n * tokens // 4 * row for n in live])
+        gradients = cost.unit_memory(sizes, order.rank_of_stage).kv_gradient_rows
+        assert gradients == (0 if tokens < 8192 else [[tokens // 4 * row] * 4] * 2)
+        assert [rank.kv_gradients for rank in cost.rank_bytes(order, sizes)] == [tokens * row] * 2
     text = (Path(__file__).parents[2] / "csrc/run/kv_cache.c").read_text()
     assert re.findall(r"RELEASE_TOKENS = (\d+)", text) == [f"{load_hardware('cpu-zen5').release_tokens:.0f}"]
     assert load_hardware("h100").release_tokens == 0

@@ -84,6 +84,7 @@ def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> Ste
         logits=rng.randrange(1000),
         inputs=table(200),
         kv_rows=table(100),
+        kv_gradient_rows=table(100),
     )
 
 
