@@ -4,9 +4,9 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 2048 to 16384 tokens, two and four micro-batches, each under a cap between what the fastest plan needs and the least
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
-libraries have their own memory by then, as another model has run. Time is the median of the steps in which other
-processes used less than 8 % of a core. Receive places lie in memory that both of their ranks hold; what of it is
-resident is counted once, as the receivers'.
+libraries have their own memory by then, as another model has run on as many tokens as the longest segment. Time is the
+median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that both of
+their ranks hold; what of it is resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
     python benchmarks/caps.py --show               # what is measured
@@ -81,7 +81,7 @@ def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: 
         "ours",
         lambda: TimedArm(case, Ours(name, text), rank, directory),
         steps + 1,
-        warm_tokens=WARM_TOKENS,
+        warm_tokens=max(WARM_TOKENS, *Plan.from_json(text).segment_sizes),
     )
     everyone, shared = gathered(case, total), gathered(case, status_bytes("RssShmem"))
     if rank == 0:

@@ -32,8 +32,8 @@ class StepMemory:
         staying: what stays of every unit from its F to the end of its B or I, whatever becomes of its activations: an
             input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
             ``inputs`` in peaks.
-        forward_work, backward_work: what F, and B or I, of a unit allocate for a while, per unit; held while they run.
-            They count in the total alone.
+        forward_work, backward_work: what F or R, and B or I, of a unit allocate for a while, per unit; held while they
+            run. They count in the total alone.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.

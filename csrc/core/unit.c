@@ -249,7 +249,8 @@ typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
     IF_RECOMPUTED,
-    AS_SAVED /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
+    AS_SAVED, /* of a recomputed unit it is taken by R; of a moved one it is freed by A, and taken again by L */
+    AND_AGAIN_BY_R
 } when;
 
 #define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
@@ -272,7 +273,7 @@ static const struct {
     [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
     [S1F_HOLDS_KV_ROWS] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
     [S1F_HOLDS_STAYING] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_FORWARD_WORK] = {OUTPUT, OUTPUT, EACH_SEGMENT, EACH_SEGMENT, BIT(OUTPUT), ALWAYS},
+    [S1F_HOLDS_FORWARD_WORK] = {OUTPUT, OUTPUT, EACH_SEGMENT, EACH_SEGMENT, SAVES, AND_AGAIN_BY_R},
     [S1F_HOLDS_BACKWARD_WORK] = {INPUT_GRADIENT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
                                  ALWAYS},
     [S1F_HOLDS_KV_GRADIENT_ROWS] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
@@ -297,6 +298,10 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, in
         if (lifetimes[h].when == AS_SAVED && kind == S1F_CELL_MOVED) {
             takers |= BIT(COMING);
             freers |= BIT(AWAY);
+        }
+        if (lifetimes[h].when == AND_AGAIN_BY_R) {
+            takers |= BIT(RECOMPUTED);
+            freers |= BIT(RECOMPUTED);
         }
         if ((lifetimes[h].when == IF_RECOMPUTED && kind != S1F_CELL_RECOMPUTED) ||
             (lifetimes[h].when == BETWEEN_TWO_PASSES && (made & BIT(taken_by)) && (made & BIT(freed_by))))

@@ -244,7 +244,7 @@ typedef enum {
     S1F_HOLDS_LOGITS = 6,          /* of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
-    S1F_HOLDS_FORWARD_WORK = 9,    /* what F allocates for a while: F alone */
+    S1F_HOLDS_FORWARD_WORK = 9,    /* what F, or R, allocates for a while: that one alone */
     S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
     /* gradients of the unit's own keys and values, where pages go back: B or I of the last segment, which takes those of
      * all, to the unit's own */

@@ -178,8 +178,11 @@ static void walk(walker *w, int32_t rank)
     for (int64_t i = 0; i < num_units; i++) {
         if (i + 1 < num_units && is_one_of(w, units[i + 1], i + 1, w->backward_at, S1F_CELL_MOVED))
             take(w, units[i + 1], S1F_PASS_LOAD);
-        if (is_one_of(w, units[i], i, w->backward_at, S1F_CELL_RECOMPUTED))
+        if (is_one_of(w, units[i], i, w->backward_at, S1F_CELL_RECOMPUTED)) {
             take(w, units[i], S1F_PASS_RECOMPUTE);
+            make_room(w, rank, i);
+            give_back(w, units[i], S1F_PASS_RECOMPUTE);
+        }
         take(w, units[i], (s1f_pass)units[i].pass);
         if (is_one_of(w, units[i], i, w->forward_at, S1F_CELL_KEPT))
             push(w, cell_of(w, units[i]));

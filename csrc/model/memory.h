@@ -19,7 +19,7 @@ typedef struct {                     /* NULL: nothing, but for `kept`; columns: 
     /* [stage][column] keys and values that a unit wrote, and their gradients, in place of `kv` and `kv_gradient` */
     const int64_t *kv_rows, *kv_gradient_rows;
     const int64_t *staying;                      /* [stage][column] of a unit, whatever becomes of what it saved */
-    const int64_t *forward_work, *backward_work; /* [stage][column] that F, and B or I, allocate for a while */
+    const int64_t *forward_work, *backward_work; /* [stage][column] that F or R, and B or I, allocate for a while */
     const int64_t *logits;                       /* [column] of a shard of the vocabulary, from S to T */
     const int64_t *message;                      /* [column] */
     const int64_t *statistics;                   /* [column] of a message from shard to shard */

@@ -556,7 +556,7 @@ def held(order: tuple[Unit, ...], now: int, given: StepMemory, k: int, place: in
         if given.staying:
             total[4] += given.staying[stage][s] * (number[forward] <= now <= middle)
         if given.forward_work:
-            work += given.forward_work[stage][s] * (now == number[forward])
+            work += given.forward_work[stage][s] * (now in (number[forward], again))
             work += given.backward_work[stage][s] * (now == middle and goes_back)
         if s == 0:  # of the whole micro-batch
             last = number[forward._replace(kind=back, segment=k - 1)]
