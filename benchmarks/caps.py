@@ -4,7 +4,8 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 2048 to 16384 tokens, two and four micro-batches, each under a cap between what the fastest plan needs and the least
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
-libraries have their own memory by then, as another model has run on as many tokens as the longest segment. Time is the
+libraries have their own memory by then, as another model has run on as many tokens as the longest segment. Gradients
+are zeroed in place between steps, as a plan holds them throughout. Time is the
 median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that both of
 their ranks hold; what of it is resident is counted once, as the receivers'.
 
@@ -75,6 +76,10 @@ def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: 
             dist.barrier()
             seconds.append((time.perf_counter() - began, load.cores()))
             return loss
+
+        def zero_grad(self) -> None:
+            for module in self.modules:
+                module.zero_grad(set_to_none=False)
 
     made, _, total = peaks_of_steps(
         case,
