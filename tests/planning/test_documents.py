@@ -184,6 +184,7 @@ import os, signal, sys, threading, time
 sys.path.insert(0, {str(__import__("os").path.dirname(__file__))!r})
 import seq1f1b.data.documents as documents
 import test_documents
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from birth where the tests run behind a shell
 slow = documents.plan_step
 def plan_step(*args, **options):
     print("planning", flush=True)
