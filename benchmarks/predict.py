@@ -1,13 +1,17 @@
 """Does a profile foretell the step, and is the planned best the best? Real steps of 2 to 4 processes on this machine.
 
 For each of four models `seq1f1b.planning.profiler` measures a stage, the embedding and the head, alone and in as many
-processes as there are cores; and how much longer the same work takes where twice as many share them. From that alone
-come the predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a
+processes as there are cores; how much longer the same work takes where twice as many share them; how far its time
+drifts from one of these measurements to the next; and under autocast the cast of the weights, which a step makes once,
+in the first forward of each stage, and the profile never, as it measures within one autocast. From that alone come the
+predictions of its steps, printed before any of them is measured: every unit takes its profiled seconds in a
 replay of the order in which running ranks share the cores. Nothing is fitted to steps.
 
 The interval of a step is the hypotenuse of independent parts, each moved on its own through the replay:
     fit      two of its relative residual of each pass, and of the ends, as if all units of a pass erred alike
     runs     two of half the interquartile range from run to run in the profile
+    drift    two standard deviations of the difference between two measurements of a fixed work, made between the parts
+             of the profile: the machine's speed changes between profile and step
     sharing  half of what it costs the step that ranks run beside each other: the replay changes a unit's speed at once,
              caches take their time
     crowding half of what it costs, beyond the cores' fair shares, that more processes run than there are cores
@@ -56,6 +60,7 @@ WANTED_INSIDE, WANTED_OF_BEST, WIDEST = 0.9, 1.05, 0.15
 BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose clock ticks at 10 ms
 LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
+CASTS = 15  # repetitions
 PARTS = ("layer", "single", "embedding", "head")
 KINDS = "FBIW"  # of units of the orders below, which recompute nothing
 
@@ -213,6 +218,27 @@ def measure_part(
         return measure_stage(blocks, hidden, layers=layers, **settings)
 
 
+def measure_casts(setup: Setup) -> float:
+    """Seconds per weight by which the first forward under autocast takes longer than the next."""
+    if not setup.bf16:
+        return 0.0
+    block, x = Block(setup.hidden, 0, "ours"), torch.randn(1, 16, setup.hidden)
+    longer = []
+    for _ in range(CASTS):
+        times = [time.perf_counter()]
+        with autocast(setup):
+            for _ in range(2):
+                block(x)
+                times.append(time.perf_counter())
+        longer.append((times[1] - times[0]) - (times[2] - times[1]))
+    return max(0.0, statistics.median(longer)) / weights_of(block)
+
+
+def weights_of(module: nn.Module) -> int:
+    """Elements of the weights that autocast casts."""
+    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
 def measure_work(setup: Setup, wait: Callable[[], object]) -> float:
     """Seconds of a fixed amount of a layer's work, several steps of F and B."""
     block, begin = Block(setup.hidden, 0, "ours"), 0.0
@@ -230,12 +256,20 @@ def measure_work(setup: Setup, wait: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Profiles:
-    """Of a process alone, and with as many as cores at once; and by what factor the work of twice as many takes longer
-    than twice the time."""
+    """What is known of a setup before its steps.
+
+    Attributes:
+        alone, together: of a process by itself, and of as many as there are cores, at once.
+        crowding: by what factor the work of twice as many takes longer than twice the time.
+        drift: standard deviation of a fixed work's seconds over their mean, from one part of the profile to the next.
+        casts: seconds per weight that the first forward of a stage takes longer.
+    """
 
     alone: Profile
     together: Profile
     crowding: float
+    drift: float
+    casts: float
 
 
 class TimeUp(Exception):
@@ -257,13 +291,16 @@ def quietly(world: World, processes: int, work: Callable[[Callable[[], object]],
 
 
 def profile_setup(setup: Setup, world: World) -> Profiles:
-    profiles = []
+    def work_of(processes: int) -> float:
+        return statistics.fmean(quietly(world, processes, lambda wait: measure_work(setup, wait)))
+
+    profiles, work = [], [work_of(CORES)]
     for processes in (1, CORES):
         begin = time.perf_counter()
-        parts = {
-            part: quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
-            for part in PARTS
-        }
+        parts = {}
+        for part in PARTS:
+            parts[part] = quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
+            work.append(work_of(CORES))
         made = [
             make_profile(
                 setup.shape(1),
@@ -276,9 +313,13 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
         ]
         dist.broadcast_object_list(made, src=0)  # each rank's own fit differs in the last digits, and so may its plans
         profiles.append(made[0])
-    work = [statistics.fmean(quietly(world, n, lambda wait: measure_work(setup, wait))) for n in (CORES, 2 * CORES)]
-    # Below 1 it is noise: no share of a core does more than its part of what a whole one does.
-    return Profiles(*profiles, crowding=max(1.0, work[1] / (2 * work[0])))
+    return Profiles(
+        *profiles,
+        # Below 1 it is noise: no share of a core does more than its part of what a whole one does.
+        crowding=max(1.0, work_of(2 * CORES) / (2 * statistics.fmean(work))),
+        drift=statistics.stdev(work) / statistics.fmean(work),
+        casts=statistics.fmean(quietly(world, CORES, lambda wait: measure_casts(setup))),
+    )
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -322,14 +363,15 @@ def unit_costs(
 
 
 def predict(configuration: Configuration, profiles: Profiles, sizes: Sequence[int]) -> Prediction:
-    order = configuration.order()
-    overhead = profiles.alone.step_overhead
+    order, layers = configuration.order(), configuration.layers
+    overhead, setup = profiles.alone.step_overhead, SETUPS[configuration.setup]
+    begin = {i: profiles.casts * weights_of(make_stage(setup, i, layers)) for i in range(len(layers))}
 
     def step(crowding: float = profiles.crowding, waking: float = WAKING, **factors: float) -> float:
         alone, together = (
             unit_costs(configuration, profile, sizes, factors) for profile in (profiles.alone, profiles.together)
         )
-        return replay(order, alone, together, cores=CORES, crowding=crowding, waking=waking) + overhead
+        return replay(order, alone, together, cores=CORES, crowding=crowding, waking=waking, begin=begin) + overhead
 
     middle, layer = step(), profiles.together.layer
     all_alone, all_together = (
@@ -343,6 +385,7 @@ def predict(configuration: Configuration, profiles: Profiles, sizes: Sequence[in
         **{name: step(**factor) - middle for name, factor in fits.items()},
         "fit ends": step(measured_ends=1 + 2 * profiles.together.spread("ends")) - middle,
         "runs": 2 * layer.noise * middle,
+        "drift": 2 * math.sqrt(2) * profiles.drift * middle,
         "sharing": (all_together - all_alone) / 2,
         "waking": step(waking=0.0) - middle,
         "crowding": (step(crowding=1.0) - middle) / 2,
@@ -546,7 +589,10 @@ def run(world: World, number: int) -> None:
         profiles = profile_setup(SETUPS[name], world)
         for profile in (profiles.alone, profiles.together):
             world.say(f"\n{name}: {profile.to_text()}")
-        world.say(f"twice as many processes as cores: {profiles.crowding:.3f} times their share")
+        world.say(
+            f"twice as many processes as cores: {profiles.crowding:.3f} times their share; drift of a fixed work: "
+            f"{profiles.drift:.1%}; casts of a million weights: {profiles.casts * 1e9:.2f} ms"
+        )
         check_predictions(world, profiles, {n: c for n, c in numbered.items() if c.setup == name}, tally)
         if number == len(CONFIGURATIONS):
             check_plans(world, profiles, name)
