@@ -94,6 +94,7 @@ class Spec:
     weights: str = "planned"  # of ours: where W runs, as PipelineEngine takes it
     spread: bool = False  # of ours: the rows of the head over the ranks
     checkpoint: bool = False  # of torch's: every block is computed again, by torch.utils.checkpoint
+    share: float = 1.0  # of our auto orders: units that a rank may hold, over those that 1F1B does
 
     @property
     def is_torchs(self) -> bool:
@@ -108,7 +109,8 @@ class Spec:
         head = ", head in the loss" if self.head_in_loss else ""
         spread = ", head over the ranks" if self.spread else ""
         waits = ", W in waits" if self.weights == "fill" else ""
-        return f"{self.schedule} k {self.segments} {self.split}{head}{spread}{waits}"
+        share = f", {self.share:g} of the units" if self.share != 1 else ""
+        return f"{self.schedule} k {self.segments} {self.split}{head}{spread}{share}{waits}"
 
     @property
     def label(self) -> str:
@@ -165,7 +167,7 @@ class OurArm(Arm):
         if spec.schedule in (AUTO, AUTO_SPLIT):
             backward = "whole" if spec.schedule == AUTO else "split"
             costs, seconds = _unit_costs(case, spec, sizes, rank, backward)
-            options = {"backward": backward, "costs": costs, "cap": case.ranks * per_rank * k}
+            options = {"backward": backward, "costs": costs, "cap": round(spec.share * case.ranks * per_rank * k)}
         try:
             order = seq1f1b.build_schedule(
                 spec.schedule.partition(",")[0], num_ranks=case.ranks, num_microbatches=case.microbatches,
