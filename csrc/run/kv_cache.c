@@ -7,8 +7,9 @@
 #include <string.h>
 
 enum {
-    /* Tokens of a sequence whose slabs give rows back. Attention costs a row as many keys as there are tokens, touching
-     * its memory again some page faults: 2 to 5 % of that here, and up to half of it at 2048 tokens. */
+    /* Tokens of a sequence whose slabs give rows back, and the scratch all of it. Attention costs a row as many keys as
+     * there are tokens, touching its memory again some page faults: 2 to 5 % of that here, and up to half of it at 2048
+     * tokens. */
     RELEASE_TOKENS = 8192
 };
 
@@ -387,10 +388,15 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
                              : begin_recomputation(unit, slot);
 }
 
+static int gives_back(const s1f_kv_cache *cache)
+{
+    return cache->sequence_length >= RELEASE_TOKENS;
+}
+
 /* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
 static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit)
 {
-    if (cache->sequence_length < RELEASE_TOKENS)
+    if (!gives_back(cache))
         return;
     for (int32_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
@@ -429,6 +435,8 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
         return status;
     if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: finished without having begun", name_of(unit).text);
+    if (gives_back(cache))
+        s1f_slab_release_rows(&cache->scratch, 1, cache->scratch.bytes, 0, cache->scratch.bytes);
     if (is_forward(unit)) {
         slot->forwards = unit->unit.segment + 1;
         slot->live = unit->training || slot->forwards < slot->num_segments;

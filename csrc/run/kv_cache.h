@@ -78,7 +78,7 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
 
 /* At least `bytes` of memory for the computation of an op, 64-byte aligned, with anything in it: borrowed until the next
  * call or free. One for the whole cache, kept and replaced by a bigger one like a slab, so that the steps after the first
- * allocate none. */
+ * allocate none; its memory goes back after each unit of a long sequence, as rows do. */
 s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out);
 
 /* Bytes reserved for K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by bigger

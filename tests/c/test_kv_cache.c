@@ -150,6 +150,30 @@ static void test_scratch(void)
     s1f_kv_cache_free(cache);
 }
 
+/* After a unit of a long sequence its scratch is the kernel's again, and zero when it is next touched. */
+static void test_scratch_of_a_long_sequence(void)
+{
+    enum { BYTES = 65536, MIDDLE = BYTES / 2 };
+    static const int64_t tokens[] = {8191, 8192};
+    for (int i = 0; i < 2; i++) {
+        s1f_kv_cache *cache = NULL;
+        s1f_stage_slots slots = {.stage = 0, .kv_slots = 1, .grad_slots = 1};
+        s1f_current_unit unit = unit_at(NULL, S1F_PASS_FORWARD, 0, 0, 0);
+        unit.num_segments = 1;
+        unit.length = unit.sequence_length = tokens[i];
+        void *scratch = NULL;
+        CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, tokens[i], 1), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_scratch(cache, BYTES, &scratch), S1F_OK, "");
+        memset(scratch, 1, BYTES);
+        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_scratch(cache, BYTES, &scratch), S1F_OK, "");
+        CHECK(((char *)scratch)[MIDDLE] == (tokens[i] < 8192));
+        s1f_kv_cache_free(cache);
+    }
+}
+
 /* Units of the second step find every slab. A step itself allocates its states. */
 static void test_units_allocate_nothing_once_warm(void)
 {
@@ -388,6 +412,7 @@ int main(void)
         CHECK_STATUS(s1f_layer_register(layer), S1F_OK, "");
     test_rows_and_bytes();
     test_scratch();
+    test_scratch_of_a_long_sequence();
     test_units_allocate_nothing_once_warm();
     test_every_allocation_fails_in_turn();
     test_order();
