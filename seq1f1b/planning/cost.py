@@ -548,19 +548,19 @@ class CostModel:
         back, too, so that it saves for a while."""
         if self.profile is None:
             return 0, 0
-        tables: tuple[list[list[int]], list[list[int]]] = ([], [])
+        forward: list[list[int]] = []
+        backward: list[list[int]] = []
         for stage in range(self.num_stages):
             ends = {"embedding": stage == 0, "head": stage == self.num_stages - 1}
-            parts = {name: part for name, part in self.profile.parts().items() if ends.get(name, True)}
-            head = parts.pop("head", None)
-            work = [max(part.workspace(size) for part in parts.values()) for size in sizes]
-            of_head = [0.0 if head is None else head.workspace(size) for size in sizes]
-            if head is not None and self.layout.head_in_loss:
-                of_head = [more + head.unit_bytes(size)[0] for more, size in zip(of_head, sizes, strict=True)]
-            with_head = [math.ceil(max(pair)) for pair in zip(work, of_head, strict=True)]
-            tables[0].append(with_head)
-            tables[1].append(list(map(math.ceil, work)) if self.layout.head_in_loss else with_head)
-        return tables
+            parts = [part for name, part in self.profile.parts().items() if ends.get(name, True)]
+            of_forward = [[part.forward_workspace(size) for part in parts] for size in sizes]
+            if self.layout.head_in_loss and ends["head"] and self.profile.head is not None:
+                head = parts.pop()
+                for size, work in zip(sizes, of_forward, strict=True):
+                    work.append(head.workspace(size) + head.unit_bytes(size)[0])
+            forward.append([math.ceil(max(work)) for work in of_forward])
+            backward.append([math.ceil(max(part.workspace(size) for part in parts)) for size in sizes])
+        return forward, backward
 
     def _cache_bytes(self) -> tuple[float, float]:
         """Keys and values of one token and layer, and their gradients."""

@@ -18,7 +18,7 @@ from seq1f1b.partition import ModelShape, make_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
-_FORMAT = "seq1f1b profile 5"
+_FORMAT = "seq1f1b profile 6"
 PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
 
@@ -92,8 +92,10 @@ class Part:
         gradient_token_bytes: what I adds to it, which are gradients of layers' outputs, per token.
         moved_token_bytes: what goes to the tier when a unit is moved, per token; the rest of what is saved stays. 0
             where no tier was measured.
-        workspace_bytes, workspace_token_bytes: most that a pass of a unit allocates for a while, beside all this:
-            floor, and per token of the unit. Its layers run one after the other, so it is once what one layer takes.
+        forward_workspace_bytes, forward_workspace_token_bytes: most that F of a unit allocates for a while, beside all
+            this: floor, and per token of the unit. Its layers run one after the other, so it is once what one layer
+            takes.
+        workspace_bytes, workspace_token_bytes: the same of B.
         input_bytes, input_token_bytes: most that I of a unit of one layer holds beyond what was there, gradients that
             it leaves included: floor, and per token. Both are 0 where they were not measured.
         kv_bytes, kv_gradient_bytes: of the cache, per token.
@@ -112,6 +114,8 @@ class Part:
     kept_token_bytes: float
     gradient_token_bytes: float
     moved_token_bytes: float
+    forward_workspace_bytes: float
+    forward_workspace_token_bytes: float
     workspace_bytes: float
     workspace_token_bytes: float
     input_bytes: float
@@ -125,8 +129,12 @@ class Part:
         """Every pass as it was measured. I + W is not B: a split costs something."""
         return PassSeconds(*(getattr(self, name).seconds(tokens, pairs, floor) for name in PassSeconds._fields))
 
+    def forward_workspace(self, tokens: int) -> float:
+        """Bytes that F of a unit allocates for a while."""
+        return self.forward_workspace_bytes + self.forward_workspace_token_bytes * tokens
+
     def workspace(self, tokens: int) -> float:
-        """Bytes that a unit allocates for a while."""
+        """Bytes that B of a unit allocates for a while."""
         return self.workspace_bytes + self.workspace_token_bytes * tokens
 
     def unit_bytes(self, tokens: int, layers: int = 1) -> tuple[float, float, float]:
@@ -296,7 +304,8 @@ _PART = {
     **dict.fromkeys(PASSES.values(), Fit),
     "layers": int,
     **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
-    **dict.fromkeys(("moved_token_bytes", "workspace_bytes", "workspace_token_bytes"), float),
+    **dict.fromkeys(("moved_token_bytes", "forward_workspace_bytes", "forward_workspace_token_bytes"), float),
+    **dict.fromkeys(("workspace_bytes", "workspace_token_bytes"), float),
     **dict.fromkeys(("input_bytes", "input_token_bytes"), float),
     **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
     "samples": list,

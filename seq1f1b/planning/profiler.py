@@ -56,8 +56,8 @@ class Measured(NamedTuple):
         moved: bytes per token that a unit sent to its tier, 0 without one.
         tier: bytes per second on the way out, and on the way back, one per repetition; empty where nothing moved.
         moving: seconds per moved byte by which units take longer, out and back, the same.
-        workspace: tokens of a unit; most bytes that F or B allocates for a while; most that I holds beyond what was
-            there, what it leaves to W included.
+        workspace: tokens of a unit; most bytes that F, and that B, allocates for a while; most that I holds beyond what
+            was there, what it leaves to W included.
     """
 
     layers: int
@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     moved: float
     tier: list[tuple[float, float]]
     moving: list[tuple[float, float]]
-    workspace: list[tuple[int, float, float]]
+    workspace: list[tuple[int, float, float, float]]
 
 
 class _Feed(nn.Module):
@@ -409,11 +409,11 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
-    workspace = _line([(tokens, passing) for tokens, passing, _ in all_.workspace])
+    forward, backward = (_line([(row[0], row[i]) for row in all_.workspace]) for i in (1, 2))
     saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
     kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
     grows = max(0.0, kept + gradients - saved[1]) / layers  # of a token, with every layer that I goes through
-    of_input = _line([(tokens, most - (layers - 1) * grows * tokens) for tokens, _, most in all_.workspace])
+    of_input = _line([(tokens, most - (layers - 1) * grows * tokens) for tokens, _, _, most in all_.workspace])
     return Part(
         layers=layers,
         **{name: fit(name) for name in PASSES.values()},
@@ -423,8 +423,10 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
         kept_token_bytes=kept / layers,
         gradient_token_bytes=gradients / layers,
         moved_token_bytes=all_.moved / layers,
-        workspace_bytes=workspace[0],
-        workspace_token_bytes=workspace[1],
+        forward_workspace_bytes=forward[0],
+        forward_workspace_token_bytes=forward[1],
+        workspace_bytes=backward[0],
+        workspace_token_bytes=backward[1],
         input_bytes=of_input[0],
         input_token_bytes=of_input[1],
         kv_bytes=all_.kv / layers,

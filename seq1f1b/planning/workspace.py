@@ -21,11 +21,13 @@ class Workspace(NamedTuple):
     """Bytes of one unit.
 
     Attributes:
-        passing: most that F allocates and gives back, or that B holds beyond what was there.
+        forward: most that F allocates and gives back.
+        backward: most that B holds beyond what was there.
         input: most that I holds beyond what was there, what it leaves to W included.
     """
 
-    passing: float
+    forward: float
+    backward: float
     input: float
 
 
@@ -43,10 +45,10 @@ def measure_workspace(
         loss: of the stage's output, for a last stage.
     """
     if any(x.device.type != "cpu" for x in inputs):
-        return Workspace(0.0, 0.0)
+        return Workspace(0.0, 0.0, 0.0)
     _pass_bytes(stage, inputs, loss, nullcontext())  # makes the gradients of the parameters
     forward, backward = _pass_bytes(stage, inputs, loss, nullcontext())
-    return Workspace(max(forward, backward), _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1])
+    return Workspace(forward, backward, _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1])
 
 
 def _pass_bytes(

@@ -41,6 +41,8 @@ def part(forward, backward, weight=(1e-6, 0.0, 0.0), **changes):
         "kept_token_bytes": 2.5,
         "gradient_token_bytes": 1.5,
         "moved_token_bytes": 6.5,
+        "forward_workspace_bytes": 30.0,
+        "forward_workspace_token_bytes": 0.25,
         "workspace_bytes": 40.0,
         "workspace_token_bytes": 0.5,
         "input_bytes": 60.0,
@@ -156,16 +158,17 @@ def test_what_a_pass_allocates_for_a_while():
     wide, narrow = torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
     tokens = 64
     x = torch.zeros(1, tokens, 32, requires_grad=True)
-    found, at_input = measure_workspace(torch.nn.Sequential(wide, narrow), (x,), None)
+    forward, found, at_input = measure_workspace(torch.nn.Sequential(wide, narrow), (x,), None)
     # Backward: the gradient of the inner result beside that of a weight before it is added, or the input's gradient.
     inner, weight = tokens * 128 * 4, 32 * 128 * 4
     assert inner + weight <= found <= inner + 2 * weight
+    assert forward == 0  # the inner result stays for W, the other is the output
     # I: the inner gradient stays for W, beside the input's gradient, and no weight has a gradient of its own.
     assert at_input == inner + x.nbytes
     assert wide.weight.requires_grad and not wide._forward_hooks
     with torch.no_grad():
         frozen = torch.nn.Linear(32, 128, bias=False).requires_grad_(False)
-        kept, _ = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),), None)
+        kept, _, _ = measure_workspace(lambda x: frozen(x) * 2, (x.detach(),), None)
     assert inner <= kept <= inner + 64  # the product is given back, twice it is the result; and a number
     assert x.grad is None and wide.weight.grad is not None
 
@@ -272,7 +275,7 @@ def test_what_a_unit_takes_beyond_its_layers():
                 forward = 2e-3 + weight
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
-        nothing = [(8, 0.0, 0.0), (16, 0.0, 0.0)]
+        nothing = [(8, 0.0, 0.0, 0.0), (16, 0.0, 0.0, 0.0)]
         return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
 
     several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
@@ -530,6 +533,13 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert cost.step_memory(sizes, (0, 1)).kept_activations[0] == kept
     ends = 1 if head_in_loss else 2
     assert cost.step_memory(sizes, (0, 1)).output_gradients[1] == [ends * more for more in beside]
+    while_forward, while_backward = ([floor + rate * size for size in sizes] for floor, rate in ((30, 0.25), (40, 0.5)))
+    memory = cost.unit_memory(sizes, (0, 1))
+    assert memory.forward_work[0] == [math.ceil(work) for work in while_forward]
+    assert memory.backward_work == [[math.ceil(work) for work in while_backward]] * 2
+    if head_in_loss:  # F of the last stage goes back through the head, and holds what it saved
+        while_forward = [work + 100 + 7.5 * size for work, size in zip(while_backward, sizes, strict=True)]
+    assert memory.forward_work[1] == [math.ceil(work) for work in while_forward]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.rank_bytes(order, sizes)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
