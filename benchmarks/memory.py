@@ -12,7 +12,8 @@ other processes use less than 8 % of a core. Before, each arm's loss and gradien
 whole in float64. All processes give freed memory back to the kernel, so that time and memory are of one configuration.
 
 Then the longest sequence under a cap on the growth of each rank, in the first step of processes of its own, which also
-allocates what an engine keeps: the cache and receive places. At one of ours that is as long as is wanted, five steps of
+allocates what an engine keeps: the cache and receive places. These lie in memory that two ranks hold: half of it counts
+for each. At one of ours that is as long as is wanted, five steps of
 SGD are compared with the whole model, its blocks checkpointed, on one process with torch's attention.
 
     python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
@@ -41,7 +42,7 @@ import torch.distributed as dist
 from arms import Arm, Case, OurArm, Spec, errors, make_arm, timed, whole_model
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, show_and_write, spawn
 from model import HeadLoss, Stage, cross_entropy
-from pipeline import LARGEST_ERROR, peaks_of_steps
+from pipeline import LARGEST_ERROR, peaks_of_steps, status_bytes
 from predict import PARTS, Setup, measure_part
 
 import seq1f1b
@@ -315,10 +316,15 @@ def measure_rounds(
 # -- the longest sequence ----------------------------------------------------------------------------------------------
 
 
+def half_of_shared(growth: int) -> int:
+    """The growth in a first step, of memory that both ranks hold only the half."""
+    return growth - status_bytes("RssShmem") // 2
+
+
 def try_length(rank: int, case: Case, arm: Spec | Ours, cap: int, directory: str, path: str) -> None:
     """One step, the first, in processes of its own."""
     _, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
-    everyone = gathered(case, growth[0])
+    everyone = gathered(case, half_of_shared(growth[0]))
     if rank == 0:
         found = {"growth": everyone, "fits": max(everyone) <= cap}
         Records(path).add(what="attempt", arm=arm.name, tokens=case.length, **found)
@@ -386,7 +392,7 @@ def train_ranks(rank: int, case: Case, arm: Spec | Ours, directory: str, path: s
     made, growth, _ = peaks_of_steps(
         case, "ours", lambda: PlannedArm(case, arm, rank, directory), STEPS, update, warm_tokens=WARM_TOKENS
     )
-    everyone = gathered(case, (max(growth), made.losses))
+    everyone = gathered(case, (max(half_of_shared(growth[0]), *growth[1:]), made.losses))
     if rank == 0:
         [losses] = [each for _, each in everyone if each[0] is not None]
         found = {"growth": [each for each, _ in everyone], "losses": losses}
