@@ -13,8 +13,8 @@ whole in float64. All processes give freed memory back to the kernel, so that ti
 
 Then the longest sequence under a cap on the growth of each rank, in the first step of processes of its own, which also
 allocates what an engine keeps: the cache and receive places. These lie in memory that two ranks hold: half of it counts
-for each. At one of ours that is as long as is wanted, five steps of
-SGD are compared with the whole model, its blocks checkpointed, on one process with torch's attention.
+for each. At one of ours that is as long as is wanted, five steps of SGD are compared with the whole model, its blocks
+checkpointed, on one process with torch's attention.
 
     python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
     python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
