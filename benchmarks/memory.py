@@ -323,8 +323,9 @@ def half_of_shared(growth: int) -> int:
 
 def try_length(rank: int, case: Case, arm: Spec | Ours, cap: int, directory: str, path: str) -> None:
     """One step, the first, in processes of its own."""
-    _, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
+    made, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
     everyone = gathered(case, half_of_shared(growth[0]))
+    del made  # until now, for its receive places go with it
     if rank == 0:
         found = {"growth": everyone, "fits": max(everyone) <= cap}
         Records(path).add(what="attempt", arm=arm.name, tokens=case.length, **found)
