@@ -5,9 +5,9 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
 libraries have their own memory by then, as another model has run on as many tokens as the longest segment. Gradients
-are zeroed in place between steps, as a plan holds them throughout. Time is the
-median of the steps in which other processes used less than 8 % of a core. Receive places lie in memory that both of
-their ranks hold; what of it is resident is counted once, as the receivers'.
+are zeroed in place between steps, as a plan holds them throughout. Time is the median of the steps in which other
+processes used less than 8 % of a core. Receive places lie in memory that both of their ranks hold; what of it is
+resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
     python benchmarks/caps.py --show               # what is measured

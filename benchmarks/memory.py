@@ -317,7 +317,7 @@ def measure_rounds(
 
 
 def half_of_shared(growth: int) -> int:
-    """The growth in a first step, of memory that both ranks hold only the half."""
+    """What a first step grows by, where memory that both ranks hold counts half for each."""
     return growth - status_bytes("RssShmem") // 2
 
 
@@ -325,7 +325,7 @@ def try_length(rank: int, case: Case, arm: Spec | Ours, cap: int, directory: str
     """One step, the first, in processes of its own."""
     made, growth, _ = peaks_of_steps(case, "ours", lambda: make(case, arm, rank, directory), 1, warm_tokens=WARM_TOKENS)
     everyone = gathered(case, half_of_shared(growth[0]))
-    del made  # until now, for its receive places go with it
+    del made  # not before: its receive places go with it
     if rank == 0:
         found = {"growth": everyone, "fits": max(everyone) <= cap}
         Records(path).add(what="attempt", arm=arm.name, tokens=case.length, **found)

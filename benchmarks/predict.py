@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -292,8 +293,8 @@ def quietly(world: World, processes: int, work: Callable[[Callable[[], object]],
 
 
 def work_seconds(setup: Setup, world: World, processes: int = CORES) -> float:
-    """Of the fixed work, in so many processes at once."""
-    return statistics.fmean(quietly(world, processes, lambda wait: measure_work(setup, wait)))
+    """What the fixed work takes in so many processes at once."""
+    return statistics.fmean(quietly(world, processes, partial(measure_work, setup)))
 
 
 def profile_setup(setup: Setup, world: World) -> Profiles:
@@ -302,7 +303,7 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
         begin = time.perf_counter()
         parts = {}
         for part in PARTS:
-            parts[part] = quietly(world, processes, lambda wait, part=part: measure_part(setup, part, wait))  # type: ignore[misc]
+            parts[part] = quietly(world, processes, partial(measure_part, setup, part))
             work.append(work_seconds(setup, world))
         made = [
             make_profile(
