@@ -5,8 +5,9 @@ Two processes of one thread, the model of the training benchmarks, fp32. Its par
 that any needs; units may recompute, and move to a file. Each runs in processes of its own. Memory is the peak of
 resident memory of each rank over what is resident before its model is made, weights, cache and receive places included;
 libraries have their own memory by then, as another model has run on as many tokens as the longest segment. Gradients
-are zeroed in place between steps, as a plan holds them throughout. Time is the median of the steps in which other
-processes used less than 8 % of a core. Receive places lie in memory that both of their ranks hold; what of it is
+are zeroed in place between steps, as a plan holds them throughout. A plan takes at least three steps and ten seconds:
+what is on its way to the file and back at a peak differs from step to step. Time is the median of the steps in which
+other processes used less than 8 % of a core. Receive places lie in memory that both of their ranks hold; what of it is
 resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -42,7 +44,8 @@ LENGTHS, MICROBATCHES = (2048, 4096, 8192, 16384), (2, 4)
 SHARES = {(length, M): (0.6,) for length in LENGTHS for M in MICROBATCHES}  # of the way from the least to the fastest
 SHARES |= {(length, M): (0.6, 0.25) for length in (4096, 8192) for M in MICROBATCHES}
 WITHIN, WANTED_PERIODS = 0.05, 10 / 12
-STEPS, LEAST = 3, 2  # steps of each plan behind the first, and how many have to count
+STEPS, LEAST = 3, 2  # steps of each plan behind the first, at the least, and how many have to count
+STEP_SECONDS = 10.0  # of them together: what the tier has in flight at a peak differs from step to step
 
 
 def receive_bytes(case: Case, plan: Plan, profile: Profile) -> list[int]:
@@ -156,7 +159,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 continue
             places = receive_bytes(own, plan, results.profile)
             results.add(what="plan", name=name, text=plan.to_json(), receive=places)
-            spawn(own.ranks, measure, own, name, plan.to_json(), STEPS, options.output, results.path)
+            steps = max(STEPS, math.ceil(STEP_SECONDS / plan.seconds))
+            spawn(own.ranks, measure, own, name, plan.to_json(), steps, options.output, results.path)
             results.reload()
 
 
