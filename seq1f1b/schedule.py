@@ -307,21 +307,26 @@ class Schedule:
         go ahead of all else. With E and G, the first stage waits for E.
 
         Args:
-            ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever makes
-                the order shortest; 0 without ``head``.
+            ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever this
+                order allows and makes it shortest; 0 without ``head``.
             head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
             seconds: of the passes, ``forward`` to ``embed_gradient`` of :meth:`simulate`: the new units stand where
                 each rank can run them first.
         Raises:
-            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r.
+            ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; with Fs
+                so far ``ahead`` ranks would wait for each other, as one of them needs a B that it went ahead of.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
         in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
-        orders = [
-            self._from_handle(_C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order))
-            for more in ((ahead,) if ahead is not None else (0, 1, 2) if head else (0,))
-        ]
+
+        def spread(more: int) -> Schedule:
+            return self._from_handle(_C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order))
+
+        orders = [spread(ahead or 0)]
+        for more in (1, 2) if ahead is None and head else ():
+            with contextlib.suppress(_C.ScheduleError):  # an order with few live units may not let Fs go ahead
+                orders.append(spread(more))
         return min(orders, key=lambda order: order.simulate(**seconds).makespan)
 
     def check(self, max_live_units: int | None = None) -> None:

@@ -204,6 +204,11 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
         status = s1f_schedule_create_like(schedule, &s.out);
     if (status == S1F_OK)
         status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
+    if (status == S1F_ERR_SCHEDULE && ahead > 0)
+        status = s1f_fail(
+            S1F_ERR_SCHEDULE,
+            "with every unit behind %lld more Fs of its rank the ranks wait for each other: let fewer go ahead",
+            (long long)ahead);
     for (int32_t rank = 0; s.ranks != NULL && rank < shape.num_ranks; rank++)
         free(s.ranks[rank].units);
     free(s.ranks);

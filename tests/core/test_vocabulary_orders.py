@@ -13,6 +13,7 @@ from seq1f1b.schedule import StepMemory
 from seq1f1b.view.page import predecessors
 
 TWO = "F0.0 S0.0 T0.0 B0.0"
+CROSSED = "F0.0 B0.0 F1.0 F2.0 B2.0 B1.0\nF0.0 B0.0 F2.0 B2.0 F1.0 B1.0"
 
 
 def inputs_of(unit: Unit, shape: Schedule, kinds: set[str]) -> set[Unit]:
@@ -136,6 +137,16 @@ def test_every_family_spreads(name: str) -> None:
                 assert list(evaluated) == [u for u in after if u.kind in "FSTE"]
                 if ahead == 0:
                     assert [u for u in after if u.kind not in kinds] == list(before)
+
+
+def test_forwards_cannot_go_ahead() -> None:
+    """Rank 1 would run F2 before B0, and wait for F2 of rank 0, which waits there for the same B0 of rank 1."""
+    plain = Schedule.from_text(CROSSED)
+    seconds = {"statistics": 0.25, "loss": 0.5}
+    with pytest.raises(ScheduleError, match="with every unit behind 1 more Fs of its rank the ranks wait for each oth"):
+        plain.spread_vocabulary(1)
+    found = [plain.spread_vocabulary(ahead, **seconds).simulate(**seconds).makespan for ahead in (0, 2)]
+    assert plain.spread_vocabulary(**seconds).simulate(**seconds).makespan == min(found)
 
 
 def test_forwards_go_ahead() -> None:
