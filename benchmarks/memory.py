@@ -54,10 +54,10 @@ from seq1f1b.planning.search import search_plans
 
 TITLE = "Step time over memory: plans under caps, and torch's schedules"
 # What a plan counts is what a step holds: no share of a process that has imported torch and run a product, and no
-# optimizer's state; beside tensors, the tier's own memory and the objects of graphs, and 3 % for what allocations round
-# up to pages.
+# optimizer's state; beside tensors, what the tier, the objects of graphs and holes in the heap take, and 3 % for what
+# allocations round up to pages.
 MACHINE = dataclasses.replace(
-    load_hardware("cpu-zen5"), context_bytes=2.0 * 2**20, allocator_reserve=0.03, optimizer_bytes=0.0
+    load_hardware("cpu-zen5"), context_bytes=3.0 * 2**20, allocator_reserve=0.03, optimizer_bytes=0.0
 )
 WARM_TOKENS = 1024
 CAPS = (0.8, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)  # of the peak of the plan without one
