@@ -19,9 +19,11 @@ checkpointed, on one process with torch's attention.
     python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
     python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
     python benchmarks/memory.py --show              # table and picture of what is measured
+    python benchmarks/memory.py --moves             # only what moving a half of the units costs; about eight minutes
     python benchmarks/memory.py --quick --output /tmp/try --foreign inf     # whether it runs
 
-Writes memory.jsonl, memory.txt and memory.png into the output folder.
+With --moves the processes keep freed memory as malloc does by itself. Writes memory.jsonl, memory.txt and memory.png,
+or moves.jsonl and moves.txt, into the output folder.
 """
 
 from __future__ import annotations
@@ -66,15 +68,17 @@ PEERS = (Spec("1F1B", "ours"), Spec("1F1B", "ours", checkpoint=True), Spec("ZBVZ
 FASTEST, BASE = "ours, no cap", PEERS[0].name
 RECOMPUTED, LONG = "ours, all recomputed", f"ours, {SEGMENTS[-1]} equal segments, all recomputed"
 PLANNED = "ours, planned"
+MOVED = "ours, a half moved"
 LEVERS = {  # shares of the units of the plan without a cap that are recomputed, and moved
     "ours, a half recomputed": (0.5, 0.0),
     RECOMPUTED: (1.0, 0.0),
-    "ours, a half moved": (0.0, 0.5),
+    MOVED: (0.0, 0.5),
     "ours, all moved": (0.0, 1.0),
 }
 WANTED = ((0.40, 1.10), (0.25, 1.35))  # of 1F1B's growth at so many times our fastest step
 WANTED_LONGER, STEPS, RATE = 4.0, 5, 0.1  # times torch's longest sequence; steps of SGD at it, and their rate
 LARGEST_LOSS_ERROR = 1e-4
+MOST_OF_MOVES = 1.05  # times the step in which nothing moves
 MIB = 2**20
 
 
@@ -252,6 +256,12 @@ def choose_arms(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
     arms += [Ours(name, plan.to_json()) for name, plan in plans.items()]
     levers = {RECOMPUTED: LEVERS[RECOMPUTED]} if quick else LEVERS
     return arms + [Ours(name, fastest.to_json(), *shares) for name, shares in levers.items()]
+
+
+def choose_moves(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
+    """The plan without a cap, and with a half of its units moved."""
+    text = search(case, profile, None).to_json()
+    return [Ours(FASTEST, text), Ours(MOVED, text, *LEVERS[MOVED])]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -571,6 +581,16 @@ def draw(results: Results, path: str) -> None:
     )
 
 
+def show_moves(results: Results) -> None:
+    print(results.header())
+    profile, pairs = results.profile, results.pairs(MOVED, FASTEST)
+    print(f"# {results.case}; a step counts while other processes use less than {results.limit:g} of a core")
+    print(f"# a process's tier takes {profile.tier_out / 1e9:.2f} GB/s and gives back {profile.tier_in / 1e9:.2f} GB/s")
+    print("\n" + pairs.describe(f"{MOVED}, against {FASTEST}"))
+    state = "unmeasured" if not pairs.measured else "passed" if pairs.ratio()[0] < MOST_OF_MOVES else "FAILED"
+    print(f"below {MOST_OF_MOVES} times the step in which nothing moves: {pairs.ratio()[0]:.3f}: {state}")
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -582,7 +602,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
     if not results.of("case"):
         results.add(what="case", fields=dataclasses.asdict(case), cap=cap)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
+    if not options.moves:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
 
     def again(done: bool, processes: int, work: Callable[..., None], *arguments: Any) -> None:
         """Runs this piece in new processes, which write to the file, unless it is there."""
@@ -592,13 +613,15 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
     again(bool(results.of("profile")), case.ranks, measure_profile, case, (1, 2, 4) if quick else (1, 4, 16), directory)
     if not results.of("arm"):
-        for arm in choose_arms(case, results.profile, quick):
+        for arm in (choose_moves if options.moves else choose_arms)(case, results.profile, quick):
             results.add(what="arm", fields=dataclasses.asdict(arm))
-    for arm in results.arms():
+    for arm in [] if options.moves else results.arms():
         if time.time() < deadline:
             again(bool(results.of("peak", arm=arm.name)), case.ranks, measure_memory, case, arm, directory)
     left = missing(results, rounds) <= 0 or time.time() > deadline
     again(left, case.ranks, measure_rounds, case, rounds, deadline, results.limit, directory)
+    if options.moves:
+        return
     ours = [LONG] if quick else [PLANNED, LONG]
     peers = [] if quick else [BASE, PEERS[1].name]
     measure_longest(results, 2048 if quick else 1024, [*peers, *ours], deadline, directory)
@@ -616,15 +639,19 @@ def main() -> None:
         "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
     )
     parser.add_argument("--quick", action="store_true", help="a small model and few arms: whether it runs")
+    parser.add_argument("--moves", action="store_true", help="only what moving a half of the units costs")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     os.makedirs(options.output, exist_ok=True)
     output = Path(options.output).resolve()
     options.output = str(output)
-    results = Results(str(output / "memory.jsonl"), options.foreign)
+    results = Results(str(output / f"{'moves' if options.moves else 'memory'}.jsonl"), options.foreign)
     if not options.show:
         run(options, results)
         results = Results(results.path, options.foreign)
+    if options.moves:
+        show_and_write(lambda: show_moves(results), output / "moves.txt")
+        return
     show_and_write(lambda: show(results), output / "memory.txt")
     draw(results, str(output / "memory.png"))
 
