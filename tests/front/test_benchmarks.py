@@ -129,6 +129,22 @@ def test_the_split_backward_is_measured_beside_torchs():
         assert 0 < float(ours) < float(theirs)
 
 
+def test_what_moving_costs_is_measured(tmp_path):
+    """Small, and under any load; a single pair is no result."""
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "memory.py"), "--moves", "--quick", "--foreign=inf", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moves.jsonl", "moves.txt"]
+    assert (tmp_path / "moves.txt").read_text() == run.stdout
+    records = [json.loads(line) for line in (tmp_path / "moves.jsonl").read_text().splitlines()]
+    assert [r["arm"] for r in records if r["what"] == "checked"] == ["ours, no cap", "ours, a half moved"]
+    assert "1 pairs" in run.stdout and run.stdout.endswith(": unmeasured\n")
+
+
 @pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
 @pytest.mark.full  # starts 18 processes one after another, about 100 seconds of a core
 def test_time_over_memory_is_measured(tmp_path):
