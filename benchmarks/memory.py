@@ -258,7 +258,7 @@ def choose_arms(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
     return arms + [Ours(name, fastest.to_json(), *shares) for name, shares in levers.items()]
 
 
-def choose_moves(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
+def choose_moves(case: Case, profile: Profile) -> list[Spec | Ours]:
     """The plan without a cap, and with a half of its units moved."""
     text = search(case, profile, None).to_json()
     return [Ours(FASTEST, text), Ours(MOVED, text, *LEVERS[MOVED])]
@@ -613,7 +613,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
     again(bool(results.of("profile")), case.ranks, measure_profile, case, (1, 2, 4) if quick else (1, 4, 16), directory)
     if not results.of("arm"):
-        for arm in (choose_moves if options.moves else choose_arms)(case, results.profile, quick):
+        profile = results.profile
+        for arm in choose_moves(case, profile) if options.moves else choose_arms(case, profile, quick):
             results.add(what="arm", fields=dataclasses.asdict(arm))
     for arm in [] if options.moves else results.arms():
         if time.time() < deadline:
