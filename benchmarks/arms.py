@@ -42,6 +42,7 @@ TWO_STAGES = (
     AUTO,
     AUTO_SPLIT,
 )  # of our families
+MEASURED = (AUTO, AUTO_SPLIT, "seq-zbv")  # of our families: the costs of their units are measured first
 PIECES = 8  # equal pieces of the sequence whose cost is measured for the profiled split
 
 
@@ -99,6 +100,11 @@ class Spec:
     @property
     def is_torchs(self) -> bool:
         return self.schedule in TORCH
+
+    @property
+    def splits(self) -> bool:
+        """Whether it runs the backward as I and W."""
+        return any(name in self.schedule for name in ("zb", "split"))
 
     @property
     def name(self) -> str:
@@ -164,9 +170,10 @@ class OurArm(Arm):
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
         self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
         options, seconds = None, {}
-        if spec.schedule in (AUTO, AUTO_SPLIT):
-            backward = "whole" if spec.schedule == AUTO else "split"
+        if spec.schedule in MEASURED:
+            backward = "split" if spec.splits else "whole"
             costs, seconds = _unit_costs(case, spec, sizes, rank, backward)
+        if spec.schedule in (AUTO, AUTO_SPLIT):
             options = {"backward": backward, "costs": costs, "cap": round(spec.share * case.ranks * per_rank * k)}
         try:
             order = seq1f1b.build_schedule(

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from arms import (
     AUTO,
     AUTO_SPLIT,
+    MEASURED,
     RUNTIME,
     TORCH,
     Arm,
@@ -56,7 +57,7 @@ from model import cross_entropy
 
 LARGEST_ERROR = 1e-4  # of the loss, and of the gradients; rounding in float32 is 1e-7 and 1e-6
 BASE = "1F1B"
-SHARES = (1.0, 0.75, 0.625, 0.5)  # of the units that 1F1B holds, to which our auto orders may be held
+SHARES = (1.0, 0.75, 0.6875, 0.625, 0.5)  # of the units that 1F1B holds, to which our auto orders may be held
 ATTENTIONS = {"torch": "torch's attention", "ours": "our attention"}
 A = TypeVar("A", bound=Arm)
 
@@ -311,7 +312,9 @@ def bars() -> list[Bar]:
     ours = tuple(Spec(family, "ours", k, "even", weights=weights, spread=spread, share=share)
         for family in (AUTO, AUTO_SPLIT) for k in (2, 4, 8) for weights in ("planned", "fill")
         for spread in (False, True) for share in SHARES)  # fmt: skip
-    ours += tuple(Spec(family, "ours", k, "even") for family in ("seq1f1b-interleaved", "seq-zbv") for k in (2, 4, 8))
+    ours += tuple(Spec("seq1f1b-interleaved", "ours", k, "even") for k in (2, 4, 8))
+    ours += tuple(Spec("seq-zbv", "ours", k, "even", weights=weights, spread=spread)
+        for k in (2, 4, 8) for weights in ("planned", "fill") for spread in (False, True))  # fmt: skip
     result.append(Bar(text, Case(2048, 4), Spec("ZBVZeroBubble", "ours"), ours, 1.05, within=0.7))
     text = "4096 tokens, M 2, our attention against torch's 1F1B with its own"
     ours = tuple(Spec(family, "ours", 8, "profiled") for family in families)
@@ -453,11 +456,10 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
                 specs.append(Spec(schedule, attention))
                 continue
             for k in options.segments:
-                splits = any(name in schedule for name in ("zb", "split"))
                 for split in ["even"] if schedule == RUNTIME or k == 1 else options.split:
                     heads = [False] if schedule == RUNTIME else {"no": [False], "yes": [True], "both": [False, True]}
                     heads = heads if isinstance(heads, list) else heads[options.head_in_loss]
-                    waits = options.weights if splits else ["planned"]
+                    waits = options.weights if Spec(schedule, attention).splits else ["planned"]
                     specs += [Spec(schedule, attention, k, split, head, w) for head in heads for w in waits]
     specs += [
         dataclasses.replace(s, share=share)
@@ -466,7 +468,7 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
         for share in options.share
     ]
     if options.spread:
-        specs += [dataclasses.replace(spec, spread=True) for spec in specs if spec.schedule in (AUTO, AUTO_SPLIT)]
+        specs += [dataclasses.replace(spec, spread=True) for spec in specs if spec.schedule in MEASURED]
     return list(dict.fromkeys(specs))
 
 
@@ -488,7 +490,7 @@ def main() -> None:
         "--weights", nargs="+", default=["planned"], choices=["planned", "fill"], help="of split orders"
     )
     parser.add_argument(
-        "--spread", action="store_true", help="our auto orders also with the head's rows over the ranks"
+        "--spread", action="store_true", help="our auto orders and seq-zbv also with the head's rows over the ranks"
     )
     parser.add_argument(
         "--share",
