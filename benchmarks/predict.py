@@ -10,6 +10,7 @@ steps.
 The interval of a step is the hypotenuse of independent parts, each moved on its own through the replay:
     fit      two of its relative residual of each pass, and of the ends, as if all units of a pass erred alike
     runs     two of half the interquartile range from run to run in the profile
+    drift    the same of a fixed work, timed between the parts of the profile: how the machine's speed changes meanwhile
     sharing  half of what it costs the step that ranks run beside each other: the replay changes a unit's speed at once,
              caches take their time
     crowding half of what it costs, beyond the cores' fair shares, that more processes run than there are cores
@@ -19,7 +20,8 @@ The interval of a step is the hypotenuse of independent parts, each moved on its
 A step counts while other processes use less than 8 % of a core; the median of a configuration's steps is compared, once
 as it is, and once at the speed that the machine had during the profile: a fixed work, F and B of a layer in as many
 processes as cores, is timed between the parts of the profile, and before and after the steps of each configuration. On
-a shared machine it changes by 10 % within minutes, which no profile foretells.
+a shared machine it changes by 10 % within minutes, which no profile foretells. The parts of a profile are brought to
+one speed in the same way.
 
     python benchmarks/predict.py                 # all of it, up to about fifteen minutes
     python benchmarks/predict.py --any-load      # counts every step: to try it out on a machine in use, not for results
@@ -63,6 +65,7 @@ BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose c
 LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
 CASTS = 15  # repetitions
+WORK_STEPS = 12  # of F and B of a layer, which are the fixed work
 PARTS = ("layer", "single", "embedding", "head")
 KINDS = "FBIW"  # of units of the orders below, which recompute nothing
 
@@ -245,7 +248,7 @@ def measure_work(setup: Setup, wait: Callable[[], object]) -> float:
     """Seconds of a fixed amount of a layer's work, several steps of F and B."""
     block, begin = Block(setup.hidden, 0, "ours"), 0.0
     x = torch.randn(1, setup.seq_len, setup.hidden, requires_grad=True)
-    for step in range(7):
+    for step in range(1 + WORK_STEPS):
         if step == 1:
             wait()
             begin = time.perf_counter()
@@ -264,6 +267,7 @@ class Profiles:
         alone, together: of a process by itself, and of as many as there are cores, at once.
         crowding: by what factor the work of twice as many takes longer than twice the time.
         work: seconds of a fixed work in as many processes as there are cores, the mean from between the parts.
+        drift: half the interquartile range of these, relative.
         casts: seconds per weight that the first forward of a stage takes longer.
     """
 
@@ -271,6 +275,7 @@ class Profiles:
     together: Profile
     crowding: float
     work: float
+    drift: float
     casts: float
 
 
@@ -297,14 +302,28 @@ def work_seconds(setup: Setup, world: World, processes: int = CORES) -> float:
     return statistics.fmean(quietly(world, processes, partial(measure_work, setup)))
 
 
+def at_speed(measured: Measured, factor: float) -> Measured:
+    """The same units, each in so many times the seconds."""
+    units = {
+        key: {kind: [factor * t for t in times] for kind, times in by_kind.items()}
+        for key, by_kind in measured.units.items()
+    }
+    return measured._replace(units=units)
+
+
 def profile_setup(setup: Setup, world: World) -> Profiles:
-    profiles, work = [], [work_seconds(setup, world)]
-    for processes in (1, CORES):
+    profiles, found, took, work = [], {}, dict.fromkeys((1, CORES), 0.0), [work_seconds(setup, world)]
+    for processes, part in itertools.product((1, CORES), PARTS):
         begin = time.perf_counter()
-        parts = {}
-        for part in PARTS:
-            parts[part] = quietly(world, processes, partial(measure_part, setup, part))
-            work.append(work_seconds(setup, world))
+        found[processes, part] = quietly(world, processes, partial(measure_part, setup, part))
+        took[processes] += time.perf_counter() - begin
+        work.append(work_seconds(setup, world))
+    mean = statistics.fmean(work)
+    around = dict(zip(found, map(statistics.fmean, itertools.pairwise(work)), strict=True))
+    for processes in (1, CORES):
+        parts = {
+            part: [at_speed(each, mean / around[processes, part]) for each in found[processes, part]] for part in PARTS
+        }
         made = [
             make_profile(
                 setup.shape(1),
@@ -312,16 +331,18 @@ def profile_setup(setup: Setup, world: World) -> Profiles:
                 seq_len=setup.seq_len,
                 threads=1,
                 dtype="bfloat16 autocast" if setup.bf16 else "float32",
-                seconds=time.perf_counter() - begin,
+                seconds=took[processes],
             )
         ]
         dist.broadcast_object_list(made, src=0)  # each rank's own fit differs in the last digits, and so may its plans
         profiles.append(made[0])
+    low, _, high = statistics.quantiles(work, n=4)
     return Profiles(
         *profiles,
         # Below 1 it is noise: no share of a core does more than its part of what a whole one does.
-        crowding=max(1.0, work_seconds(setup, world, 2 * CORES) / (2 * statistics.fmean(work))),
-        work=statistics.fmean(work),
+        crowding=max(1.0, work_seconds(setup, world, 2 * CORES) / (2 * mean)),
+        work=mean,
+        drift=(high - low) / 2 / mean,
         casts=statistics.fmean(quietly(world, CORES, lambda wait: measure_casts(setup))),
     )
 
@@ -389,6 +410,7 @@ def predict(configuration: Configuration, profiles: Profiles, sizes: Sequence[in
         **{name: step(**factor) - middle for name, factor in fits.items()},
         "fit ends": step(measured_ends=1 + 2 * profiles.together.spread("ends")) - middle,
         "runs": 2 * layer.noise * middle,
+        "drift": 2 * profiles.drift * middle,
         "sharing": (all_together - all_alone) / 2,
         "waking": step(waking=0.0) - middle,
         "crowding": (step(crowding=1.0) - middle) / 2,
@@ -484,12 +506,14 @@ class Tally:
     as_they_are: int = 0  # of them inside
     inside: int = 0  # at the speed that the machine had during the profile
     split: int = 0  # of these: orders that split the backward
+    narrow: int = 0  # of these: in the interval without the drift, too
 
     def text(self) -> str:
         enough = self.measured == len(self.widths) and self.inside >= WANTED_INSIDE * self.measured
         return (
             f"{self.inside} of {self.measured} measured ones inside at the profile's speed, of {len(self.widths)}, "
-            f"{self.split} of them with a split backward ({self.as_they_are} inside as they are); wanted "
+            f"{self.split} of them with a split backward ({self.narrow} without the drift, {self.as_they_are} as they "
+            "are); wanted "
             f"{WANTED_INSIDE:.0%} of all: {'passed' if enough else 'FAILED'}; half width: median "
             f"{statistics.median(self.widths):.1%}, most {max(self.widths):.1%}; aim at most +-{WIDEST:.0%}: "
             + ("reached" if max(self.widths) <= WIDEST else "missed")
@@ -530,6 +554,8 @@ def check_predictions(world: World, profiles: Profiles, chosen: dict[int, Config
         is_inside = low <= median / slower <= high
         tally.measured, tally.inside = tally.measured + 1, tally.inside + is_inside
         tally.as_they_are += low <= median <= high
+        without = math.hypot(*(part for name, part in p.parts.items() if name != "drift")) * 1e3
+        tally.narrow += abs(median / slower - p.seconds * 1e3) <= without
         tally.split += is_inside and any(unit.kind == "I" for unit in c.order().ranks[0])
         world.say(
             f"{number:>3} {median:>12.1f}{min(times) * 1e3:>9.1f}{max(times) * 1e3:>9.1f}{len(times):>6}"
