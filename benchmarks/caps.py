@@ -146,10 +146,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
         results.add(what="case", fields=dataclasses.asdict(case), cap=0)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
-    if not results.of("profile"):
-        segments = (1, 2) if options.quick else (8, 32)
-        spawn(case.ranks, measure_profile, case, segments, options.output, results.path)
-        results.reload()
+    segments = (1, 2) if options.quick else (8, 32)
+    results.again(bool(results.of("profile")), case.ranks, measure_profile, case, segments, options.output)
     wanted = {(longest, 2): (0.6,)} if options.quick else SHARES
     for (length, M), shares in wanted.items():
         for share in shares:

@@ -19,11 +19,10 @@ checkpointed, on one process with torch's attention.
     python benchmarks/memory.py                     # all of it, some hours; again, it goes on where it was
     python benchmarks/memory.py --minutes 55        # begins nothing after that; again until it is complete
     python benchmarks/memory.py --show              # table and picture of what is measured
-    python benchmarks/memory.py --moves             # only what moving a half of the units costs; about eight minutes
     python benchmarks/memory.py --quick --output /tmp/try --foreign inf     # whether it runs
 
-With --moves the processes keep freed memory as malloc does by itself. Writes memory.jsonl, memory.txt and memory.png,
-or moves.jsonl and moves.txt, into the output folder.
+Writes memory.jsonl, memory.txt and memory.png into the output folder. What moving costs under malloc's own settings is
+in `moves.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ LEVERS = {  # shares of the units of the plan without a cap that are recomputed,
 WANTED = ((0.40, 1.10), (0.25, 1.35))  # of 1F1B's growth at so many times our fastest step
 WANTED_LONGER, STEPS, RATE = 4.0, 5, 0.1  # times torch's longest sequence; steps of SGD at it, and their rate
 LARGEST_LOSS_ERROR = 1e-4
-MOST_OF_MOVES = 1.05  # times the step in which nothing moves
 MIB = 2**20
 
 
@@ -155,6 +153,12 @@ class Results(Records):
     def reload(self) -> None:
         """Reads what other processes have added."""
         self.records = Results(self.path, self.limit).records
+
+    def again(self, done: bool, processes: int, work: Callable[..., None], *arguments: Any) -> None:
+        """Runs this piece in new processes, which write to the file, unless it is there."""
+        if not done:
+            spawn(processes, work, *arguments, self.path)
+            self.reload()
 
     def of(self, what: str, **fields: Any) -> list[dict[str, Any]]:
         wanted = {"what": what, **fields}
@@ -256,12 +260,6 @@ def choose_arms(case: Case, profile: Profile, quick: bool) -> list[Spec | Ours]:
     arms += [Ours(name, plan.to_json()) for name, plan in plans.items()]
     levers = {RECOMPUTED: LEVERS[RECOMPUTED]} if quick else LEVERS
     return arms + [Ours(name, fastest.to_json(), *shares) for name, shares in levers.items()]
-
-
-def choose_moves(case: Case, profile: Profile) -> list[Spec | Ours]:
-    """The plan without a cap, and with a half of its units moved."""
-    text = search(case, profile, None).to_json()
-    return [Ours(FASTEST, text), Ours(MOVED, text, *LEVERS[MOVED])]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -581,16 +579,6 @@ def draw(results: Results, path: str) -> None:
     )
 
 
-def show_moves(results: Results) -> None:
-    print(results.header())
-    profile, pairs = results.profile, results.pairs(MOVED, FASTEST)
-    print(f"# {results.case}; a step counts while other processes use less than {results.limit:g} of a core")
-    print(f"# a process's tier takes {profile.tier_out / 1e9:.2f} GB/s and gives back {profile.tier_in / 1e9:.2f} GB/s")
-    print("\n" + pairs.describe(f"{MOVED}, against {FASTEST}"))
-    state = "unmeasured" if not pairs.measured else "passed" if pairs.ratio()[0] < MOST_OF_MOVES else "FAILED"
-    print(f"below {MOST_OF_MOVES} times the step in which nothing moves: {pairs.ratio()[0]:.3f}: {state}")
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -602,27 +590,17 @@ def run(options: argparse.Namespace, results: Results) -> None:
     if not results.of("case"):
         results.add(what="case", fields=dataclasses.asdict(case), cap=cap)
     os.environ["OMP_NUM_THREADS"] = "1"
-    if not options.moves:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
-
-    def again(done: bool, processes: int, work: Callable[..., None], *arguments: Any) -> None:
-        """Runs this piece in new processes, which write to the file, unless it is there."""
-        if not done:
-            spawn(processes, work, *arguments, results.path)
-            results.reload()
-
-    again(bool(results.of("profile")), case.ranks, measure_profile, case, (1, 2, 4) if quick else (1, 4, 16), directory)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that freed memory is seen to go
+    segments, again = (1, 2, 4) if quick else (1, 4, 16), results.again
+    again(bool(results.of("profile")), case.ranks, measure_profile, case, segments, directory)
     if not results.of("arm"):
-        profile = results.profile
-        for arm in choose_moves(case, profile) if options.moves else choose_arms(case, profile, quick):
+        for arm in choose_arms(case, results.profile, quick):
             results.add(what="arm", fields=dataclasses.asdict(arm))
-    for arm in [] if options.moves else results.arms():
+    for arm in results.arms():
         if time.time() < deadline:
             again(bool(results.of("peak", arm=arm.name)), case.ranks, measure_memory, case, arm, directory)
     left = missing(results, rounds) <= 0 or time.time() > deadline
     again(left, case.ranks, measure_rounds, case, rounds, deadline, results.limit, directory)
-    if options.moves:
-        return
     ours = [LONG] if quick else [PLANNED, LONG]
     peers = [] if quick else [BASE, PEERS[1].name]
     measure_longest(results, 2048 if quick else 1024, [*peers, *ours], deadline, directory)
@@ -630,8 +608,9 @@ def run(options: argparse.Namespace, results: Results) -> None:
         train_long(results, ours, directory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None) -> argparse.Namespace:
+    """The options of this command, and of `moves.py`; makes the output folder."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(__file__).parent / "results"
     parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
     parser.add_argument("--rounds", type=int, default=16, help="counted steps of each arm (%(default)s)")
@@ -640,21 +619,21 @@ def main() -> None:
         "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
     )
     parser.add_argument("--quick", action="store_true", help="a small model and few arms: whether it runs")
-    parser.add_argument("--moves", action="store_true", help="only what moving a half of the units costs")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    options.output = str(Path(options.output).resolve())
     os.makedirs(options.output, exist_ok=True)
-    output = Path(options.output).resolve()
-    options.output = str(output)
-    results = Results(str(output / f"{'moves' if options.moves else 'memory'}.jsonl"), options.foreign)
+    return options
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    results = Results(f"{options.output}/memory.jsonl", options.foreign)
     if not options.show:
         run(options, results)
         results = Results(results.path, options.foreign)
-    if options.moves:
-        show_and_write(lambda: show_moves(results), output / "moves.txt")
-        return
-    show_and_write(lambda: show(results), output / "memory.txt")
-    draw(results, str(output / "memory.png"))
+    show_and_write(lambda: show(results), Path(options.output) / "memory.txt")
+    draw(results, f"{options.output}/memory.png")
 
 
 if __name__ == "__main__":

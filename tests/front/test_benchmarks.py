@@ -132,7 +132,7 @@ def test_the_split_backward_is_measured_beside_torchs():
 def test_what_moving_costs_is_measured(tmp_path):
     """Small, and under any load; a single pair is no result."""
     run = subprocess.run(
-        [sys.executable, str(FOLDER / "memory.py"), "--moves", "--quick", "--foreign=inf", "--output", str(tmp_path)],
+        [sys.executable, str(FOLDER / "moves.py"), "--quick", "--foreign=inf", "--output", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=200,
