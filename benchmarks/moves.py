@@ -23,7 +23,19 @@ from pathlib import Path
 
 from arms import Case
 from common import show_and_write
-from memory import FASTEST, LEVERS, MOVED, Ours, Results, arguments, measure_profile, measure_rounds, missing, search
+from memory import (
+    FASTEST,
+    LEVERS,
+    MOVED,
+    Ours,
+    Results,
+    measure_profile,
+    measure_rounds,
+    missing,
+    parser,
+    results_of,
+    search,
+)
 
 TITLE = "What moving a half of a step's units costs"
 MOST = 1.05  # times the step in which nothing moves
@@ -56,11 +68,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__)
-    results = Results(f"{options.output}/moves.jsonl", options.foreign)
-    if not options.show:
-        run(options, results)
-        results = Results(results.path, options.foreign)
+    options = parser(__doc__).parse_args()
+    results = results_of(options, "moves", run)
     show_and_write(lambda: show(results), Path(options.output) / "moves.txt")
 
 
