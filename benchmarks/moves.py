@@ -23,19 +23,7 @@ from pathlib import Path
 
 from arms import Case
 from common import show_and_write
-from memory import (
-    FASTEST,
-    LEVERS,
-    MOVED,
-    Ours,
-    Results,
-    measure_profile,
-    measure_rounds,
-    missing,
-    parser,
-    results_of,
-    search,
-)
+from memory import FASTEST, LEVERS, MOVED, Ours, Results, arguments, measure_profile, measure_rounds, missing, search
 
 TITLE = "What moving a half of a step's units costs"
 MOST = 1.05  # times the step in which nothing moves
@@ -68,8 +56,11 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
-    results = results_of(options, "moves", run)
+    options = arguments(__doc__)
+    results = Results(f"{options.output}/moves.jsonl", options.foreign)
+    if not options.show:
+        run(options, results)
+        results = Results(results.path, options.foreign)
     show_and_write(lambda: show(results), Path(options.output) / "moves.txt")
 
 
