@@ -440,13 +440,14 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int) -> St
 
 
 def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activations) -> tuple[int, int]:
-    """Most bytes of saved activations, and of output gradients, that the program lets the units of one stage hold."""
+    """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
+    of one stage hold."""
 
     def of_units(per_token: float) -> list[int]:
         return [
             round(per_token * size) * (index == stage) for index in range(record.num_stages) for size in record.sizes
         ]
 
-    held = tuple(map(of_units, (measured.saved, measured.kept, measured.gradients)))
-    _, activations, output_gradients, *_ = _C.program_memory(record.program, held)[rank]
-    return activations, output_gradients
+    saved, kept, gradients, head = map(of_units, (measured.saved, measured.kept, measured.gradients, measured.head))
+    activations = _C.program_memory(record.program, (saved, kept, *[None] * 6, head))[rank][-1]
+    return activations, _C.program_memory(record.program, (saved, kept, gradients))[rank][2]

@@ -21,12 +21,14 @@ class Activations:
         saved: by graphs, from F to the end of B, or of I.
         kept: of these, the inputs of layers that W reads, where the backward is split.
         gradients: what else I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
-        peak_saved: most of ``saved``, and of ``kept`` after I, at once.
+        head: by the graph of a head within the loss, which is gone at the end of its F.
+        peak_saved: most of ``saved``, of ``kept`` after I, and of ``head``, at once.
     """
 
     saved: float
     kept: float
     gradients: float
+    head: float
     peak_saved: int
     peak_gradients: int
 

@@ -179,6 +179,7 @@ class StageStep:
         self.moved_bytes = 0  # of all units, on their way out
         self.blocks_again = 0  # in all units
         self._head_bytes = 0  # held by the graph of a unit's head, which is gone at the end of its F
+        self.head_bytes = self.head_tokens = 0  # of all units, if measured
         self._last_head = -1
         trained = (p.requires_grad for module in stage.modules for p in module.parameters())
         self._trains = bool(stage.recomputed) and (not isinstance(stage.module, nn.Module) or any(trained))
@@ -206,7 +207,8 @@ class StageStep:
         """What units held, in a step that measures."""
         saved = self.saved_bytes / self.saved_tokens
         kept, gradients = self.kept_bytes / max(1, self.kept_tokens), self.gradient_bytes / max(1, self.kept_tokens)
-        return Activations(saved, kept, gradients, self.peak_saved_bytes, self.peak_gradient_bytes)
+        head = self.head_bytes / max(1, self.head_tokens)
+        return Activations(saved, kept, gradients, head, self.peak_saved_bytes, self.peak_gradient_bytes)
 
     def check_finished(self) -> None:
         """Raises where I of a unit has left what no W took: gradients of weights would be missing."""
@@ -302,10 +304,14 @@ class StageStep:
         self._head_bytes = 0
         with SavedBytes(self.stage.modules, inputs) if unit.aside is None else unit.aside as saved:
             result = self._compute(key, unit, inputs)
+        tokens = self.arguments.rows[unit.microbatch][unit.segment]
         if unit.kept is None:  # else R saves
             unit.saved_bytes = saved.bytes
             self.saved_bytes += saved.bytes
-            self.saved_tokens += self.arguments.rows[unit.microbatch][unit.segment]
+            self.saved_tokens += tokens
+        if self._head_bytes:
+            self.head_bytes += self._head_bytes
+            self.head_tokens += tokens
         self._note_saved(self._head_bytes)
         return result
 
