@@ -274,6 +274,7 @@ def executor_create(
     thread_scope: bool,
     dtype_codes: dict[object, int],
     fills: bool,
+    leave: Callable[[Sequence[Any]], bool],
     /,
 ) -> object: ...
 def executor_set_device(executor: object, device: object, /) -> None: ...

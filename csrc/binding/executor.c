@@ -20,6 +20,7 @@ typedef struct {
     s1f_executor *executor;
     PyObject *program, *group, *cache, *ends, *device, *tier; /* keep what the executor borrows */
     PyObject *dtype_codes;                                    /* {torch.dtype: s1f_dtype} */
+    PyObject *leave;                                          /* (tensors) -> whether any lies elsewhere now */
     PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
     int32_t num_edges;
     int32_t *num_places;
@@ -51,6 +52,7 @@ static void handle_free(executor_handle *handle)
     Py_XDECREF(handle->device);
     Py_XDECREF(handle->tier);
     Py_XDECREF(handle->dtype_codes);
+    Py_XDECREF(handle->leave);
     Py_XDECREF(handle->name_data_ptr);
     Py_XDECREF(handle->name_dtype);
     Py_XDECREF(handle->name_shape);
@@ -239,6 +241,43 @@ static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
     return is_true < 0 ? S1F_ERR_PYTHON : S1F_OK;
 }
 
+/* The place may be overwritten from here on: tensors that somebody holds move elsewhere, and the views with them. */
+static s1f_status leave_place(executor_handle *handle, int32_t edge, int32_t place)
+{
+    place_views *cached = &handle->views[edge][place];
+    if (cached->views == NULL)
+        return S1F_OK;
+    PyObject *tensors = PyTuple_GetItem(PyTuple_GetItem(cached->views, 0), 0);
+    PyObject *moved = PyObject_CallFunctionObjArgs(handle->leave, tensors, NULL);
+    if (moved == NULL)
+        return S1F_ERR_PYTHON;
+    if (moved == Py_True)
+        Py_CLEAR(cached->views);
+    Py_DECREF(moved);
+    return S1F_OK;
+}
+
+static s1f_status leave_callback(void *context, int32_t edge, int32_t place)
+{
+    executor_handle *handle = context;
+    if (handle->views[edge][place].views == NULL)
+        return S1F_OK;
+    PyEval_RestoreThread(handle->thread);
+    s1f_status status = leave_place(handle, edge, place);
+    handle->thread = PyEval_SaveThread();
+    return status;
+}
+
+/* After a step: other executors have views of their own over the same places. */
+static s1f_status leave_all_places(executor_handle *handle)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t edge = 0; status == S1F_OK && edge < handle->num_edges; edge++)
+        for (int32_t place = 0; status == S1F_OK && place < handle->num_places[edge]; place++)
+            status = leave_place(handle, edge, place);
+    return status;
+}
+
 static void release_callback(void *context, void *keep)
 {
     executor_handle *handle = context;
@@ -297,10 +336,10 @@ static int allocate_views(executor_handle *handle, const s1f_edge *edges)
 
 static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *program_capsule, *group_capsule, *cache_capsule, *ends, *dtype_codes;
+    PyObject *program_capsule, *group_capsule, *cache_capsule, *ends, *dtype_codes, *leave;
     int rank, thread_scope, fills;
-    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!p", &program_capsule, &rank, &group_capsule, &cache_capsule,
-                          &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes, &fills))
+    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!pO", &program_capsule, &rank, &group_capsule, &cache_capsule,
+                          &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes, &fills, &leave))
         return NULL;
     s1f_program *program = s1f_from_capsule(program_capsule, S1F_CAPSULE_PROGRAM);
     s1f_group *group = program == NULL ? NULL : s1f_from_capsule(group_capsule, S1F_CAPSULE_GROUP);
@@ -337,7 +376,8 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
     handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
         goto failed;
-    s1f_compute compute = {handle, run_callback, release_callback, fills ? fill_callback : NULL, sizes_callback};
+    s1f_compute compute = {handle, run_callback, release_callback, fills ? fill_callback : NULL, sizes_callback,
+                           leave_callback};
     s1f_status status =
         s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
     if (status != S1F_OK) {
@@ -349,6 +389,7 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
     Py_INCREF(handle->cache = cache_capsule);
     Py_INCREF(handle->ends = ends);
     Py_INCREF(handle->dtype_codes = dtype_codes);
+    Py_INCREF(handle->leave = leave);
     capsule = PyCapsule_New(handle, S1F_CAPSULE_EXECUTOR, capsule_free);
 failed:
     free(pointers);
@@ -391,6 +432,15 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     PyEval_RestoreThread(handle->thread);
     handle->run = handle->fill = handle->segment_sizes = handle->make_views = NULL;
     free(sizes);
+    if (status == S1F_OK) {
+        status = leave_all_places(handle);
+    } else { /* the step's error is told, not one of this */
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        if (leave_all_places(handle) != S1F_OK)
+            PyErr_Clear();
+        PyErr_Restore(type, error, trace);
+    }
     if (status != S1F_OK)
         return s1f_raise_for_group(status, PyCapsule_GetPointer(handle->group, S1F_CAPSULE_GROUP));
     Py_RETURN_NONE;

@@ -453,7 +453,10 @@ static s1f_status walk(s1f_executor *executor)
         executor->spans[i].start_ns = s1f_now_ns();
         switch (instruction->opcode) {
         case S1F_OP_POST:
-            status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
+            if (executor->compute.leave_place != NULL)
+                status = executor->compute.leave_place(executor->compute.context, instruction->edge, instruction->place);
+            if (status == S1F_OK)
+                status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
         case S1F_OP_RECEIVE:
             status = s1f_p2p_receive(executor->ends[instruction->edge], instruction->sequence, instruction->place);

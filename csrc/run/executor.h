@@ -38,6 +38,9 @@ typedef struct {
     s1f_status (*fill)(void *context, s1f_unit unit, int32_t *is_left);
     /* Segment sizes for a sequence length that another rank chose: fills sizes, [column] (s1f_column). */
     s1f_status (*segment_sizes)(void *context, int64_t sequence_length, int64_t *sizes);
+    /* The place of an edge is about to be free for the next message. Whoever still reads the last one must be given
+     * memory of his own before this returns. NULL: nobody does. */
+    s1f_status (*leave_place)(void *context, int32_t edge, int32_t place);
 } s1f_compute;
 
 typedef struct { /* one walked instruction, on the monotonic clock */

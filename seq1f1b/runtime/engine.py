@@ -41,7 +41,7 @@ from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
 from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
-from seq1f1b.transport.group import Edge
+from seq1f1b.transport.group import Edge, leave_place
 
 __all__ = ["PipelineEngine"]
 
@@ -587,6 +587,7 @@ class PipelineEngine:
             self._group.is_thread,
             _DTYPE_CODES,
             self._options.weights == "fill",
+            leave_place,
         )
         if self._device_edges is not None:
             self._device_edges.set_on(executor)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from seq1f1b import _C
 from seq1f1b.runtime.saved_bytes import SavedBytes
+from seq1f1b.transport.group import holders
 
 __all__: list[str] = []
 
@@ -144,7 +145,7 @@ class Aside(SavedBytes):
         for own in by_storage.values():
             assert own[0].tensor is not None
             storage = own[0].tensor.untyped_storage()
-            if storage.nbytes() >= _SMALLEST and _holders(storage) == len(own) and all(s.look() for s in own):
+            if storage.nbytes() >= _SMALLEST and holders(storage) == len(own) and all(s.look() for s in own):
                 storages.append(storage)
                 self._moved.append((storage.nbytes(), own))
         self.moved_bytes = sum(size for size, _ in self._moved)
@@ -172,8 +173,3 @@ class Aside(SavedBytes):
     def back(self) -> None:
         """Before the backward, which frees each tensor after its last use."""
         self._moved.clear()
-
-
-def _holders(storage: torch.UntypedStorage) -> int:
-    """Tensors and others that hold the storage, without the object given."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1

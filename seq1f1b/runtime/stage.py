@@ -602,8 +602,8 @@ class StageStep:
             return ()
         if self.shards is not None:
             return self.shards.hidden_gradient(unit.microbatch, unit.segment, received)
-        if received is not None:
-            return received[0][0]
+        if received is not None:  # hooks get tensors of their own, so that what they keep is seen
+            return [None if gradient is None else gradient.detach() for gradient in received[0][0]]
         assert self.following is not None
         return self.following.units[key].take_handed()
 

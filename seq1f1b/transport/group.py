@@ -21,6 +21,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 """The position of a type is its code in C."""
 
 
+_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 _ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
 
 
@@ -31,6 +32,40 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
         gpu: on which the memory is; -1: host memory.
     """
     return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """Tensors and others that hold the storage, without the object given."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def leave_place(views: Sequence[Tensor | None]) -> bool:
+    """Tensors over a place that will hold the next message get a copy, where somebody holds them beside the place.
+
+    Such are what a hook has kept, and a state that is a view of what the stage received. The copy takes the place of
+    their memory, so they, their views and graphs that saved them stay valid.
+
+    Args:
+        views: those that the place keeps of its message; None for a gradient that is none.
+    Returns:
+        Whether any has been copied: then the views are not over the place any more.
+    """
+    found = False
+    for view in views:
+        if view is None or holders(storage := view.untyped_storage()) == 1 or not storage.nbytes():
+            continue
+        found = True
+        if _SWAPS:
+            copy = storage.clone()  # type: ignore[no-untyped-call] # torch's has no types
+            storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
+        elif storage.device.type == "cpu":  # torch before 2.12: each copy has a file descriptor
+            storage.share_memory_()
+        else:
+            raise RuntimeError(
+                "the stage, or a hook, keeps a tensor that came from another stage, and the next message would "
+                "overwrite it: keep a clone, or use torch 2.12 or later"
+            )
+    return found
 
 
 @sendable

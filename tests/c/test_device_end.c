@@ -246,7 +246,7 @@ static void join_pipeline(rank_state *state)
     for (int32_t i = 0; i < p->num_edges && p->set.transport == BY_NCCL; i++)
         if (p->ends[rank][i] != NULL)
             CHECK_STATUS(s1f_nccl_end_connect(p->ends[rank][i]), S1F_OK, "");
-    s1f_compute compute = {state, run, release, NULL, segment_sizes};
+    s1f_compute compute = {state, run, release, NULL, segment_sizes, NULL};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),

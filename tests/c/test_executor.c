@@ -199,7 +199,7 @@ static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t 
 static void make_rank(rank_state *state, pipeline *p, int32_t rank)
 {
     *state = (rank_state){.p = p, .rank = rank, .fail_at = -1};
-    s1f_compute compute = {state, run, release, NULL, segment_sizes};
+    s1f_compute compute = {state, run, release, NULL, segment_sizes, NULL};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
@@ -386,7 +386,7 @@ static void test_several_messages(void)
     for (int32_t rank = 0; rank < 3; rank++) {
         make_rank(&states[rank], &p, rank);
         s1f_executor_free(states[rank].executor);
-        s1f_compute compute = {&states[rank], add_up, release, NULL, segment_sizes};
+        s1f_compute compute = {&states[rank], add_up, release, NULL, segment_sizes, NULL};
         CHECK_STATUS(s1f_executor_create(p.program, rank, p.groups[rank], states[rank].cache, p.ends[rank], 1, &compute,
                                          &states[rank].executor),
                      S1F_OK, "");
@@ -433,7 +433,7 @@ static void test_refusals(void)
     CHECK(states[0].num_run == 0);
 
     s1f_edge_end *none[MAX_EDGES] = {NULL};
-    s1f_compute compute = {&states[0], run, release, NULL, segment_sizes};
+    s1f_compute compute = {&states[0], run, release, NULL, segment_sizes, NULL};
     s1f_executor *made = NULL;
     CHECK_STATUS(s1f_executor_create(p.program, 0, p.groups[0], states[0].cache, none, 1, &compute, &made), S1F_ERR_ARG,
                  "rank 0 has no end of the edge from stage 0 to stage 1");
@@ -458,7 +458,7 @@ static void test_allocations_fail_in_turn(void)
 {
     pipeline p = make_pipeline("seq1f1b", 1, 2, 3, 1);
     rank_state state = {.p = &p, .fail_at = -1};
-    s1f_compute compute = {&state, run, release, NULL, segment_sizes};
+    s1f_compute compute = {&state, run, release, NULL, segment_sizes, NULL};
     CHECK_STATUS(s1f_kv_cache_create(&state.cache), S1F_OK, "");
     for (int64_t n = 0;; n++) {
         s1f_executor *made = NULL;
