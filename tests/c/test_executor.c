@@ -441,7 +441,7 @@ static void test_refusals(void)
 
     /* ranks that split differently, and one that evaluates while the other trains */
     s1f_executor_free(states[1].executor);
-    compute = (s1f_compute){&states[1], run, release, NULL, other_sizes};
+    compute = (s1f_compute){&states[1], run, release, NULL, other_sizes, NULL};
     CHECK_STATUS(
         s1f_executor_create(p.program, 1, p.groups[1], states[1].cache, p.ends[1], 1, &compute, &states[1].executor),
         S1F_OK, "");
