@@ -88,7 +88,7 @@ def inside_step() -> Iterator[None]:
             attention.set_stepping(_steps_inside > 0)
 
 
-def enter(unit: LiveUnit) -> None:
+def enter(unit: LiveUnit | None) -> None:
     """Makes it what the modules of the running unit see; the executor says when the unit ends."""
     _C.unit_set_state(unit)
 

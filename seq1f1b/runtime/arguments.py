@@ -39,7 +39,7 @@ class Options:
     arg_rules: Mapping[str, Rule]
     loss_fn: Callable[[Any, Any], Tensor] | None
     loss_reduction: str
-    loss_weight: Callable[[Any], float] | None
+    loss_weight: str | Callable[[Any], float] | None
     scale_grads: bool
     transport: str
     timeout: float
@@ -64,9 +64,12 @@ class Options:
         check_number("first_step_timeout", self.first_step_timeout)
         if self.spin_us is not None:
             check_number("spin_us", self.spin_us, may_be_zero=True)
+        if isinstance(self.loss_weight, str) and self.loss_weight not in ("targets", "microbatches"):
+            raise ValueError(f"loss_weight is {self.loss_weight!r}, must be 'targets', 'microbatches' or a callable")
         for name in ("loss_fn", "loss_weight"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            is_word = name == "loss_weight" and isinstance(value, str)
+            if value is not None and not is_word and not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
         if self.embedding is not None and self.embedding_shard is None:
             raise TypeError(f"embedding must be a VocabularyParallelEmbedding, got {type(self.embedding).__name__}")
@@ -91,6 +94,11 @@ class Options:
         check_rules({}, self.arg_rules)
         check_shard(self.shard)
         _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
+
+    @property
+    def count(self) -> Callable[[Any], float] | None:
+        """Counts the targets of a segment; None: as by default."""
+        return self.loss_weight if callable(self.loss_weight) else None
 
     @property
     def head(self) -> VocabularyParallelHead | None:

@@ -31,6 +31,10 @@ class Ddp:
         """The number by which DDP divides the sum of the replicas' gradients."""
         return dist.get_world_size(self._module.process_group)
 
+    def sum(self, value: float, device: torch.device) -> float:
+        """The sum of a number over the replicas. Collective."""
+        return _sum(value, device, [self._module.process_group])
+
     def begin_step(self) -> None:
         pass
 
@@ -95,6 +99,15 @@ class Fsdp:
             replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
             return float(group.gradient_divide_factor or replicas)
         return 1.0
+
+    def sum(self, value: float, device: torch.device) -> float:
+        """The sum of a number over the replicas. Collective."""
+        for group in self._groups():
+            meshes = ("shard_process_group", "replicate_process_group")
+            return _sum(
+                value, device, [getattr(group.mesh_info, name) for name in meshes if hasattr(group.mesh_info, name)]
+            )
+        return value
 
     def begin_step(self) -> None:
         if not self._is_reduced:
@@ -166,6 +179,13 @@ class Fsdp:
         self._module.set_is_last_backward(is_last)
         self._module.set_reshard_after_backward(is_last)
         self._module.set_requires_gradient_sync(is_last)
+
+
+def _sum(value: float, device: torch.device, groups: Sequence[Any]) -> float:
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return float(total)
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.divided import SetAside
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -79,12 +81,18 @@ class PipelineEngine:
         model_shape: shape of the whole model, for ``"balanced"``.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
-        loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. A module that holds
-            parameters is run forward and backward at once, so that only one segment's logits are alive. A
+        loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
+            loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
+            a step, and over replicas under DDP or FSDP2; it suits every loss that is a mean of some kind, but takes
+            no :func:`seq1f1b.add_loss` and no ``scale_grads=False``. A module that holds parameters is run forward and
+            backward at once, so that only one segment's logits are alive. A
             :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
         loss_reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``:
             segments are added.
-        loss_weight: counts the targets of a segment; default: elements that are not -100.
+        loss_weight: ``"targets"``: the loss is the mean over all counted targets of a step, of all its micro-batches,
+            and of all replicas under DDP or FSDP2. ``"microbatches"``, or None: the mean of the M micro-batches' means;
+            None tells once where they count different numbers. Counted are elements of the target, or of its first
+            tensor, that are not -100. Or a callable that counts the targets of a segment, for the mean of means.
         scale_grads: gradients of the mean of the M losses; False: of their sum.
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
             ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
@@ -149,7 +157,7 @@ class PipelineEngine:
         arg_rules: Mapping[str, Rule] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         loss_reduction: str = "mean",
-        loss_weight: Callable[[Any], float] | None = None,
+        loss_weight: str | Callable[[Any], float] | None = None,
         scale_grads: bool = True,
         group: Any = None,
         transport: str = "auto",
@@ -227,6 +235,9 @@ class PipelineEngine:
         self._known_shapes: set[tuple[bool, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
         self._closed = self._running = self._has_had_rows = False
+        # Whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
+        can_divide = self._options.head is None and self._options.loss_reduction == "mean"
+        self._divides: bool | None = None if can_divide else False
         self.last_step: StepRecord | None = None
 
     # -- public ----------------------------------------------------------------------------------------------------
@@ -632,10 +643,11 @@ class PipelineEngine:
         self._check_idle()
         self._running = True
         entered = None  # the executor, once the step has begun
+        before: SetAside | None = None  # gradients, where those of the step are divided at its end, or may be
         try:
             order = self._order_of(arguments)
             step = Step(
-                arguments,
+                replace(arguments, divides=self._divides),
                 self._options,
                 order.stages,
                 self.num_stages,
@@ -654,6 +666,8 @@ class PipelineEngine:
                 check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
             self._tied.meet()
+            if step.training and self._divides is not False:
+                before = SetAside(self.parameters())
             accumulators = self._enter_grad_dtype() if step.training else []
             if step.training:
                 self._tied.begin_step()
@@ -678,9 +692,13 @@ class PipelineEngine:
                         place_views,
                     )
                 elapsed = time.perf_counter() - start
-                step.propagate()
+                factor = 1.0 if before is None else self._divide(step)
+                step.propagate(factor)
                 if step.training:
                     self._tied.end_step()
+                if before is not None:
+                    before.add_back(factor)
+                    before = None
             finally:
                 self._leave_grad_dtype(accumulators)
                 if self._tier is not None:
@@ -688,6 +706,8 @@ class PipelineEngine:
                 step.end()
             self._group.end_step(failed=False)
         except BaseException as error:
+            if before is not None:
+                before.restore()
             explained = self._end_failed_step(error, entered)
             if explained is error:
                 raise
@@ -714,6 +734,26 @@ class PipelineEngine:
             order.schedule if arguments.rows is not None else None,
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _divide(self, step: Step) -> float:
+        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
+        mine = step.divides()
+        everyones = [mine] if self.num_ranks == 1 else self._group.all_gather_object(mine)
+        last = everyones[self.schedule.rank_of_stage[-1]]
+        self._divides = bool(last[0])
+        if not self._divides:
+            return 1.0
+        refused = ""
+        if not self._options.scale_grads:
+            refused = "scale_grads=False, as in torch's schedules, leaves gradients undivided"
+        elif any(has_auxiliary for *_, has_auxiliary in everyones):
+            refused = "an auxiliary loss (add_loss) has no part in that divisor"
+        if refused:
+            raise Disagreement(
+                f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
+                "loss_weight="
+            )
+        return float(last[1])
 
     def _shard_steps(self, training: bool, schedule: Schedule) -> tuple[HeadStep | None, EmbeddingStep | None]:
         """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""

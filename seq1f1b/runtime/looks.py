@@ -31,6 +31,7 @@ POSITIONS = "positions from zero"
 STATE = "state across tokens"
 STATISTICS = "batch statistics"
 RANDOMNESS = "randomness that differs"
+WEIGHTING = "loss weighting"
 
 _REMEDIES = {
     ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
@@ -38,6 +39,8 @@ _REMEDIES = {
     STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
     STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
+    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by loss_weight=, or "
+    'return a sum with loss_reduction="sum"',
 }
 
 
@@ -62,6 +65,13 @@ class Looks:
         self.index, self.modules, self.unchecked = index, modules, unchecked
         self.tells = tells
         self.findings: dict[Finding, None] = {}
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A word on the data: once in an engine's life, though its numbers may differ."""
+        if self.tells and (kind := text[:30]) not in self._said:
+            self._said.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=3)
 
     def watch(self, inputs: Sequence[Any], offset: int, length: int) -> Watch:
         return Watch(self, inputs, offset, length)

@@ -119,10 +119,11 @@ class Leaves:
             return {key: self.replace(item) for key, item in value.items()}
         return value
 
-    def propagate(self) -> None:
+    def propagate(self, factor: float = 1.0) -> None:
+        """factor: by which the gradients are multiplied."""
         for value, leaf in self._pairs:
             if leaf.grad is not None:
-                torch.autograd.backward(value, leaf.grad)
+                torch.autograd.backward(value, leaf.grad if factor == 1.0 else leaf.grad * factor)
         self._pairs.clear()
 
 

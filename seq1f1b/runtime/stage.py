@@ -15,9 +15,12 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.ops.context import LiveUnit, enter
 from seq1f1b.runtime.backward import carry_back, input_gradients, start_of
 from seq1f1b.runtime.blocks import Blocks
-from seq1f1b.runtime.data_parallel import Fsdp, data_parallel
+from seq1f1b.runtime.data_parallel import Fsdp, data_parallel, without_wrapper
 from seq1f1b.runtime.deferred import Tape
-from seq1f1b.runtime.looks import Looks
+from seq1f1b.runtime.divided import split_loss
+from seq1f1b.runtime.looks import WEIGHTING, Finding, Looks
+from seq1f1b.runtime.loss_look import LossLook
+from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.offload import Aside, Tier
 from seq1f1b.runtime.recompute import Kept, digest, one_at_a_time
 from seq1f1b.runtime.saved_bytes import Activations, SavedBytes, is_compiled
@@ -129,6 +132,9 @@ class StageArguments:
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses.
         shares: what part of the micro-batch's loss each of these losses is.
+        sum_seed: gradient of a loss that comes with its divisor.
+        divides: whether the loss comes with a divisor; None: the first one tells.
+        loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
         measures: whether to count the bytes that graphs keep.
         looks: whether to look for what mixes tokens without the engine's knowledge.
@@ -142,6 +148,9 @@ class StageArguments:
     targets: list[list[Any]] | None = None
     seeds: list[list[Tensor]] | None = None
     shares: list[list[float]] | None = None
+    sum_seed: float = 1.0
+    divides: bool | None = None
+    loss_look: LossLook | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     auxiliary_seeds: Sequence[Sequence[tuple[float, float]]] = ()
     keep_outputs: bool = False
@@ -170,6 +179,10 @@ class StageStep:
         self.deferred_weights: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
         self._module, self._parallel, self._first_cells = stage.module, stage.parallel, stage.first_cells
         self._seeds = arguments.seeds
+        self.divides = arguments.divides
+        self.divisors: dict[int, Tensor | float] = {}  # by cell, of losses that come with one
+        self.has_auxiliary = False
+        self._loss_arguments: tuple[Any, Any, bool] | None = None  # of a loss that is looked at
         self._measures = arguments.measures and stage.shows_saved_bytes
         looks = arguments.looks and not any(map(is_compiled, stage.modules))
         # The first unit that follows another: F0.1, or that of the first micro-batch of several segments.
@@ -246,6 +259,8 @@ class StageStep:
             around = around if self._measures else unit.aside
         with around:
             result = self._watched(run, key, unit, inputs) if key == self._looked_at else run(key, unit, inputs)
+        if self._loss_arguments is not None:
+            self._look_at_loss(unit)
         if not self.training:  # no backward follows: only the next segment reads what was carried out
             if unit.previous is not None:
                 unit.previous.forget()
@@ -262,7 +277,7 @@ class StageStep:
             with self._parallel.forward():
                 output = self._module(*inputs, **kwargs)
             if self.training and self.stage.last_gradients == ("B", key):
-                unit.outputs = tuple([o for o in _tensors(output) if o.requires_grad])
+                unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
         if self.arguments.compares and (unit.kept is not None or unit.is_again):
             self._compare(unit, output)
         if self.shards is not None:
@@ -274,7 +289,7 @@ class StageStep:
 
     def _compare(self, unit: LiveUnit, output: Any) -> None:
         """Notes what F computes; R must compute the same."""
-        found = digest([*_tensors(output), *(unit.carried_out or {}).values()])
+        found = digest([*tensors_of(output), *(unit.carried_out or {}).values()])
         if not unit.is_again:
             unit.digest = found
         elif found != unit.digest:
@@ -413,10 +428,10 @@ class StageStep:
             return
         m, s, shares = unit.microbatch, unit.segment, self.arguments.shares
         share = 1.0 if shares is None else shares[m][s]
-        if share == 0.0:
+        if share == 0.0 and not self.divides:
             # No counted target: a mean over none is NaN. B still runs, for later segments' dK and dV.
             if self.training and unit.kept is None:
-                unit.roots = tuple([o for o in _tensors(output) if o.requires_grad])
+                unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
                 unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
             return
         target = self.arguments.targets[m][s]
@@ -428,7 +443,7 @@ class StageStep:
                 unit.roots = (get_gradient_edge(output),) if output.requires_grad else ()
                 unit.seeds = unit.seeds if unit.roots else ()
             return
-        loss = self._loss(output, target)
+        loss = self._loss(unit, output, target)
         if not unit.is_again:
             unit.loss = loss.detach()
         if self.training and loss.requires_grad:
@@ -447,7 +462,7 @@ class StageStep:
         parallel = self.stage.head_parallel
         head = SavedBytes(self.stage.modules, (hidden,)) if self._measures else nullcontext()
         with head, parallel.forward() if parallel is not None else nullcontext():
-            loss = self._loss(hidden, target)
+            loss = self._loss(unit, hidden, target)
         if isinstance(head, SavedBytes):
             self._head_bytes = head.bytes
         unit.loss = loss.detach()
@@ -460,18 +475,52 @@ class StageStep:
             unit.roots = () if unit.kept is not None else (get_gradient_edge(output),)
             unit.seeds = (hidden.grad,)
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor:
         assert self.stage.loss_fn is not None
-        loss = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
+        carried = unit.carried_in, len(unit.carried_out or ())
+        result = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
+        loss, divisor = split_loss(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
         records = self.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
-        if records and not loss.requires_grad and any(o.requires_grad for o in _tensors(output)):
+        if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
             raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+        if self.divides is None:
+            self.divides = divisor is not None
+        if self.divides != (divisor is not None):
+            raise ValueError(
+                "loss_fn returned a sum and its divisor for some segments, and one loss for others: let it return the "
+                "same for all"
+            )
+        if divisor is not None:
+            self.divisors[self._first_cells[unit.microbatch] + unit.segment] = divisor
+        look = self.arguments.loss_look
+        is_looked_at = look is not None and look.microbatch == unit.microbatch and not self.divides
+        if is_looked_at and not unit.is_again and not isinstance(self.stage.head_parallel, Fsdp):
+            carries = carried != (unit.carried_in, len(unit.carried_out or ()))
+            self._loss_arguments = output, target, carries
         return loss
 
+    def _look_at_loss(self, unit: LiveUnit) -> None:
+        """Tells of a divisor that is not what the engine counts; outside of all that looks at the stage's own pass."""
+        assert self._loss_arguments is not None
+        (output, target, carries), self._loss_arguments = self._loss_arguments, None
+        look, loss_fn = self.arguments.loss_look, self.stage.loss_fn
+        assert look is not None and loss_fn is not None
+        if isinstance(loss_fn, nn.Module):  # DDP would count its forward
+            loss_fn = without_wrapper(loss_fn)
+        if not look.take(output, target, self.arguments.rows[unit.microbatch][unit.segment], carries):
+            return
+        enter(None)
+        found = look.difference(loss_fn, self.arguments.loss_kwargs, self.stage.device)
+        enter(unit)
+        if found:
+            self.stage.looks.judge([Finding(WEIGHTING, f"stage {self.stage.index}, the loss", found)], attends=True)
+
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
+        if self.divides:
+            return torch.full_like(loss, self.arguments.sum_seed)
         assert self._seeds is not None
         seed = self._seeds[unit.microbatch][unit.segment]
         if seed.dtype != loss.dtype:  # the first loss of the step tells the dtype
@@ -537,6 +586,7 @@ class StageStep:
         key = self._first_cells[m] + s
         unit = self.units[key]
         unit.forward = False
+        self.has_auxiliary |= unit.auxiliary is not None
         roots, seeds = start_of(unit, self._output_gradients(key, unit, received), self.arguments.auxiliary_seeds[m][s])
         enter(unit)
         if unit.aside is not None:
@@ -609,14 +659,6 @@ class StageStep:
 
 
 _NO_KWARGS: Mapping[str, Any] = {}
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """Tensors of a loss's input, which may be nested."""
-    if isinstance(output, Tensor):
-        return [output]
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _detached(output: Any) -> Any:

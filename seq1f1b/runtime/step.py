@@ -15,6 +15,8 @@ from seq1f1b.device.placement import move, through_host
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.deferred import deferring
+from seq1f1b.runtime.divided import sum_divisors
+from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
 from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.saved_bytes import Activations
 from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
@@ -30,7 +32,7 @@ from seq1f1b.runtime.splitting import (
     split_sequence,
 )
 from seq1f1b.runtime.stage import Received, Stage, StageArguments, StageStep
-from seq1f1b.runtime.weighting import combine, count_targets, make_seeds, shares
+from seq1f1b.runtime.weighting import combine, count_default, count_targets, divide, make_seeds, shares
 
 __all__: list[str] = []
 
@@ -51,6 +53,7 @@ class StepArguments:
     return_outputs: bool = False
     rows: Rows | None = None
     plan: PlannedRows | None = None
+    divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 
 class Step:
@@ -90,6 +93,7 @@ class Step:
         self.length = 0  # tokens of the longest micro-batch
         self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
         self._weights: list[list[float]] = []
+        self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Callable[..., Any], ...]] = {}
 
@@ -161,10 +165,11 @@ class Step:
         kwargs = None
         if self._kwargs or options.arg_rules:
             kwargs = split_kwargs(self._leaves.replace(self._kwargs), options.arg_rules, self.rows, dim, shard)
-        targets = seeds = segment_shares = None
+        targets = seeds = segment_shares = look = None
         if self._last is not None and self._target is not None:
             targets = self._split_targets()
             segment_shares, seeds = self._weigh(self._last)
+            look = None if is_known else self._look_at_loss(segment_shares)
         auxiliary_seeds = self._weigh_auxiliary()
         for index, stage in self._stages.items():
             part = stage.begin(
@@ -176,6 +181,9 @@ class Step:
                     targets=targets if stage.is_last else None,
                     seeds=seeds if stage.is_last else None,
                     shares=segment_shares if stage.is_last else None,
+                    sum_seed=self._sum_seed(stage) if stage.is_last else 1.0,
+                    divides=arguments.divides,
+                    loss_look=look if stage.is_last else None,
                     loss_kwargs=arguments.loss_kwargs or {},
                     auxiliary_seeds=auxiliary_seeds,
                     keep_outputs=arguments.return_outputs and stage.is_last,
@@ -254,22 +262,72 @@ class Step:
             counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
             pieces = [shard_sizes(row, options.shard) for row in self.rows]
-            all_counts = count_targets(self._target, pieces, options.seq_dim, options.loss_weight)
+            all_counts = count_targets(self._target, pieces, options.seq_dim, options.count)
             counts, segment_shares = (
                 [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
             )
+            self._counts = [sum(row) for row in all_counts]
         self._weights = [[num_shards * share for share in row] for row in segment_shares]
+        divisor = last.gradient_divisor
         if arguments.loss_weight is not None:
-            divisor = last.gradient_divisor
             scale = arguments.gradient_scale * (num_shards if divisor is None else divisor)
             seeds = [[scale * count / arguments.loss_weight for count in row] for row in counts]
-        elif arguments.rows is not None and options.scale_grads and options.loss_reduction == "mean":
-            scale = arguments.gradient_scale * num_shards / (sum(map(sum, all_counts)) or 1.0)
-            seeds = [[scale * count for count in row] for row in counts]
+        elif self._weighs_by_targets():
+            total = sum(map(sum, all_counts))
+            scale = arguments.gradient_scale * num_shards
+            if options.loss_weight == "targets" and self.training and last.wrappers:
+                # Every shard counts all shards' targets, and so do the replicas of each.
+                scale *= last.wrappers[0].divisor
+                total = last.wrappers[0].sum(total, self._device)
+            seeds = [[scale * count / (total or 1.0) for count in row] for row in counts]
         else:
             scale = arguments.gradient_scale / (M if options.scale_grads else 1.0)
             seeds = [[weight * scale for weight in row] for row in self._weights]
         return self._weights, make_seeds(seeds, self._device)
+
+    def _weighs_by_targets(self) -> bool:
+        """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
+        options = self._options
+        is_asked = options.loss_weight == "targets" or self._arguments.rows is not None
+        return is_asked and options.scale_grads and options.loss_reduction == "mean"
+
+    def _tell_of_counts(self, part: StageStep) -> None:
+        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        options, arguments, counts = self._options, self._arguments, self._counts
+        says_nothing = options.loss_weight is None and arguments.loss_weight is None and options.scale_grads
+        if part.divides or not counts:
+            return
+        if not sum(counts):
+            part.stage.looks.say(
+                "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
+                "nothing to gradients"
+            )
+        elif self.training and len(set(counts)) > 1 and says_nothing and not self._weighs_by_targets():
+            part.stage.looks.say(
+                f"micro-batches count different numbers of targets, {_short_list(counts)}, and the loss is the mean of "
+                'their means, in which a target among few weighs more. Pass loss_weight="targets" to the engine for '
+                'the mean over all targets of a step, or "microbatches" if this is meant'
+            )
+
+    def _sum_seed(self, last: Stage) -> float:
+        """The gradient of a segment's loss that comes with its divisor; :meth:`divide` does the rest."""
+        arguments, divisor = self._arguments, last.gradient_divisor
+        if arguments.loss_weight is None:
+            return arguments.gradient_scale
+        return (
+            arguments.gradient_scale * (self._options.shard[1] if divisor is None else divisor) / arguments.loss_weight
+        )
+
+    def _look_at_loss(self, segment_shares: list[list[float]]) -> LossLook | None:
+        options = self._options
+        if options.head is not None:
+            return None
+        m = choose_microbatch(self._target, segment_shares, least=1 if self._weighs_by_targets() else 2)
+        if m < 0:
+            return None
+        count = None if options.loss_reduction == "sum" else options.count or count_default
+        num_parts = sum(share > 0.0 for share in segment_shares[m])
+        return LossLook(m, count, options.seq_dim, num_parts, options.shard[1])
 
     @contextmanager
     def changed_layers(self) -> Iterator[None]:
@@ -286,11 +344,38 @@ class Step:
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def propagate(self) -> None:
-        """After the last unit: carries the summed gradients of arguments that require grad to where they come from."""
+    def divides(self) -> tuple[bool, float, bool]:
+        """After the last unit: whether the loss came with its divisor, by what gradients are multiplied then, and
+        whether a stage of this rank has given auxiliary losses."""
+        has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
+        part = self._last_part()
+        if part is None or not part.divides:
+            return False, 1.0, has_auxiliary
+        options, stage = self._options, part.stage
+        if self._arguments.loss_weight is not None:
+            return True, 1.0, has_auxiliary
+        total, divisor = sum_divisors(part.divisors.values()), stage.gradient_divisor
+        if divisor is not None:
+            total = stage.wrappers[0].sum(total, self._device)
+        elif options.shard[1] > 1:
+            raise ValueError(
+                "loss_fn returned its sum and its divisor; with shard= they are added up over the ranks of DDP or "
+                "FSDP2: put the stage under one of them"
+            )
+        if not total:
+            stage.looks.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
+        return True, (divisor or 1.0) / total if total else 0.0, has_auxiliary
+
+    def propagate(self, factor: float) -> None:
+        """After the last unit: carries the summed gradients of arguments that require grad to where they come from.
+
+        factor: by which gradients of the step are multiplied.
+        """
         for part in self._parts.values():
             part.check_finished()
-        self._leaves.propagate()
+        self._leaves.propagate(factor)
+        if (last := self._last_part()) is not None:
+            self._tell_of_counts(last)
 
     def end(self) -> None:
         """After the last unit, or an error."""
@@ -304,6 +389,8 @@ class Step:
         part = self._last_part()
         if part is None or self._target is None:
             return []
+        if part.divides:
+            return divide(part.losses, part.divisors, self.rows)
         return combine(part.losses, self._weights, self._device)
 
     def outputs(self) -> list[Any] | None:
@@ -338,6 +425,11 @@ class Step:
 
     def _last_part(self) -> StageStep | None:
         return None if self._last is None else self._parts.get(self._last.index)
+
+
+def _short_list(counts: list[float]) -> str:
+    shown = [f"{count:g}" for count in counts[:8]]
+    return ", ".join([*shown, *(["..."] if len(counts) > 8 else [])])
 
 
 def merge(parts: list[Any], dim: int) -> Any:

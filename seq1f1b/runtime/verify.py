@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Verification", "verify_stage"]
 
-WEIGHTING = "loss weighting"
 _SHOWN = 8  # parameters in the printed table
 # In float64 the pipeline and the whole model differ by 1e-12 where all is right, and by more than 1e-3 where something
 # is wrong. Between them lies what a model computes in float32 whatever its dtype: 6e-8, and a condition of 1e3.
@@ -373,9 +372,9 @@ class _Comparison:
         start = min(rank[3] for rank in ranks)
         if right["output"] and not right["loss"]:
             causes.append(
-                f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be the mean over the "
-                "targets that loss_weight counts (default: those that are not -100), or their sum with "
-                'loss_reduction="sum"; labels are shifted before the step'
+                f"{looks.WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
+                "divisor, (sum, divisor), or the mean over the targets that loss_weight counts (default: those that "
+                'are not -100), or their sum with loss_reduction="sum"; labels are shifted before the step'
             )
         elif right["output"]:
             causes.append(

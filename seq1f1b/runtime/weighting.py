@@ -8,13 +8,15 @@ Lists are by [micro-batch][segment]; micro-batches may have a number of segments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seq1f1b.runtime.divided import sum_divisors
+from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.splitting import split_sequence
 
 IGNORED = -100  # torch's ignore_index
@@ -49,14 +51,12 @@ def count_targets(
 
 
 def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
-    while isinstance(target, (tuple, list)) and target:
-        target = target[0]
-    if not isinstance(target, Tensor):
+    what, target = type(target).__name__, next(iter(tensors_of(target)), None)
+    if target is None:
         if len(sizes) == 1:
             return [1.0]
         raise TypeError(
-            f"target is a {type(target).__name__}: pass loss_weight= to the engine, "
-            "a callable that counts a segment's targets"
+            f"target is a {what}: pass loss_weight= to the engine, a callable that counts a segment's targets"
         )
     if target.is_floating_point():
         return [float(size) for size in sizes]
@@ -64,9 +64,17 @@ def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
     if len(sizes) == 1:
         return [float(counted.sum())]
     per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
-    ends = torch.tensor(sizes).cumsum(0) - 1
+    ends = torch.tensor(sizes, device="cpu").cumsum(0) - 1
     totals = per_position.cumsum(0)[ends.to(target.device)].tolist()
     return [float(end - start) for start, end in zip([0, *totals[:-1]], totals, strict=True)]
+
+
+def count_default(target: Any) -> float:
+    """Targets of any part of a sequence: elements that are not -100."""
+    target = next(iter(tensors_of(target)), None)
+    if target is None:
+        return 1.0
+    return float(target.numel() if target.is_floating_point() else (target != IGNORED).sum())
 
 
 def shares(counts: list[list[float]]) -> list[list[float]]:
@@ -82,6 +90,18 @@ def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Ten
     seeds = torch.tensor([value for row in values for value in row], dtype=torch.float64, device=device).unbind()
     ends = [*accumulate(map(len, values), initial=0)]
     return [list(seeds[begin:end]) for begin, end in pairwise(ends)]
+
+
+def divide(losses: dict[int, Tensor], divisors: Mapping[int, Tensor | float], rows: Sequence[Any]) -> list[Tensor]:
+    """Losses of the M micro-batches from the sums and divisors of their segments (by cell); rows: of the segments."""
+    found, cell = [], 0
+    for row in rows:
+        cells = range(cell, cell + len(row))
+        total = torch.stack([losses[i].reshape(()) for i in cells]).sum()
+        divisor = sum_divisors(divisors[i] for i in cells)
+        found.append(total / divisor if divisor else total * 0.0)
+        cell += len(row)
+    return found
 
 
 def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:

@@ -239,8 +239,8 @@ BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"target of micro-batch 0 of shape \(2,\) has no dimension 1 of 8 tokens",
     ),
     "too few targets": ({"target": [TARGET]}, ValueError, "target is a list of 1 micro-batches, the engine runs 2"),
-    "a target of a dict": (
-        {"target": {"labels": TARGET}},
+    "a target without a tensor": (
+        {"target": {"labels": "of many"}},
         TypeError,
         "target is a dict: pass loss_weight= to the engine, a callable that counts",
     ),

@@ -1,0 +1,521 @@
+"""Is the gradient that of the whole batch's loss, whatever the loss divides by, and is it told where it is not?"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seq1f1b
+from seq1f1b import PipelineEngine, SegmentWarning
+from seq1f1b.testing import run_ranks
+
+VOCAB, HIDDEN, LENGTH = 16, 8, 24
+PAD = 0
+
+
+class Mixer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.qkv, self.layer = nn.Linear(HIDDEN, 3 * HIDDEN), seq1f1b.layer_handle(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2)
+
+
+def make_model(*, head: bool = True) -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(VOCAB, HIDDEN), Mixer(0), Mixer(1), *([nn.Linear(HIDDEN, VOCAB)] if head else [])]
+    return [nn.Sequential(*layers[:2]).double(), nn.Sequential(*layers[2:]).double()]
+
+
+def make_batch(M: int) -> dict[str, Tensor]:
+    """Rows padded to different lengths, answers of different lengths, and weights."""
+    made = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCAB, (2 * M, LENGTH), generator=made)
+    padded = tokens.roll(-1, 1)
+    ends = torch.randint(5, LENGTH, (2 * M, 1), generator=made)
+    padded[torch.arange(LENGTH) >= ends] = PAD
+    return {
+        "tokens": tokens,
+        "padded": padded,
+        "ignored": padded.masked_fill(padded == PAD, -100),
+        "mask": (torch.rand(2 * M, LENGTH, generator=made) < 0.4).double(),
+        "weights": torch.rand(2 * M, LENGTH, generator=made, dtype=torch.float64),
+        "classes": torch.rand(VOCAB, generator=made, dtype=torch.float64),
+    }
+
+
+BATCH = make_batch(3)
+
+
+def tokens_loss(y: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), target, reduction="none", **options)
+
+
+# -- losses that return their sum and their divisor ------------------------------------------------------------------
+
+
+def pad(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens_loss(y, t, ignore_index=PAD).sum(), (t != PAD).sum()
+
+
+def masked(y: Tensor, t: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return (tokens_loss(y, t[0]) * t[1]).sum(), t[1].sum()
+
+
+def masked_dict(y: Tensor, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return masked(y, (t["labels"], t["mask"]))
+
+
+def classes(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    weight = BATCH["classes"].to(y.dtype)
+    return tokens_loss(y, t, weight=weight).sum(), weight[t].sum()
+
+
+def focal(y: Tensor, t: Tensor) -> tuple[Tensor, int]:
+    loss = tokens_loss(y, t)
+    return ((1 - (-loss).exp()) ** 2 * loss).sum(), t.numel()
+
+
+def smoothed(y: Tensor, t: Tensor) -> tuple[Tensor, float]:
+    return tokens_loss(y, t, label_smoothing=0.1).sum(), float((t != -100).sum())
+
+
+TARGETS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "ignore_index of padding": (pad, lambda: BATCH["padded"]),
+    "a mask beside the labels": (masked, lambda: (BATCH["padded"], BATCH["mask"])),
+    "a dict of labels and mask": (masked_dict, lambda: {"labels": BATCH["padded"], "mask": BATCH["mask"]}),
+    "weights beside the labels": (masked, lambda: (BATCH["padded"], BATCH["weights"])),
+    "class weights": (classes, lambda: BATCH["padded"]),
+    "a focal loss": (focal, lambda: BATCH["padded"]),
+    "label smoothing": (smoothed, lambda: BATCH["ignored"]),
+}
+
+
+def whole_gradients(stages: list[nn.Module], loss_fn: Callable[..., Any], target: Any) -> tuple[float, list[Tensor]]:
+    model = nn.Sequential(*copy.deepcopy(stages))
+    total, divisor = loss_fn(model(BATCH["tokens"]), target)
+    (total / divisor).backward()
+    return float(total.detach() / divisor), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def train(
+    stages: list[nn.Module],
+    loss_fn: Any,
+    target: Any,
+    *,
+    steps: int = 1,
+    M: int = 3,
+    k: int = 3,
+    P: int = 2,
+    **options: Any,
+) -> list[Tensor]:
+    """Gradients of the model, after so many steps of one batch."""
+    call = options.pop("call", {})
+    own = stages if P == 2 else [nn.Sequential(*stages)]
+
+    def work(group: Any) -> None:
+        engine = PipelineEngine(
+            own[group.rank], num_microbatches=M, num_segments=k, loss_fn=loss_fn, group=group, **options
+        )
+        for _ in range(steps):
+            engine.step(BATCH["tokens"], target=target, **call)
+
+    run_ranks(P, work)
+    modules = [*stages, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+
+
+def check(found: list[Tensor], expected: list[Tensor], times: float = 1.0) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, times * theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.parametrize(("P", "M", "k"), [(2, 3, 3), (1, 1, 2), (2, 3, 1), (2, 6, 4)])
+def test_a_sum_and_its_divisor(name: str, P: int, M: int, k: int) -> None:
+    loss_fn, target = TARGETS[name][0], TARGETS[name][1]()
+    stages = make_model()
+    _, expected = whole_gradients(stages, loss_fn, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(train(stages, loss_fn, target, P=P, M=M, k=k), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "seq-zb-h1"},
+        {"recompute": "all"},
+        {"weights": "fill"},
+        {"grad_dtype": None},
+        {"segment_sizes": [1, 20, 3]},
+        {"schedule": "gpipe"},
+    ],
+)
+def test_a_sum_and_its_divisor_in_every_order(options: dict[str, Any]) -> None:
+    stages = make_model()
+    _, expected = whole_gradients(stages, pad, BATCH["padded"])
+    check(train(stages, pad, BATCH["padded"], **options), expected)
+
+
+def test_steps_add_up() -> None:
+    stages = make_model()
+    _, expected = whole_gradients(stages, pad, BATCH["padded"])
+    check(train(stages, pad, BATCH["padded"], steps=3), expected, 3.0)
+
+
+def test_what_was_there_before_the_first_step_stays() -> None:
+    stages = make_model()
+    _, expected = whole_gradients(stages, pad, BATCH["padded"])
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    check(train(stages, pad, BATCH["padded"]), [gradient + 1.0 for gradient in expected])
+
+
+def test_a_global_number_of_targets() -> None:
+    stages = make_model()
+    _, expected = whole_gradients(stages, pad, BATCH["padded"])
+    count = float((BATCH["padded"] != PAD).sum())
+    check(train(stages, pad, BATCH["padded"], call={"loss_weight": 2 * count}), expected, 0.5)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(HIDDEN, VOCAB).double()
+
+    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return pad(self.linear(hidden), target)
+
+
+def test_a_head_within_the_loss() -> None:
+    stages, head = make_model(head=False), Head()
+    model = copy.deepcopy([*stages, head])
+    total, divisor = model[2](nn.Sequential(*model[:2])(BATCH["tokens"]), BATCH["padded"])
+    (total / divisor).backward()
+    expected = [p.grad for module in model for p in module.parameters()]
+    check(train(stages, head, BATCH["padded"], steps=2), expected, 2.0)
+
+
+def test_losses_returned_and_evaluated() -> None:
+    stages, target = make_model(), BATCH["padded"]
+    outputs = nn.Sequential(*stages)(BATCH["tokens"]).detach()
+    pairs = [pad(y, t) for y, t in zip(outputs.chunk(3), target.chunk(3), strict=True)]
+    expected = [float(total / divisor) for total, divisor in pairs]
+
+    def work(group: Any) -> Any:
+        engine = PipelineEngine(stages[group.rank], num_microbatches=3, num_segments=3, loss_fn=pad, group=group)
+        return [engine.eval(BATCH["tokens"], target=target), engine.step(BATCH["tokens"], target=target)]
+
+    for losses in run_ranks(2, work)[1]:
+        assert [float(loss) for loss in losses] == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_of_their_own_length() -> None:
+    stages, sizes = make_model(), [[9, 4], [17], [3, 3, 3]]
+    rows = [BATCH["tokens"][m : m + 1, : sum(row)] for m, row in enumerate(sizes)]
+    targets = [BATCH["padded"][m : m + 1, : sum(row)] for m, row in enumerate(sizes)]
+    model = copy.deepcopy(nn.Sequential(*stages))
+    pairs = [pad(model(row), target) for row, target in zip(rows, targets, strict=True)]
+    (sum(total for total, _ in pairs) / sum(divisor for _, divisor in pairs)).backward()
+
+    def work(group: Any) -> None:
+        engine = PipelineEngine(stages[group.rank], num_microbatches=3, num_segments=2, loss_fn=pad, group=group)
+        engine.step(rows, target=targets, segment_sizes=sizes)
+
+    run_ranks(2, work)
+    check([p.grad for stage in stages for p in stage.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_inputs_that_require_grad() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    stage = nn.Linear(HIDDEN, VOCAB).double()
+    total, divisor = pad(stage(x), BATCH["padded"])
+    expected = torch.autograd.grad(total / divisor, x)[0]
+    engine = PipelineEngine(stage, num_microbatches=3, num_segments=3, loss_fn=pad)
+    engine.step(x, target=BATCH["padded"])
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_tied_parameters() -> None:
+    torch.manual_seed(0)
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCAB, HIDDEN).double()
+            self.tied_parameters = {"embedding": self.embedding.weight}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.embedding(x)
+
+    class Last(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight.detach().clone())
+            self.tied_parameters = {"embedding": self.weight}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    first = First()
+    last = Last(first.embedding.weight)
+    weight = first.embedding.weight.detach().clone().requires_grad_()
+    total, divisor = pad(F.embedding(BATCH["tokens"], weight) @ weight.T, BATCH["padded"])
+    (total / divisor).backward()
+    assert weight.grad is not None
+    check(train([first, last], pad, BATCH["padded"], steps=2), [weight.grad] * 2, 2.0)
+
+
+def test_all_divisors_zero() -> None:
+    stages = make_model()
+    with pytest.warns(UserWarning, match="divisors that loss_fn returned in this step are all 0"):
+        found = train(stages, pad, torch.zeros_like(BATCH["padded"]))
+    assert all(not gradient.any() for gradient in found)
+
+
+def bad_divisor(value: Any) -> Callable[..., Any]:
+    return lambda y, t: (tokens_loss(y, t).sum(), value)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options", "match"),
+    [
+        (bad_divisor(torch.ones(2)), {}, r"must be one number, got \(2,\)"),
+        (bad_divisor("many"), {}, "must be one number, got str"),
+        (bad_divisor(float("nan")), {}, "divisors that loss_fn returned sum to nan"),
+        (bad_divisor(-1.0), {}, "must be finite and at least 0"),
+        (lambda y, t: (y.sum(), 1.0, 2.0), {}, "returned 3 values"),
+        (pad, {"loss_reduction": "sum"}, "for some segments, and one loss for others|one loss"),
+        (pad, {"scale_grads": False}, "scale_grads=False"),
+        (pad, {"loss_weight": "tokens"}, "must be 'targets', 'microbatches' or a callable"),
+    ],
+)
+def test_what_is_refused(loss_fn: Any, options: dict[str, Any], match: str) -> None:
+    stages = make_model()
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        train(stages, loss_fn, BATCH["padded"], **options)
+    assert all((p.grad == 1.0).all() for stage in stages for p in stage.parameters() if p.grad is not None)
+
+
+def test_an_auxiliary_loss_beside_a_divisor_is_refused() -> None:
+    class Auxiliary(Mixer):
+        def forward(self, x: Tensor) -> Tensor:
+            seq1f1b.add_loss(x.square().mean())
+            return super().forward(x)
+
+    stages = make_model()
+    stages[0] = nn.Sequential(stages[0], Auxiliary(5).double())
+    with pytest.raises(ValueError, match=r"an auxiliary loss \(add_loss\) has no part in that divisor"):
+        train(stages, pad, BATCH["padded"])
+
+
+# -- losses that are looked at ---------------------------------------------------------------------------------------
+
+
+def mean_pad(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t, ignore_index=PAD)
+
+
+def mean_masked(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
+    total, divisor = masked(y, t)
+    return total / divisor
+
+
+def mean_classes(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t, weight=BATCH["classes"].to(y.dtype))
+
+
+def shifts_inside(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y[:, :-1].transpose(1, 2), t[:, 1:])
+
+
+def per_sequence(y: Tensor, t: Tensor) -> Tensor:
+    return y.mean(1).square().sum() + 0.0 * t.sum()
+
+
+class MeanHead(Head):
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return mean_pad(self.linear(hidden), target)
+
+
+def plain(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t)
+
+
+def plain_first(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t[0])
+
+
+WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
+    "ignore_index of padding": (mean_pad, lambda: BATCH["padded"], {}),
+    "the same, all micro-batches in one": (mean_pad, lambda: BATCH["padded"], {"M": 1}),
+    "the same, one segment, over all targets": (mean_pad, lambda: BATCH["padded"], {"k": 1, "loss_weight": "targets"}),
+    "a mask beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {}),
+    "weights beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["weights"]), {}),
+    "class weights": (mean_classes, lambda: BATCH["padded"], {}),
+    "a loss that shifts": (shifts_inside, lambda: BATCH["padded"], {}),
+    "a loss of the sequence": (per_sequence, lambda: BATCH["padded"], {}),
+    "a mean that is summed": (plain, lambda: BATCH["padded"], {"loss_reduction": "sum"}),
+    "a sum that is averaged": (lambda y, t: tokens_loss(y, t).sum(), lambda: BATCH["padded"], {}),
+    "a count of something else": (plain, lambda: BATCH["padded"], {"loss_weight": lambda t: float((t != PAD).sum())}),
+    "a head within the loss": (MeanHead, lambda: BATCH["padded"], {}),
+    "recomputed": (mean_pad, lambda: BATCH["padded"], {"recompute": "all"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_divisor_is_told_once(name: str) -> None:
+    loss_fn, target, options = WRONG[name]
+    is_head = isinstance(loss_fn, type)
+    stages = make_model(head=not is_head)
+    with pytest.warns(SegmentWarning, match="loss weighting: stage 1, the loss") as found:
+        train(stages, loss_fn() if is_head else loss_fn, target(), steps=2, **options)
+    assert sum("loss weighting" in str(warning.message) for warning in found) == 1
+
+
+class Dropped(nn.Module):
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return plain(F.dropout(y, 0.1), t)
+
+
+class Carrying(nn.Module):
+    """A loss of differences between neighbours, whose state passes between segments."""
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        before = seq1f1b.carry_in(9, y[:, :1].detach() * 0.0)
+        seq1f1b.carry_out(9, y[:, -1:])
+        return (y - torch.cat([before, y[:, :-1]], 1)).square().sum() + 0.0 * t.sum()
+
+
+class RightHead(Head):
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return plain(self.linear(hidden), target)
+
+
+RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
+    "a mean": (plain, lambda: BATCH["ignored"], {}),
+    "a mean of the first": (plain_first, lambda: (BATCH["ignored"], BATCH["mask"]), {}),
+    "a sum": (lambda y, t: tokens_loss(y, t).sum(), lambda: BATCH["ignored"], {"loss_reduction": "sum"}),
+    "squares": (lambda y, t: F.mse_loss(y, F.one_hot(t, VOCAB).double()), lambda: BATCH["padded"], {}),
+    "label smoothing": (
+        lambda y, t: F.cross_entropy(y.transpose(1, 2), t, label_smoothing=0.2), lambda: BATCH["ignored"], {}
+    ),
+    "z-loss": (
+        lambda y, t: plain(y, t) + 0.1 * (y.logsumexp(-1).square() * (t != -100)).sum() / (t != -100).sum(),
+        lambda: BATCH["ignored"], {},
+    ),
+    "a callable that counts": (mean_pad, lambda: BATCH["padded"], {"loss_weight": lambda t: float((t != PAD).sum())}),
+    "class weights, counted": (
+        mean_classes, lambda: BATCH["padded"], {"loss_weight": lambda t: float(BATCH["classes"][t].sum())}
+    ),
+    "a mask, counted": (
+        mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {"loss_weight": lambda t: float(t[1].sum())}
+    ),
+    "random numbers": (Dropped(), lambda: BATCH["padded"], {}),
+    "state of its own": (Carrying(), lambda: BATCH["padded"], {"loss_reduction": "sum"}),
+    "a head within the loss": (RightHead, lambda: BATCH["ignored"], {}),
+    "all targets of a step": (plain, lambda: BATCH["ignored"], {"loss_weight": "targets"}),
+    "a wrong mean of one segment": (mean_pad, lambda: BATCH["padded"], {"k": 1}),
+    "half precision": (lambda y, t: plain(y.bfloat16(), t), lambda: BATCH["ignored"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_a_right_loss_is_not_blamed(name: str) -> None:
+    loss_fn, target, options = RIGHT[name]
+    is_head = isinstance(loss_fn, type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SegmentWarning)
+        warnings.filterwarnings("ignore", message="micro-batches count different")
+        train(make_model(head=not is_head), loss_fn() if is_head else loss_fn, target(), **options)
+
+
+def test_the_look_changes_nothing() -> None:
+    """Neither a gradient, nor a random number, nor what is measured, nor a buffer."""
+    calls: list[int] = []
+
+    def counting(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(1)
+        return plain(y, t)
+
+    stages = make_model()
+    torch.manual_seed(5)
+    found = train(stages, counting, BATCH["padded"])
+    after_first = len(calls)
+    drawn = torch.rand(1)
+    for stage in stages:
+        stage.zero_grad()
+    torch.manual_seed(5)
+    again = train(stages, counting, BATCH["padded"], loss_weight="microbatches")
+    assert torch.equal(drawn, torch.rand(1))
+    for mine, theirs in zip(found, again, strict=True):
+        assert torch.equal(mine, theirs)
+    assert after_first == 9 + 4  # segments of the batch; those of one micro-batch again, and joined
+
+
+# -- micro-batches with different numbers of targets -----------------------------------------------------------------
+
+
+def mean_over_all(stages: list[nn.Module]) -> list[Tensor]:
+    model = nn.Sequential(*copy.deepcopy(stages))
+    plain(model(BATCH["tokens"]), BATCH["ignored"]).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("P", "M", "k"), [(2, 3, 3), (2, 6, 1), (1, 3, 2)])
+def test_the_mean_over_all_targets(P: int, M: int, k: int) -> None:
+    stages = make_model()
+    expected = mean_over_all(stages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(train(stages, plain, BATCH["ignored"], P=P, M=M, k=k, loss_weight="targets", steps=2), expected, 2.0)
+
+
+def test_the_mean_of_means_is_told_once() -> None:
+    stages = make_model()
+    with pytest.warns(UserWarning, match="micro-batches count different numbers of targets") as found:
+        train(stages, plain, BATCH["ignored"], steps=3)
+    texts = [str(warning.message) for warning in found if "count different" in str(warning.message)]
+    assert len(texts) == 1
+    assert 'loss_weight="targets"' in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "options"),
+    [
+        (plain, "ignored", {"loss_weight": "microbatches"}),
+        (plain, "ignored", {"loss_weight": lambda t: float((t != -100).sum())}),
+        (plain, "ignored", {"call": {"loss_weight": 50.0}}),
+        (plain, "padded", {}),
+        (lambda y, t: tokens_loss(y, t).sum(), "ignored", {"loss_reduction": "sum"}),
+        (plain, "ignored", {"M": 1}),
+    ],
+)
+def test_nothing_is_told_where_it_was_said(loss_fn: Any, target: str, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(make_model(), loss_fn, BATCH[target], **options)
+
+
+def test_no_target_at_all_is_told() -> None:
+    stages = make_model()
+    with pytest.warns(UserWarning, match="no target of this step is counted"):
+        found = train(stages, plain, torch.full_like(BATCH["ignored"], -100), steps=2)
+    assert all(not gradient.any() for gradient in found)
