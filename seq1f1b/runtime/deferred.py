@@ -193,7 +193,7 @@ def _accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) ->
     if is_hooked:
         torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
         return
-    dtype = weight.grad_dtype or weight.dtype
+    dtype = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
     if dtype == dy.dtype and weight.grad is None:
         weight.grad = dy.t() @ x
     elif dtype == dy.dtype:

@@ -27,6 +27,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.gradients import REDUCED, StepGradients, can_grow_wide
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -45,7 +46,6 @@ from seq1f1b.transport.group import Edge
 
 __all__ = ["PipelineEngine"]
 
-_REDUCED = (torch.bfloat16, torch.float16)
 _CHANNELS = (  # what edges carry
     "activations",
     "gradients",
@@ -653,15 +653,13 @@ class PipelineEngine:
                 check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
             self._tied.meet()
-            accumulators = self._enter_grad_dtype() if step.training else []
-            if step.training:
-                self._tied.begin_step()
             place_views = self._group.place_views
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
             run_unit = self._choose_run(step)
             entered = executor
+            gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
             start = time.perf_counter()
             try:
                 with inside_step(), step_on(self.device), step.changed_layers():
@@ -678,10 +676,14 @@ class PipelineEngine:
                     )
                 elapsed = time.perf_counter() - start
                 step.propagate()
-                if step.training:
-                    self._tied.end_step()
+                if gradients is not None:
+                    self._tied.end_step(gradients)
+                    gradients.end()
+            except BaseException:
+                if gradients is not None:
+                    gradients.fail()
+                raise
             finally:
-                self._leave_grad_dtype(accumulators)
                 if self._tier is not None:
                     self._tier.reset()
                 step.end()
@@ -761,20 +763,15 @@ class PipelineEngine:
         self._set_limits(is_known)
         return is_known
 
-    def _enter_grad_dtype(self) -> list[nn.Parameter]:
-        """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
-        if self._options.grad_dtype is None:
-            return []
-        own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
-        parameters = {id(p): p for module in own for p in module.parameters()}.values()
-        changed = [p for p in parameters if p.requires_grad and p.dtype in _REDUCED]
-        for parameter in changed:
-            _set_grad_dtype(parameter, self._options.grad_dtype)
-        return changed
-
-    def _leave_grad_dtype(self, changed: list[nn.Parameter]) -> None:
-        for parameter in changed:
-            _set_grad_dtype(parameter, parameter.dtype)
+    def _step_gradients(self, divisor: int) -> StepGradients:
+        """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
+        dtype, wide = self._options.grad_dtype, set[int]()
+        if dtype is not None:
+            own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
+            wide = {id(p) for module in own for p in module.parameters() if can_grow_wide(p)}
+        tied = {id(p): p for p in self._tied.parameters()}  # a stage may list one that it has not registered
+        parameters = {id(p): p for p in self.parameters()} | tied
+        return StepGradients(list(parameters.values()), wide, dtype, tied, divisor)
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and gives the error its place: stage and unit.
@@ -817,14 +814,6 @@ def _explain(error: BaseException, unit: str) -> BaseException:
 
 def _norm(gradient: Tensor, norm_type: float) -> float:
     """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
-    dtype = torch.float32 if gradient.dtype in _REDUCED else None
+    dtype = torch.float32 if gradient.dtype in REDUCED else None
     norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    gradient = parameter.grad
-    parameter.grad = None
-    parameter.grad_dtype = dtype
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)

@@ -21,6 +21,7 @@ from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import (
     Leaves,
     check_count,
+    check_equal_batches,
     check_rules,
     microbatches,
     sequence_length,
@@ -47,6 +48,7 @@ class StepArguments:
     kwargs: Any
     loss_weight: float | None = None
     gradient_scale: float = 1.0
+    gradient_divisor: int = 1  # of what the step adds, after its last backward
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None
@@ -115,6 +117,8 @@ class Step:
                 )
                 raise ValueError(f"inputs are needed on {where}")
             check_count(self._inputs, self._num_microbatches, "inputs")
+            if isinstance(self._inputs, list) and self._first is not self._last:
+                check_equal_batches(self._inputs)
             self._inputs = self._leaves.replace(self._inputs)
             length = sequence_length(self._inputs, options.seq_dim)
             if not self.rows:
