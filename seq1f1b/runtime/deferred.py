@@ -163,7 +163,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, value: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(x, value)
         ctx.use = use
-        return F.linear(x, value, bias)
+        output = F.linear(x, value, bias)
+        # Of more dimensions than two it is a view of the product, which a caller could not change in place.
+        return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
