@@ -55,6 +55,7 @@ _CHANNELS = (  # what edges carry
     "embedded tokens",
     "gradients of embedded tokens",
 )
+_IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -358,7 +359,9 @@ class PipelineEngine:
             modules.append(self._options.loss_fn)
         return modules
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Clips by one norm over the gradients of all stages. Collective over the pipeline.
 
         The arithmetic of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter, and the
@@ -367,9 +370,15 @@ class PipelineEngine:
         ranks share a parameter (FSDP2, tensor parallelism), its norm is that of its DTensor, which depends on the
         number of shards, though not on the number of stages.
 
+        Args:
+            norm_type: of the norm; ``math.inf`` or ``"inf"``: the largest absolute value.
+            error_if_nonfinite: whether a norm that is not finite is an error, on every rank; else it clips as well.
         Returns:
             The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
         """
+        norm_type = float(norm_type)
         counted = self._gradients_in_order(self.tied_elsewhere())
         is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
         norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
@@ -378,6 +387,11 @@ class PipelineEngine:
         dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
         found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype)
         total = torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot "
+                "clip: leave out the optimizer's step, or pass error_if_nonfinite=False"
+            )
         for shared in (False, True):  # torch takes DTensors and tensors apart only
             own = [p for p in self.parameters() if hasattr(p.grad, "full_tensor") == shared]
             nn.utils.clip_grads_with_norm_(own, max_norm, total)
@@ -640,6 +654,7 @@ class PipelineEngine:
                 self.num_stages,
                 self.device,
                 self._enter_shape,
+                self.rank,
                 *self._shard_steps(arguments.training, order.schedule),
             )
             program, executor = order.program, order.executor
@@ -807,6 +822,10 @@ def _explain(error: BaseException, unit: str) -> BaseException:
     failure = _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
         error = failure
+    if type(error) is RuntimeError and _IN_PLACE_ON_LEAF in str(error):
+        error.args = (
+            f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
+        )
     if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
         error.args = (f"{unit}: {error}",)
     return error
