@@ -204,7 +204,8 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     Args:
         stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
-            called per segment.
+            called per segment. With ``scale_grads`` a step divides by M what it adds to ``.grad``, and nothing that was
+            there before: steps before ``zero_grad`` accumulate.
         n_segments, or num_segments: k, parts of every sequence; 1 where neither is given. Attention must be
             :func:`seq1f1b.causal_attention`, and other state along the sequence must be handed on by ``carry_in`` and
             ``carry_out``.
