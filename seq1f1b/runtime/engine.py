@@ -27,7 +27,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
-from seq1f1b.runtime.gradients import REDUCED, StepGradients, can_grow_wide
+from seq1f1b.runtime.gradients import REDUCED, StepGradients, growing_wide
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -782,10 +782,9 @@ class PipelineEngine:
         """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
         dtype, wide = self._options.grad_dtype, set[int]()
         if dtype is not None:
-            own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
-            wide = {id(p) for module in own for p in module.parameters() if can_grow_wide(p)}
+            wide = set().union(*(growing_wide(m) for m in self._wrapped_modules() if data_parallel(m) is None))
         tied = {id(p): p for p in self._tied.parameters()}  # a stage may list one that it has not registered
-        parameters = {id(p): p for p in self.parameters()} | tied
+        parameters = ({id(p): p for p in self.parameters()} if wide or divisor > 1 else {}) | tied
         return StepGradients(list(parameters.values()), wide, dtype, tied, divisor)
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:

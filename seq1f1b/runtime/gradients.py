@@ -20,7 +20,7 @@ class StepGradients:
     They and those of tied parameters start from nothing, and what was there is added at the end; others grow in place.
 
     Args:
-        parameters: all of this rank, each once.
+        parameters: of this rank, each once: at least those named below, and all of them if the divisor is not 1.
         wide: ids of those whose gradients grow in ``dtype``.
         tied: ids of those whose gradients are summed over ranks at the end.
         divisor: what the step adds is divided by it at the end.
@@ -113,16 +113,22 @@ class StepGradients:
         return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
 
 
-def can_grow_wide(parameter: nn.Parameter) -> bool:
-    """Whether the gradient of a 16-bit parameter may lie in a wider dtype for a while: a sparse one is no sum, and a
-    user may have chosen another dtype for it."""
-    return (
-        parameter.requires_grad
-        and parameter.dtype in REDUCED
-        and parameter.grad_dtype in (parameter.dtype, None)
-        and (type(parameter.data) is Tensor or hasattr(parameter, "to_local"))
-        and (parameter.grad is None or parameter.grad.layout == torch.strided)
-    )
+def growing_wide(module: nn.Module) -> set[int]:
+    """Ids of a module's 16-bit parameters whose gradients may lie in a wider dtype for a while.
+
+    A sparse gradient is no sum, and a user may have chosen another dtype for one.
+    """
+    found = {
+        id(p)
+        for p in module.parameters()
+        if p.dtype in REDUCED
+        and p.requires_grad
+        and p.grad_dtype in (p.dtype, None)
+        and (type(p.data) is Tensor or hasattr(p, "to_local"))
+        and (p.grad is None or p.grad.layout == torch.strided)
+    }
+    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return found - {id(part.weight) for part in embeddings if part.sparse} if found else found
 
 
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
