@@ -77,7 +77,7 @@ class _Segmented:
                 num_microbatches=self._n_microbatches,
                 num_segments=self._order.num_segments,
                 loss_fn=self._loss_fn,
-                scale_grads=False,  # after the last backward, as torch does
+                scale_grads=False,  # after the last backward, by gradient_divisor, as torch does
                 group=self._own_stages[0].group,
                 **self._engine_options,
             )
@@ -161,6 +161,7 @@ class _Segmented:
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
         if engine.has_first and not any(inputs or ()):
             raise ValueError("the rank of the first stage needs the model's positional arguments")
+        divisor = self._n_microbatches if self.scale_grads else 1
         grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
         with grad_mode:
             found, rows = engine.run(
@@ -169,16 +170,13 @@ class _Segmented:
                     inputs,
                     target_mbs if engine.has_last else None,
                     kwarg_mbs,
+                    gradient_divisor=divisor,
                     loss_kwargs=loss_kwargs,
                     return_outputs=return_outputs,
                 )
             )
         if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found
-        if self._has_backward and self.scale_grads:
-            for parameter in engine.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._n_microbatches)
         return rows
 
     def _get_pipeline_order(self) -> dict[int, list[_Action | None]]:
@@ -206,7 +204,8 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
     Args:
         stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as of
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
-            called per segment.
+            called per segment. With ``scale_grads`` a step divides by M what it adds to ``.grad``, and nothing that was
+            there before: steps before ``zero_grad`` accumulate.
         n_segments, or num_segments: k, parts of every sequence; 1 where neither is given. Attention must be
             :func:`seq1f1b.causal_attention`, and other state along the sequence must be handed on by ``carry_in`` and
             ``carry_out``.

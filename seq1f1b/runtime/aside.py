@@ -80,7 +80,7 @@ def _take(tensor: Tensor, dtype: torch.dtype | None) -> None:
         copy = tensor.data.to(wanted, copy=True)
         tensor.grad = None
         tensor.data = copy
-        if trained:
+        if trained and tensor.grad_dtype != wanted:  # it does not follow the dtype: somebody has set it
             tensor.grad_dtype = wanted
         _originals[id(tensor)] = original
 
@@ -94,7 +94,7 @@ def _give_back(tensor: Tensor) -> None:
         del _originals[id(tensor)]
         tensor.grad = None
         tensor.data = original.data
-        if tensor.is_floating_point() and tensor.requires_grad:
+        if tensor.is_floating_point() and tensor.requires_grad and tensor.grad_dtype != original.grad_dtype:
             tensor.grad_dtype = original.grad_dtype
         tensor.grad = original.grad
 

@@ -163,7 +163,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, value: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(x, value)
         ctx.use = use
-        return F.linear(x, value, bias)
+        output = F.linear(x, value, bias)
+        # Of more dimensions than two it is a view of the product, which a caller could not change in place.
+        return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,7 +195,7 @@ def _accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) ->
     if is_hooked:
         torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
         return
-    dtype = weight.grad_dtype or weight.dtype
+    dtype = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
     if dtype == dy.dtype and weight.grad is None:
         weight.grad = dy.t() @ x
     elif dtype == dy.dtype:

@@ -10,41 +10,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__: list[str] = []
-
-
-class SetAside:
-    """Gradients of earlier steps, while a step runs whose own will be divided.
-
-    Args:
-        parameters: of this rank.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._all = list(parameters)
-        self._before = [p.grad for p in self._all]
-        for parameter in self._all:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def add_back(self, factor: float) -> None:
-        """Multiplies what the step has added, and adds what was there before."""
-        for parameter, before in zip(self._all, self._before, strict=True):
-            if parameter.grad is None:
-                parameter.grad = before
-                continue
-            if factor != 1.0:
-                parameter.grad.mul_(factor)
-            if before is not None:
-                parameter.grad.add_(before)
-
-    def restore(self) -> None:
-        """After a step that failed: what it has added is dropped."""
-        for parameter, before in zip(self._all, self._before, strict=True):
-            parameter.grad = before
 
 
 def split_loss(result: Any) -> tuple[Any, Tensor | float | None]:

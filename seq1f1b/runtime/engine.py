@@ -28,7 +28,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
-from seq1f1b.runtime.divided import SetAside
+from seq1f1b.runtime.gradients import REDUCED, StepGradients, growing_wide
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -47,7 +47,6 @@ from seq1f1b.transport.group import Edge, leave_place
 
 __all__ = ["PipelineEngine"]
 
-_REDUCED = (torch.bfloat16, torch.float16)
 _CHANNELS = (  # what edges carry
     "activations",
     "gradients",
@@ -57,6 +56,7 @@ _CHANNELS = (  # what edges carry
     "embedded tokens",
     "gradients of embedded tokens",
 )
+_IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -369,7 +369,9 @@ class PipelineEngine:
             modules.append(self._options.loss_fn)
         return modules
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Clips by one norm over the gradients of all stages. Collective over the pipeline.
 
         The arithmetic of ``torch.nn.utils.clip_grad_norm_`` on the unsplit model: a norm for each parameter, and the
@@ -378,9 +380,15 @@ class PipelineEngine:
         ranks share a parameter (FSDP2, tensor parallelism), its norm is that of its DTensor, which depends on the
         number of shards, though not on the number of stages.
 
+        Args:
+            norm_type: of the norm; ``math.inf`` or ``"inf"``: the largest absolute value.
+            error_if_nonfinite: whether a norm that is not finite is an error, on every rank; else it clips as well.
         Returns:
             The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
         """
+        norm_type = float(norm_type)
         counted = self._gradients_in_order(self.tied_elsewhere())
         is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
         norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
@@ -389,6 +397,11 @@ class PipelineEngine:
         dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
         found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype)
         total = torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type:g} over the gradients of all stages is {float(total)}, which cannot "
+                "clip: leave out the optimizer's step, or pass error_if_nonfinite=False"
+            )
         for shared in (False, True):  # torch takes DTensors and tensors apart only
             own = [p for p in self.parameters() if hasattr(p.grad, "full_tensor") == shared]
             nn.utils.clip_grads_with_norm_(own, max_norm, total)
@@ -643,7 +656,6 @@ class PipelineEngine:
         self._check_idle()
         self._running = True
         entered = None  # the executor, once the step has begun
-        before: SetAside | None = None  # gradients, where those of the step are divided at its end, or may be
         try:
             order = self._order_of(arguments)
             step = Step(
@@ -653,6 +665,7 @@ class PipelineEngine:
                 self.num_stages,
                 self.device,
                 self._enter_shape,
+                self.rank,
                 *self._shard_steps(arguments.training, order.schedule),
             )
             program, executor = order.program, order.executor
@@ -666,17 +679,13 @@ class PipelineEngine:
                 check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
             self._tied.meet()
-            if step.training and self._divides is not False:
-                before = SetAside(self.parameters())
-            accumulators = self._enter_grad_dtype() if step.training else []
-            if step.training:
-                self._tied.begin_step()
             place_views = self._group.place_views
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
                 place_views = self._device_edges.place_views()
             run_unit = self._choose_run(step)
             entered = executor
+            gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
             start = time.perf_counter()
             try:
                 with inside_step(), step_on(self.device), step.changed_layers():
@@ -692,22 +701,21 @@ class PipelineEngine:
                         place_views,
                     )
                 elapsed = time.perf_counter() - start
-                factor = 1.0 if before is None else self._divide(step)
+                factor = self._divide(step) if gradients is not None and self._divides is not False else 1.0
                 step.propagate(factor)
-                if step.training:
-                    self._tied.end_step()
-                if before is not None:
-                    before.add_back(factor)
-                    before = None
+                if gradients is not None:
+                    self._tied.end_step(gradients)
+                    gradients.end(factor)
+            except BaseException:
+                if gradients is not None:
+                    gradients.fail()
+                raise
             finally:
-                self._leave_grad_dtype(accumulators)
                 if self._tier is not None:
                     self._tier.reset()
                 step.end()
             self._group.end_step(failed=False)
         except BaseException as error:
-            if before is not None:
-                before.restore()
             explained = self._end_failed_step(error, entered)
             if explained is error:
                 raise
@@ -802,20 +810,16 @@ class PipelineEngine:
         self._set_limits(is_known)
         return is_known
 
-    def _enter_grad_dtype(self) -> list[nn.Parameter]:
-        """16-bit parameters are added to M k times in a step: their gradients grow in a wider dtype meanwhile."""
-        if self._options.grad_dtype is None:
-            return []
-        own = [module for module in self._wrapped_modules() if data_parallel(module) is None]
-        parameters = {id(p): p for module in own for p in module.parameters()}.values()
-        changed = [p for p in parameters if p.requires_grad and p.dtype in _REDUCED]
-        for parameter in changed:
-            _set_grad_dtype(parameter, self._options.grad_dtype)
-        return changed
-
-    def _leave_grad_dtype(self, changed: list[nn.Parameter]) -> None:
-        for parameter in changed:
-            _set_grad_dtype(parameter, parameter.dtype)
+    def _step_gradients(self, divisor: int) -> StepGradients:
+        """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
+        dtype, wide = self._options.grad_dtype, set[int]()
+        if dtype is not None:
+            wide = set().union(*(growing_wide(m) for m in self._wrapped_modules() if data_parallel(m) is None))
+        tied = {id(p): p for p in self._tied.parameters()}  # a stage may list one that it has not registered
+        is_apart = self._divides is not False
+        needs_all = bool(wide) or divisor > 1 or is_apart
+        parameters = ({id(p): p for p in self.parameters()} if needs_all else {}) | tied
+        return StepGradients(list(parameters.values()), wide, dtype, tied, divisor, is_apart=is_apart)
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and gives the error its place: stage and unit.
@@ -851,6 +855,10 @@ def _explain(error: BaseException, unit: str) -> BaseException:
     failure = _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
         error = failure
+    if type(error) is RuntimeError and _IN_PLACE_ON_LEAF in str(error):
+        error.args = (
+            f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
+        )
     if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
         error.args = (f"{unit}: {error}",)
     return error
@@ -858,14 +866,6 @@ def _explain(error: BaseException, unit: str) -> BaseException:
 
 def _norm(gradient: Tensor, norm_type: float) -> float:
     """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
-    dtype = torch.float32 if gradient.dtype in _REDUCED else None
+    dtype = torch.float32 if gradient.dtype in REDUCED else None
     norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    gradient = parameter.grad
-    parameter.grad = None
-    parameter.grad_dtype = dtype
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)

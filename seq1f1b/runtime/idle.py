@@ -13,6 +13,7 @@ from seq1f1b.schedule import Schedule, Unit
 __all__ = ["CAUSES", "Idle", "StepTimes", "advice", "idle_of_ranks", "mean_idle"]
 
 _LITTLE = 0.05  # of the ranks' time: what is idle below this is not worth advice
+_GAIN = 0.03  # of the step: units differ by as much from one step to the next, so less is no reason to move layers
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class StepTimes:
         makespan: first start to last end over all ranks.
         fill: whether W ran in waits.
         sizes: tokens of each segment.
+        layers: of each stage; 0 where their number is not known, () where none is.
     """
 
     schedule: Schedule
@@ -80,6 +82,7 @@ class StepTimes:
     makespan: float
     fill: bool
     sizes: tuple[int, ...]
+    layers: tuple[int, ...] = ()
 
     def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
         """Seconds of the units that are alike in these fields."""
@@ -168,11 +171,76 @@ def _of_order(times: StepTimes) -> str:
 
 
 def _of_stages(times: StepTimes) -> str:
+    """A move of layers is priced before it is named: by the step's own units, longer on one stage and shorter on
+    another, in the same order."""
     seconds = times.totals("stage")
+    last = len(seconds) - 1
     slow, quick = seconds.index(max(seconds)), seconds.index(min(seconds))
-    ratio = seconds[slow] * len(seconds) / sum(seconds)
-    loss = ", which also runs the loss," if slow == len(seconds) - 1 else ""
-    return f"stage {slow}{loss} takes {ratio:.2f} times the mean stage: move layers from stage {slow} to stage {quick}"
+    loss = ", which also runs the loss," if slow == last else ""
+    what = f"stage {slow}{loss} takes {seconds[slow] * len(seconds) / sum(seconds):.2f} times the mean stage"
+    spread = 'spread the output head over the ranks (vocabulary="parallel", VocabularyParallelHead)'
+    has_head = not any(unit.kind == "S" for order in times.schedule.ranks for unit in order)
+    layer = _layer_seconds(times, seconds, slow)
+    if layer is None:
+        share = f"{1 - seconds[quick] / seconds[slow]:.0%} of its time"
+        head = f", or {spread} if the loss takes more than that" if slow == last and has_head else ""
+        return f"{what}: move layers from stage {slow} to stage {quick}, if one takes less than {share}{head}"
+    number, stage, gain = _best_move(times, seconds, slow, layer)
+    if gain > _GAIN:
+        layers = "1 layer" if number == 1 else f"{number} layers"
+        return (
+            f"{what}: move {layers} of {times.layers[slow]} from stage {slow} to stage {stage}, and the step takes "
+            f"{gain:.0%} less, by its own units"
+        )
+    found = f"{what}, and no split of whole layers is better, as one layer is {layer / seconds[slow]:.0%} of that stage"
+    rest = seconds[last] - times.layers[last] * layer
+    everywhere = {stage: rest / len(seconds) for stage in range(last)} | {last: rest / len(seconds) - rest}
+    if slow == last and has_head and _saved(times, seconds, everywhere) > _GAIN:
+        return f"{found}; what is no layer there takes as long as {rest / layer:.1f} of them: {spread}"
+    return found
+
+
+def _layer_seconds(times: StepTimes, seconds: list[float], slow: int) -> float | None:
+    """Seconds of one layer of the slow stage; None where its layers are not known.
+
+    The last stage runs the loss beside its layers, which take as long as a layer of the other stages.
+    """
+    if not times.layers or not times.layers[slow]:
+        return None
+    if slow < len(seconds) - 1:
+        return seconds[slow] / times.layers[slow]
+    others = [each / layers for each, layers in zip(seconds[:slow], times.layers, strict=False) if layers]
+    return min(*others, seconds[slow] / times.layers[slow]) if others else None
+
+
+def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) -> tuple[int, int, float]:
+    """How many layers of the slow stage are best moved to which stage, and what part of the step that saves."""
+
+    def saved(number: int, stage: int) -> float:
+        return _saved(times, seconds, {slow: -number * layer, stage: number * layer})
+
+    others = sorted((stage for stage in range(len(seconds)) if stage != slow), key=seconds.__getitem__)
+    if times.layers[slow] == 1:  # it keeps that
+        return 0, slow, 0.0
+    gains = [saved(1, stage) for stage in others]
+    most, number = max(gains, default=0.0), 1
+    stage = others[gains.index(most)] if others else slow
+    while number + 1 < times.layers[slow] and (gain := saved(number + 1, stage)) > most:
+        most, number = gain, number + 1
+    return number, stage, most
+
+
+def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> float:
+    """What part of the step is saved if stages take so many seconds more in all, each of their units alike."""
+    factors = {stage: 1 + more.get(stage, 0.0) / each if each > 0 else 1.0 for stage, each in enumerate(seconds)}
+    durations = [
+        [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]
+        for order, track in zip(times.schedule.ranks, times.units, strict=True)
+    ]
+    after, before = (
+        times.schedule.simulate(durations=each, fill=times.fill).makespan for each in (durations, times.units)
+    )
+    return 1 - after / before
 
 
 def _of_segments(times: StepTimes) -> str:

@@ -113,18 +113,17 @@ class Aside(SavedBytes):
         self.moved_bytes = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        tensor = super().pack(tensor)
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return tensor
+            return super().pack(tensor)
         if tensor.is_conj() or tensor.is_neg():
-            return tensor
-        saved = Saved(tensor)
+            return super().pack(tensor)
+        saved = Saved(self.count(tensor))
         self._saved.append(weakref.ref(saved))
         return saved
 
     def unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, Saved):
-            return kept  # type: ignore[no-any-return]
+            return super().unpack(kept)
         if not kept.look():
             raise RuntimeError(
                 "a tensor that the stage's backward needs was changed in place after F had saved it: let the stage "

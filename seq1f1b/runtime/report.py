@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,7 @@ class StageReport:
         gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
         deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
         trained_weights: elements of all parameters that require grad.
+        attention_layers: calls of ``causal_attention`` in one forward, each with a handle of its own.
     """
 
     stage: int
@@ -76,6 +78,7 @@ class StageReport:
     planned_gradient_bytes: int | None
     deferred_weights: int
     trained_weights: int
+    attention_layers: int = 0
 
 
 @sendable
@@ -223,6 +226,7 @@ class PipelineReport:
     def _times(self) -> StepTimes:
         schedule = self.simulated.schedule
         first = min(r.timeline[0][1] for r in self.ranks if r.timeline)
+        layers = {stage.stage: stage.attention_layers for rank in self.ranks for stage in rank.stages}
         return StepTimes(
             schedule=schedule,
             units=[list(_unit_seconds(r).values()) for r in self.ranks],
@@ -231,6 +235,7 @@ class PipelineReport:
             makespan=self.makespan,
             fill=any(r.fills for r in self.ranks),
             sizes=self.ranks[0].segment_sizes,
+            layers=tuple(layers[index] for index in sorted(layers)),
         )
 
     def __str__(self) -> str:
@@ -373,7 +378,8 @@ def _rank_report(
         (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.executor)
     )
     filled = sum(last - first for _, first, last in fills)
-    stages = tuple(_stage_report(record, stage, rank, trained[stage]) for stage in record.stages)
+    layers = Counter(stage for stage, *_ in _C.kv_cache_layers(cache))
+    stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, record.length, cache)
     places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
@@ -417,7 +423,7 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     return kv, grad
 
 
-def _stage_report(record: StepRecord, stage: int, rank: int, trained: int) -> StageReport:
+def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layers: int) -> StageReport:
     live_units, live_tokens = _C.executor_stage_measure(record.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.program, stage)
     measured = record.activations.get(stage)
@@ -436,6 +442,7 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int) -> St
         planned_gradient_bytes=planned[1],
         deferred_weights=record.deferred_weights.get(stage, 0),
         trained_weights=trained,
+        attention_layers=layers,
     )
 
 

@@ -47,17 +47,27 @@ class SavedBytes:
         self.bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """What the graph keeps in place of the tensor."""
+    def count(self, tensor: Tensor) -> Tensor:
+        """Counts its storage. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
         storage = _storage(tensor)
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.bytes += storage.nbytes()
-        return tensor.detach()  # an output, kept as it is, would keep its own graph
+        return tensor.detach()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What the graph keeps in place of the tensor."""
+        return self.count(tensor), tensor._version
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor, for a backward."""
-        return kept  # type: ignore[no-any-return]
+        """The tensor, for a backward. Under hooks torch does not look whether it has been changed in place."""
+        tensor, version = kept
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+            )
+        return tensor  # type: ignore[no-any-return]
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()

@@ -77,6 +77,19 @@ def check_count(value: Any, num_microbatches: int, name: str) -> None:
         raise ValueError(f"{name} is a list of {len(value)} micro-batches, the engine runs {num_microbatches}")
 
 
+def check_equal_batches(inputs: Any) -> None:
+    """Stages hand on messages of one batch size: raises before anything runs where a list's micro-batches differ."""
+    firsts = [item[0] if isinstance(item, tuple) and item else item for item in inputs]
+    sizes = [first.size(0) if isinstance(first, Tensor) and first.dim() else None for first in firsts]
+    for m, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise ValueError(
+                f"micro-batch {m} of inputs has batch size {size} and micro-batch 0 has {sizes[0]}: all micro-batches "
+                "of a step must have one batch size. Leave out a last batch that num_microbatches does not divide "
+                "(DataLoader(drop_last=True)), or pad it with rows whose targets are -100"
+            )
+
+
 def microbatches(value: Any, num_microbatches: int, name: str) -> list[Any]:
     """A list is M micro-batches already; a tensor or tuple is the whole batch."""
     if isinstance(value, list):

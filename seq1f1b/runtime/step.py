@@ -23,6 +23,7 @@ from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
 from seq1f1b.runtime.splitting import (
     Leaves,
     check_count,
+    check_equal_batches,
     check_rules,
     microbatches,
     sequence_length,
@@ -49,6 +50,7 @@ class StepArguments:
     kwargs: Any
     loss_weight: float | None = None
     gradient_scale: float = 1.0
+    gradient_divisor: int = 1  # of what the step adds, after its last backward
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None
@@ -62,6 +64,7 @@ class Step:
     Args:
         options, stages, num_stages, device: the engine's own.
         enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
+        rank: this one, for texts of errors.
         shards, embedding: of the output layer and of the input embedding, where the vocabulary is spread.
     """
 
@@ -73,13 +76,14 @@ class Step:
         num_stages: int,
         device: torch.device,
         enter_shape: Callable[[tuple[bool, int]], bool],
+        rank: int,
         shards: HeadStep | None = None,
         embedding: EmbeddingStep | None = None,
     ) -> None:
         self.training = arguments.training
         self._arguments, self._options, self._stages = arguments, options, stages
         self._first, self._last = stages.get(0), stages.get(num_stages - 1)
-        self._device, self._enter_shape = device, enter_shape
+        self._device, self._enter_shape, self._rank = device, enter_shape, rank
         self._autocast = torch.is_autocast_enabled(device.type)
         self._inputs, self._target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
         if device.type != "cpu":
@@ -103,7 +107,11 @@ class Step:
         if self.training and not torch.is_grad_enabled():
             raise RuntimeError("step needs gradients; use eval, or leave torch.no_grad()")
         if self._last is not None and self.training and (options.loss_fn is None or target is None):
-            raise ValueError("a training step needs loss_fn and target on the rank of the last stage")
+            missing = {"loss_fn of the engine": options.loss_fn, "target": target}
+            names = " and ".join(name for name, value in missing.items() if value is None)
+            raise ValueError(
+                f"{names} missing on rank {self._rank}, which holds the last stage: training needs both there"
+            )
         if self._last is not None and target is not None and options.loss_fn is None:
             raise ValueError("target was given, but the engine has no loss_fn")
         if self._arguments.loss_weight is not None:
@@ -119,6 +127,8 @@ class Step:
                 )
                 raise ValueError(f"inputs are needed on {where}")
             check_count(self._inputs, self._num_microbatches, "inputs")
+            if isinstance(self._inputs, list) and self._first is not self._last:
+                check_equal_batches(self._inputs)
             self._inputs = self._leaves.replace(self._inputs)
             length = sequence_length(self._inputs, options.seq_dim)
             if not self.rows:

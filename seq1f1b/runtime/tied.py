@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.runtime.gradients import StepGradients
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
@@ -34,7 +35,6 @@ class TiedParameters:
                             f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank"
                         )
                     self._own.setdefault(name, []).append(parameter)
-        self._before: dict[str, list[Tensor | None]] = {}
 
     def meet(self) -> None:
         """Finds the copies, and makes them equal. Collective over the pipeline, within a step or between two.
@@ -71,36 +71,32 @@ class TiedParameters:
             for copy in own[1:]:
                 copy.copy_(own[0])
 
-    def begin_step(self) -> None:
-        """Sets the gradients of earlier steps aside, which are sums already."""
-        self._before = {name: [copy.grad for copy in own] for name, own in self._own.items()}
-        for own in self._own.values():
-            for copy in own:
-                copy.grad = None
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return [copy for own in self._own.values() for copy in own]
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def end_step(self, gradients: StepGradients) -> None:
         """Sums what the step added to the copies' gradients, in rank order, so that all get the same bits."""
         if not self._holders:
             return
+        sums = {name: _sum([gradients.added(copy) for copy in own]) for name, own in self._own.items()}
         # Also where the ranks meet: from here on nobody fails the step with a transfer under way.
-        everyones = self._group.all_gather_object([name for name, own in self._own.items() if _sum(own) is not None])
+        everyones = self._group.all_gather_object([name for name, added in sums.items() if added is not None])
         for name, holders in self._holders.items():
             if name not in self._own:
                 continue
             own = self._own[name]
             having = [rank for rank in holders if name in everyones[rank]]
             others = [rank for rank in holders if rank != self._group.rank]
-            parts = self._group.exchange(_sum(own), others, [rank for rank in having if rank in others], own[0])
+            like = own[0].new_empty((), dtype=gradients.dtype_of(own[0])).expand_as(own[0])
+            parts = self._group.exchange(sums[name], others, [rank for rank in having if rank in others], like)
             total = None
             for rank in having:
                 total = parts[rank].clone() if total is None else total.add_(parts[rank])
-            for copy, before in zip(own, self._before[name], strict=True):
-                if total is None:
-                    copy.grad = before
-                else:
-                    copy.grad = total.clone() if before is None else before.add_(total)
-        self._before = {}
+            for copy in own:
+                if total is not None:
+                    gradients.replace(copy, total)
 
     def counted_elsewhere(self) -> set[int]:
         """Ids of the copies on this rank that a norm over all ranks must leave out."""
@@ -112,7 +108,7 @@ class TiedParameters:
         }
 
 
-def _sum(copies: Sequence[nn.Parameter]) -> Tensor | None:
+def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     """Sum of the gradients of copies on one rank."""
-    gradients = [copy.grad for copy in copies if copy.grad is not None]
+    gradients = [gradient for gradient in added if gradient is not None]
     return None if not gradients else gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)

@@ -58,7 +58,7 @@ def beside_1f1b(rank: int, world: int, M: int, dtype: torch.dtype, scale_grads: 
     for kind in (Schedule1F1B, ScheduleSeq1F1B):
         module = stage_of(model, config, rank, world)
         schedule = kind(PipelineStage(module, rank, world, CPU), M, cross_entropy, None, None, None, scale_grads)
-        for _ in range(2):  # the second step adds to .grad
+        for _ in range(2 - scale_grads):  # torch divides once more what an earlier step has left
             losses: list[Tensor] = []
             output = schedule.step(*args, target=target, losses=losses)
         results.append((losses, output, gradients(module)))
@@ -213,18 +213,143 @@ def test_keyword_arguments_of_stages_and_loss(k):
     run_processes(2, with_kwargs, k)
 
 
+# -- gradients that are there already ----------------------------------------------------------------------------------
+
+
+def make_schedule(rank: int, world: int, model: Stage, config: Config, M: int, options: dict[str, Any]) -> Any:
+    """The rank's modules, and their schedule: interleaved if so asked."""
+    options = dict(options)
+    kind = options.pop("kind", "single")
+    own = [rank] if kind == "single" else [rank, rank + world]
+    total = world * len(own)
+    modules = [stage_of(model, config, index, total) for index in own]
+    stages = [PipelineStage(m, index, total, CPU) for m, index in zip(modules, own, strict=True)]
+    if kind == "single":
+        return modules, ScheduleSeq1F1B(stages[0], M, cross_entropy, **options)
+    return modules, ScheduleSeqInterleaved1F1B(stages, M, cross_entropy, **options)
+
+
+def accumulated(rank: int, world: int, variants: list[tuple[int, torch.dtype, str, dict[str, Any]]]) -> None:
+    """A step adds to what was there as one micro-batch's backward does: gradients of the mean of its M losses."""
+    for M, dtype, before, options in variants:
+        config = Config(kv_heads=2)
+        model = whole_model(config, dtype)
+        modules, schedule = make_schedule(rank, world, model, config, M, options)
+        parameters = [p for module in modules for p in module.parameters()]
+        names = {id(p): name for module in modules for name, p in module.named_parameters()}
+        steps = [batch(config, M, 12, seed=seed) for seed in (1, 2, 3)]
+        generator = torch.Generator().manual_seed(rank)
+        start: dict[int, Tensor] = {}
+        if before == "zeros":
+            start = {id(p): torch.zeros_like(p) for p in parameters}
+        elif before in ("own", "some"):  # some have none
+            given = parameters[:: 1 if before == "own" else 2]
+            start = {id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) for p in given}
+        for p in parameters:
+            p.grad = start[id(p)].clone() if id(p) in start else None
+        objects = [p.grad for p in parameters]
+        whole = whole_model(config)
+        whole.load_state_dict(model.state_dict())
+        want = {name: torch.zeros_like(p) for name, p in whole.named_parameters()}
+        first: list[Tensor] = []
+        for tokens, target in steps:
+            args, own_target = roles(rank, world, tokens, target)
+            schedule.step(*args, target=own_target)
+            first = first or [p.grad.clone() for p in parameters]
+            whole_results(config, whole, tokens, target, M)
+            for name, gradient in gradients(whole).items():
+                want[name] += gradient
+        for p in parameters:
+            expected = want[names[id(p)]] + start.get(id(p), torch.zeros_like(p)).double()
+            limit = 1e-11 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 5e-2
+            assert (p.grad.double() - expected).norm() <= limit * expected.norm().clamp(min=1.0), (names[id(p)], before)
+        assert all(p.grad is old for p, old in zip(parameters, objects, strict=True) if old is not None)
+        assert all(p.grad.dtype == dtype for p in parameters)
+        if before in ("none", "zeros"):  # the first step is bit-equal in both
+            for p in parameters:
+                p.grad = None
+            tokens, target = steps[0]
+            args, own_target = roles(rank, world, tokens, target)
+            schedule.step(*args, target=own_target)
+            assert all(torch.equal(a, p.grad) for a, p in zip(first, parameters, strict=True))
+        schedule.close()
+
+
+def test_a_step_divides_only_what_it_adds():
+    variants: list[tuple[int, torch.dtype, str, dict[str, Any]]] = [
+        (2, torch.float64, "none", {}),
+        (3, torch.float64, "none", {"n_segments": 3}),
+        (5, torch.float32, "zeros", {}),
+        (3, torch.float64, "own", {"n_segments": 2}),
+        (4, torch.float64, "some", {"n_segments": 2, "weights": "fill"}),
+        (3, torch.bfloat16, "own", {"n_segments": 3}),
+        (3, torch.bfloat16, "some", {}),
+        (2, torch.bfloat16, "zeros", {"n_segments": 2, "weights": "fill"}),
+        (2, torch.float64, "own", {"n_segments": 2, "kind": "interleaved", "recompute": "all"}),
+        (3, torch.float32, "some", {"n_segments": 2, "kind": "interleaved"}),
+    ]
+    run_processes(2, accumulated, variants)
+
+
+def as_torch_with_one_division(rank: int, world: int) -> None:
+    """Two steps of torch's schedule whose sums are divided once: the same bits, as M is a power of two."""
+    M, config = 4, Config(kv_heads=2)
+    model = whole_model(config, torch.float32)
+    theirs, ours = (stage_of(model, config, rank, world) for _ in range(2))
+    sums = Schedule1F1B(PipelineStage(theirs, rank, world, CPU), M, cross_entropy, scale_grads=False)
+    means = ScheduleSeq1F1B(PipelineStage(ours, rank, world, CPU), M, cross_entropy)
+    for seed in (1, 2, 3):
+        args, target = roles(rank, world, *batch(config, M, 16, seed=seed))
+        sums.step(*args, target=target)
+        means.step(*args, target=target)
+    for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert a.grad is not None and torch.equal(a.grad / M, b.grad), name
+
+
+def test_accumulated_steps_are_torchs_with_one_division():
+    run_processes(2, as_torch_with_one_division)
+
+
+def failed_step(rank: int, world: int) -> None:
+    """What was there is not lost: 16-bit gradients stay as they were, others are not scaled."""
+    config = Config()
+    for dtype in (torch.bfloat16, torch.float32):
+        module = stage_of(whole_model(config, dtype), config, rank, world)
+        schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 4, cross_entropy, n_segments=2)
+        args, target = roles(rank, world, *batch(config, 4, 8))
+        schedule.step(*args, target=target)
+        before, objects = gradients(module), {name: p.grad for name, p in module.named_parameters()}
+        plain, module.forward = module.forward, None  # type: ignore[assignment, method-assign]
+        with pytest.raises((TypeError, PipelineError)):
+            schedule.step(*args, target=target)
+        module.forward = plain  # type: ignore[method-assign]
+        for name, p in module.named_parameters():
+            assert p.grad is objects[name] and torch.equal(p.grad, before[name])
+        schedule.step(*args, target=target)
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(p.grad, 2 * before[name])
+
+
+def test_an_error_keeps_what_was_there():
+    run_processes(2, failed_step)
+
+
 # -- patterns of torch's own tests -------------------------------------------------------------------------------------
 
 
 def uneven_microbatches(rank: int, world: int) -> None:
     """Torch splits a batch of 5 into 3 and 2, which neither its stages nor our cache take."""
     config = Config()
-    tokens, target = (t[:5] for t in batch(config, 3, 12))
+    tokens, target = batch(config, 3, 12)
     module = stage_of(whole_model(config), config, rank, world)
     schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
-    args, target = roles(rank, world, tokens, target)
-    with pytest.raises((ValueError, PipelineError), match=r"changed within a step: batch 2.* its first use had 3"):
-        schedule.step(*args, target=target)
+    args, own_target = roles(rank, world, tokens[:5], target[:5])
+    with pytest.raises((ValueError, PipelineError), match=r"must have one batch size.*drop_last=True") as found:
+        schedule.step(*args, target=own_target)
+    assert "micro-batch 1 of inputs has batch size 2 and micro-batch 0 has 3" in str(found.value)
+    assert not gradients(module)
+    args, own_target = roles(rank, world, tokens, target)
+    schedule.step(*args, target=own_target)  # goes on with the next batch
 
 
 def test_uneven_microbatches_are_refused_on_every_rank():

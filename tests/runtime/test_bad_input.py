@@ -225,8 +225,9 @@ BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "segment_sizes sum to 7 tokens, the sequence has 8",
     ),
-    "no target": ({"target": None}, ValueError, "a training step needs loss_fn and target on the rank of the last"),
-    "no loss": ({"loss_fn": None}, ValueError, "a training step needs loss_fn and target on the rank of the last"),
+    "no target": ({"target": None}, ValueError, "^target missing on rank 0, which holds the last stage"),
+    "no loss": ({"loss_fn": None}, ValueError, "^loss_fn of the engine missing on rank 0, which holds the last stage"),
+    "neither": ({"loss_fn": None, "target": None}, ValueError, "^loss_fn of the engine and target missing on rank 0"),
     "a target of another length": (
         {"target": TARGET[:, :6]},
         ValueError,
@@ -747,3 +748,44 @@ def test_ranks_that_disagree(name: str) -> None:
     assert max(r[1] for r in results) < AT_ONCE
     if options == ({}, {}):
         check_good([r[3] for r in results])
+
+
+# -- a stage that changes its input in place ---------------------------------------------------------------------------
+
+
+def add_in_place(x: Tensor) -> Tensor:
+    x += 1.0
+    return x
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a product": lambda x: x.mul_(2.0),
+    "a sum": add_in_place,
+    "ReLU": lambda x: torch.relu_(x),
+    "Dropout": lambda x: nn.Dropout(0.1, inplace=True)(x),
+    "a mask": lambda x: x.masked_fill_(x < 0, 0.0),
+    "a slice": lambda x: x[..., :2].mul_(2.0).sum() + x,
+    "a view": lambda x: x.view(-1).clamp_(-1, 1).view_as(x),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize(("recompute", "remedy"), [("none", r"work on a copy: x = x \* 2"), ("all", "work on a copy")])
+def test_a_stage_that_changes_its_input_in_place_is_told_to_copy_it(change, recompute, remedy):
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(change(x))
+
+    stages = [nn.Linear(4, 4), Changing()]
+    x = torch.randn(2, 8, 4)
+
+    def run(group: Any) -> None:
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "group": group, "recompute": recompute}
+        PipelineEngine(stages[group.rank], num_microbatches=2, num_segments=2, **options).step(x, target=x)
+
+    with pytest.raises((RuntimeError, PipelineError), match=rf"\[1\]F0.0: .*{remedy}"):
+        run_ranks(2, run)

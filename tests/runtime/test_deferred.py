@@ -105,6 +105,136 @@ def test_nothing_is_deferred_in_whole_backwards_and_outside_of_steps(noted):
     assert noted == []
 
 
+class Body(nn.Module):
+    """Two linear layers, and what happens between them."""
+
+    def __init__(self, between, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.side = nn.Linear(HIDDEN, 12, bias=bias), nn.Linear(HIDDEN, 12, bias=bias)
+        self.down = nn.Linear(12, HIDDEN, bias=bias)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 12))
+        self.between = between
+        self.double()
+
+    def forward(self, x):
+        return self.down(self.between(self, x))
+
+
+def add_to_slice(m, x):
+    y = m.up(x)
+    y[..., :2] += m.shift[:2]
+    return y
+
+
+def fill_where(m, x):
+    y = m.up(x)
+    return y.masked_fill_(y < 0, 0.5)
+
+
+def set_column(m, x):
+    y = m.up(x)
+    y[..., 0] = m.side(x)[..., 1]
+    return y
+
+
+def change_through_view(m, x):
+    y = m.up(x)
+    y.view(-1, 6)[:, ::2].mul_(m.shift[0] + 2)
+    return y.transpose(0, 1).tanh_().transpose(0, 1)
+
+
+IN_PLACE = {
+    "ReLU": lambda m, x: nn.ReLU(inplace=True)(m.up(x)),
+    "SiLU": lambda m, x: nn.SiLU(inplace=True)(m.up(x)),
+    "Dropout": lambda m, x: nn.Dropout(0.0, inplace=True)(m.up(x)),
+    "a layer added": lambda m, x: m.up(x).add_(m.side(x)),
+    "a product": lambda m, x: m.up(x).mul_(m.side(x)).sigmoid_(),
+    "a parameter added": lambda m, x: m.up(x).add_(m.shift),
+    "a slice": add_to_slice,
+    "a mask": fill_where,
+    "a column": set_column,
+    "a view": change_through_view,
+    "four dimensions": lambda m, x: m.up(x[:, None]).relu_()[:, 0],
+    "two dimensions": lambda m, x: m.up(x.flatten(0, 1)).relu_().view(*x.shape[:2], -1),
+    "one dimension": lambda m, x: torch.stack([m.up(r).relu_() for r in x.flatten(0, 1)]).view(*x.shape[:2], -1),
+    "not contiguous": lambda m, x: m.up(x.transpose(0, 1)).relu_().transpose(0, 1),
+    "checkpoint": lambda m, x: checkpoint(lambda x: m.up(x).relu_(), x.requires_grad_(), use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("between", IN_PLACE.values(), ids=IN_PLACE)
+def test_an_output_may_be_changed_in_place(noted, between, bias):
+    compare(Body(between, bias))
+    assert {"up", "down"} <= set(noted)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "seq-zb-h1"}, {"schedule": "seq1f1b", "weights": "fill"}])
+@pytest.mark.parametrize("between", [IN_PLACE["ReLU"], IN_PLACE["a slice"]])
+def test_an_output_may_be_changed_in_place_in_other_orders(between, options):
+    compare(Body(between), **options)
+    compare(Body(between), recompute="all", **options)
+
+
+def test_an_output_may_be_changed_in_place_under_autocast(noted):
+    module = Body(IN_PLACE["a layer added"]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(module, tolerance=2e-2)
+    assert "up" in noted
+
+
+def test_the_output_is_no_copy():
+    """A view of the product before, the product now."""
+    made, linear = [], F.linear
+
+    def noting(*args):
+        made.append(linear(*args))
+        return made[-1]
+
+    x = torch.randn(2, 3, HIDDEN)
+    layer = nn.Linear(HIDDEN, 12)
+    use = deferred.Use(deferred.Layer("", nn.Module(), "", layer), layer.weight, deferred.Tape({}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferred.F, "linear", noting)
+        output = deferred._linear(x, layer.bias, None, layer.weight.detach(), use)
+    assert output.data_ptr() == made[0].data_ptr() and not output._is_view()
+    assert torch.equal(output, linear(x, layer.weight, layer.bias))
+
+
+def change_input(m, x):
+    h = x * 1.0
+    y = m.up(h)
+    h.mul_(2.0)
+    return y + m.side(h)
+
+
+def change_part_of_input(m, x):
+    h = x * 1.0
+    y = m.up(h)
+    h[:, :1] = 0.0
+    return y
+
+
+def change_weight(m, x):
+    y = m.up(x)
+    with torch.no_grad():
+        m.up.weight.add_(1.0)
+    return y
+
+
+@pytest.mark.parametrize("between", [change_input, change_part_of_input, change_weight])
+@pytest.mark.parametrize("schedule", ["seq1f1b", SPLIT])
+def test_what_a_layer_has_used_may_not(between, schedule):
+    """Torch's own error, as in a whole backward."""
+    x, target = data()
+    engine = engine_of(
+        nn.Sequential(nn.Identity(), nn.Linear(HIDDEN, HIDDEN).double(), Body(between)), schedule=schedule
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.step(x, target=target)
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -400,17 +530,17 @@ def test_a_gradient_inside_the_forward_is_refused_or_right(create_graph):
 
 
 class Meddling(nn.Module):
-    """Does something in the backward of the second segment of micro-batch 0, once its layers are through."""
+    """Does something in one of its forwards, or in that one's backward."""
 
-    def __init__(self, what):
+    def __init__(self, what, call):
         super().__init__()
-        self.layer, self.what, self.calls = nn.Linear(HIDDEN, HIDDEN), what, 0
+        self.layer, self.what, self.call, self.calls = nn.Linear(HIDDEN, HIDDEN), what, call, 0
 
     def forward(self, x):
         h = torch.tanh(x) + 0.0
         y = self.layer(h)
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == self.call:
             self.what(self, h, y)
         return y
 
@@ -433,15 +563,20 @@ def change_weight_after_i(module, h, y):
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("what", "call", "text"),
     [
-        (replace_layer, "layer: the layer or its weight was replaced between F and I"),
-        (replace_weight, "layer: the layer or its weight was replaced between F and I"),
-        (change_weight_after_i, "layer: its weight, its input or its output's gradient was changed in place between"),
+        (replace_layer, 2, "layer: the layer or its weight was replaced between F and I"),
+        (replace_weight, 2, "layer: the layer or its weight was replaced between F and I"),
+        (
+            change_weight_after_i,
+            1,
+            "layer: its weight, its input or its output's gradient was changed in place between",
+        ),
     ],
 )
-def test_what_changes_between_the_passes_is_an_error(what, text):
-    module, (x, target) = Meddling(what).double(), data()
+def test_what_changes_between_the_passes_is_an_error(what, call, text):
+    """Call 1 is F0.0, whose I is the last one of its micro-batch: no other backward reads the weight before a W."""
+    module, (x, target) = Meddling(what, call).double(), data()
     with pytest.raises(RuntimeError, match=text):
         engine_of(module).step(x.requires_grad_(), target=target)
 

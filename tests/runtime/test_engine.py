@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -361,6 +362,51 @@ def test_clipping_scales_every_stage_by_one_norm():
     clipped = gradients_of(run_ranks(3, run))
     for name, g in truth.items():
         torch.testing.assert_close(clipped[name], g / 4, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", ["inf", math.inf, 2.0, 1, "2"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, None])
+def test_clipping_by_a_norm_that_is_not_finite(norm_type, wrong):
+    """One rank's gradient decides on all of them, before any is clipped."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    x = torch.randn(2, 6, 4)
+
+    def run(group):
+        engine = PipelineEngine(
+            model[group.rank], num_microbatches=2, num_segments=2, loss_fn=nn.functional.mse_loss, group=group
+        )
+        engine.step(x, target=x)
+        if wrong is not None and group.rank == 1:
+            model[1].weight.grad[0, 0] = wrong
+        before = [p.grad.clone() for p in engine.parameters()]
+        try:
+            norm = engine.clip_grad_norm_(0.01, norm_type, True)
+        except RuntimeError as error:
+            assert f"is {wrong}, which cannot clip" in str(error)
+            assert all(a.equal(p.grad) or a.isnan().any() for a, p in zip(before, engine.parameters(), strict=True))
+            norm = None
+        again = engine.clip_grad_norm_(0.01, norm_type)
+        return before, norm, again, [p.grad for p in engine.parameters()]
+
+    results = run_ranks(3, run)
+    parameters = []
+    for before, *_ in results:
+        for gradient in before:
+            parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+            parameters[-1].grad = gradient
+    if wrong is None:
+        want = nn.utils.clip_grad_norm_(parameters, 0.01, norm_type, error_if_nonfinite=True)
+        assert all(torch.equal(norm, want) for _, norm, *_ in results)
+    else:
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(parameters, 0.01, norm_type, error_if_nonfinite=True)
+        assert all(norm is None for _, norm, *_ in results)
+        want = nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
+        for _, _, again, _ in results:
+            torch.testing.assert_close(again, want, rtol=0, atol=0, equal_nan=True)
+        found = [gradient for *_, own in results for gradient in own]
+        for parameter, gradient in zip(parameters, found, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

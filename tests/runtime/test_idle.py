@@ -5,6 +5,8 @@ Exact durations stand in for the measurement: every step here is one whose cause
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
 from dataclasses import astuple
 
@@ -14,7 +16,7 @@ from torch import nn
 
 import seq1f1b
 from seq1f1b.__main__ import main
-from seq1f1b.runtime.idle import CAUSES, StepTimes, advice, idle_of_ranks, mean_idle
+from seq1f1b.runtime.idle import _REMEDIES, CAUSES, StepTimes, advice, idle_of_ranks, mean_idle
 from seq1f1b.runtime.report import PipelineReport, read_reports
 from seq1f1b.testing import run_ranks
 
@@ -79,6 +81,83 @@ def test_a_slow_stage_makes_the_others_wait():
 def test_a_slow_last_stage_is_told_of_its_loss():
     step = step_of(seconds=lambda unit: SECONDS[unit.kind] * (2.0 if unit.stage == 3 else 1.0))
     assert "stage 3, which also runs the loss, takes 1.60 times the mean stage" in advice(step, causes_of(step))
+
+
+def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b"):
+    """Stages of so many layers of 1 s forward, and a head and an embedding of so many layers' time."""
+    per_rank = 2 if name == "seq1f1b-interleaved" else 1
+    schedule = seq1f1b.build_schedule(
+        name,
+        num_ranks=len(layers) // per_rank,
+        num_microbatches=8,
+        num_segments=2,
+        **({"stages_per_rank": 2} if name == "seq1f1b-interleaved" else {}),
+    )
+    cost = [float(n) for n in layers]
+    cost[0] += embedding
+    cost[-1] += head
+    units = [[SECONDS[unit.kind] * cost[unit.stage] for unit in order] for order in schedule.ranks]
+    nothing = [0.0] * len(units)
+    makespan = schedule.simulate(durations=units).makespan
+    return StepTimes(schedule, units, nothing, nothing, makespan, False, (64, 64), tuple(layers))
+
+
+def of_stages(step):
+    """What is said about stages, whatever the main cause is."""
+    return _REMEDIES["stages"](step)
+
+
+MOVES = {
+    # layers: (options, what is said)
+    "one from the head's stage": ([4, 4], {"head": 2.0}, "move 1 layer of 4 from stage 1 to stage 0"),
+    "two from the head's stage": ([6, 6], {"head": 4.0}, "move 2 layers of 6 from stage 1 to stage 0"),
+    "from the first": ([5, 3, 4, 4], {}, "move 1 layer of 5 from stage 0 to stage 1"),
+    "from a middle one": ([4, 6, 3, 4], {}, "move 1 layer of 6 from stage 1 to stage"),
+    "from the embedding's": ([8, 8], {"embedding": 2.5}, "move 1 layer of 8 from stage 0 to stage 1"),
+    "three at once": ([9, 3], {}, "move 3 layers of 9 from stage 0 to stage 1"),
+    "of a split backward": ([5, 3, 4, 4], {"name": "seq-zb-h1"}, "move 1 layer of 5 from stage 0 to stage 1"),
+    "of interleaved stages": ([4, 2, 4, 2], {"name": "seq1f1b-interleaved"}, "from stage 0 to stage 1"),
+    "README's": ([3, 2], {"head": 0.66}, "stage 0 takes 1.06 times the mean stage, and no split of whole layers is"),
+    "one more": ([3, 2, 2, 2], {}, "no split of whole layers is better, as one layer is 33% of that stage"),
+    "the head's": ([2, 2], {"head": 0.76}, "and no split of whole layers is better, as one layer is 36% of that"),
+    "the head's of four": ([2, 2, 2, 2], {"head": 0.8}, "takes as long as 0.8 of them: spread the output head"),
+    "single layers": ([1, 1], {"head": 1.0}, "as one layer is 50% of that stage; what is no layer there takes"),
+    "the head's of a split backward": ([2, 2], {"head": 0.8, "name": "seq-zb-h1"}, "spread the output head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "options", "said"), MOVES.values(), ids=MOVES)
+def test_a_move_of_layers_is_named_only_if_it_helps(layers, options, said):
+    """And what is named helps: the step after the move is shorter by what was said, and nobody moves a layer back."""
+    before = step_of_layers(layers, **options)
+    found = of_stages(before)
+    assert said in found
+    moved = re.search(r"move (\d+) layers? of \d+ from stage (\d) to stage (\d), and the step takes (\d+)% less", found)
+    assert (moved is None) == ("move" not in found or "if one takes" in found)
+    if moved is None:
+        return
+    number, source, destination, percent = map(int, moved.groups())
+    layers = list(layers)
+    layers[source] -= number
+    layers[destination] += number
+    after = step_of_layers(layers, **options)
+    assert 1 - after.makespan / before.makespan == pytest.approx(percent / 100, abs=0.02)
+    assert f"from stage {destination} to stage {source}" not in of_stages(after)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 0), (0, 3)])
+def test_a_move_of_layers_of_unknown_number_has_a_condition(layers):
+    step = dataclasses.replace(step_of_layers([3, 2]), layers=layers)
+    assert of_stages(step).endswith("move layers from stage 0 to stage 1, if one takes less than 33% of its time")
+
+
+def test_a_head_that_is_spread_is_not_named():
+    schedule = seq1f1b.build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=2).spread_vocabulary()
+    units = [[1.0 + (unit.stage == 1) for unit in order] for order in schedule.ranks]
+    makespan = schedule.simulate(durations=units).makespan
+    for layers in ((), (2, 2)):
+        step = StepTimes(schedule, units, [0, 0], [0, 0], makespan, False, (64, 64), layers)
+        assert "vocabulary" not in of_stages(step)
 
 
 def test_a_slow_segment():

@@ -1,0 +1,167 @@
+"""What a training step adds to the gradients of a rank's parameters, apart from what was there where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+REDUCED = (torch.bfloat16, torch.float16)
+
+
+class StepGradients:
+    """The gradients of one training step, from its begin to its end or its failure.
+
+    16-bit parameters are added to M k times. Their gradients grow in a wider dtype meanwhile, and are rounded once.
+    They and those of tied parameters start from nothing, and what was there is added at the end; others grow in place,
+    unless the loss may say at the end by what the step is divided.
+
+    Args:
+        parameters: of this rank, each once: at least those named below, and all of them if the divisor is not 1 or
+            ``is_apart``.
+        wide: ids of those whose gradients grow in ``dtype``.
+        tied: ids of those whose gradients are summed over ranks at the end.
+        divisor: what the step adds is divided by it at the end.
+        is_apart: all gradients start from nothing.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        wide: Collection[int],
+        dtype: torch.dtype | None,
+        tied: Collection[int],
+        divisor: int,
+        *,
+        is_apart: bool = False,
+    ) -> None:
+        self._parameters, self._dtype, self._divisor = parameters, dtype, divisor
+        self._before = {id(p): _kept(p.grad) for p in parameters if is_apart or id(p) in wide or id(p) in tied}
+        self._zeros: dict[int, Tensor] = {}
+        try:
+            for parameter in parameters:
+                if id(parameter) in self._before:
+                    parameter.grad = None
+                if id(parameter) in wide:
+                    assert dtype is not None
+                    self._zeros[id(parameter)] = _make_zeros(parameter, dtype)
+        except BaseException:
+            self._put_back()
+            raise
+        for gradient in self._grown_in_place():
+            gradient.mul_(divisor)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype of what the step adds."""
+        wide = self._dtype if id(parameter) in self._zeros else parameter.grad_dtype
+        return wide or parameter.dtype
+
+    def added(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the step has added to a gradient that started from nothing."""
+        zeros = self._zeros.get(id(parameter))
+        return None if zeros is not None and parameter.grad is zeros and not zeros._version else parameter.grad
+
+    @torch.no_grad()
+    def replace(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Takes another gradient for :meth:`added`."""
+        if parameter.grad is not None and parameter.grad is self._zeros.get(id(parameter)):
+            parameter.grad.copy_(gradient)
+        else:
+            parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype, copy=True)
+
+    @torch.no_grad()
+    def end(self, factor: float = 1.0) -> None:
+        """Puts together what was there and what the step has added.
+
+        Args:
+            factor: by which the latter is multiplied, where all gradients started from nothing.
+        """
+        for gradient in self._grown_in_place():
+            gradient.div_(self._divisor)
+        for parameter in self._parameters:
+            if id(parameter) not in self._before:
+                continue
+            before, added = self._before[id(parameter)], self.added(parameter)
+            if added is None:
+                parameter.grad = before
+                continue
+            local = _local(added)
+            if self._divisor > 1:
+                local.div_(self._divisor)
+            if factor != 1.0:
+                local.mul_(factor)
+            if before is not None:
+                _local(before).add_(local)
+                parameter.grad = before
+            elif added is self._zeros.get(id(parameter)):
+                local.data = local.to(_local(parameter).dtype)
+
+    @torch.no_grad()
+    def fail(self) -> None:
+        """After an error what the step has added is undefined. What was there stays, except where it grew in place."""
+        for gradient in self._grown_in_place():
+            gradient.div_(self._divisor)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for parameter in self._parameters:
+            if id(parameter) in self._before:
+                parameter.grad = self._before[id(parameter)]
+
+    def _grown_in_place(self) -> list[Tensor]:
+        """Gradients to which the step adds what is divided later: multiplied before, they come out as they were.
+
+        Setting them aside would take a second buffer, and DDP's lie in a bucket that the next reduction overwrites.
+        """
+        if self._divisor == 1:
+            return []
+        own = (p.grad for p in self._parameters if id(p) not in self._before)
+        return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that the next step does not overwrite: DDP's may lie in a bucket of its reductions."""
+    if gradient is None or hasattr(gradient, "to_local") or gradient.layout != torch.strided:
+        return gradient
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+
+
+def growing_wide(module: nn.Module) -> set[int]:
+    """Ids of a module's 16-bit parameters whose gradients may lie in a wider dtype for a while.
+
+    A sparse gradient is no sum, and a user may have chosen another dtype for one.
+    """
+    found = {
+        id(p)
+        for p in module.parameters()
+        if p.dtype in REDUCED
+        and p.requires_grad
+        and p.grad_dtype in (p.dtype, None)
+        and (type(p.data) is Tensor or hasattr(p, "to_local"))
+        and (p.grad is None or p.grad.layout == torch.strided)
+    }
+    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return found - {id(part.weight) for part in embeddings if part.sparse} if found else found
+
+
+def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Gives a parameter a gradient of zeros in a wider dtype, which its setter would refuse.
+
+    ``Tensor.grad_dtype`` lets it pass, but once set it never follows the parameter's dtype again.
+    """
+    zeros = parameter.data
+    parameter.grad = zeros
+    local = _local(zeros)
+    local.data = torch.zeros_like(local, dtype=dtype)
+    return zeros
+
+
+def _local(tensor: Any) -> Tensor:
+    """The part of a DTensor that lies here, or the tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,315 @@
+"""Does an engine leave modules, parameters and the process as it found them, whatever it runs and however it ends?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_model import Config, batch, cross_entropy, whole_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seq1f1b
+from seq1f1b import PipelineEngine, PipelineError
+
+CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
+TOKENS, TARGET = batch(CONFIG, 2, 8)
+# What torch's own first calls change: a filter of warnings (sympy's), a variable of the environment (Inductor's).
+torch.autograd.backward(checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False), torch.ones(2))
+
+
+class Model(nn.Module):
+    """A decoder with buffers, attributes, hooks, a frozen parameter and an unused one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body = whole_model(CONFIG, dtype)
+        self.register_buffer("scale", torch.ones((), dtype=dtype))
+        self.register_buffer("counter", torch.zeros(3), persistent=False)
+        self.frozen = nn.Parameter(torch.ones((), dtype=dtype), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.note, self.notes, self.cache = "a text", [1, 2], torch.ones(2)
+        self.fails = ""
+        self.body.blocks["0"].up.register_forward_hook(lambda module, args, output: None)
+        self.body.blocks["1"].down.register_full_backward_hook(lambda module, given, made: None)
+        self.body.blocks["0"].q.weight.register_hook(lambda gradient: None)
+        self.body.blocks["1"].q.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        return self.body.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "F" and torch.is_grad_enabled():
+            raise ArithmeticError("broken on purpose")
+        output = self.body(x) * self.scale * self.frozen
+        if self.fails == "B" and output.requires_grad:
+            output.register_hook(lambda gradient: 1 / 0)
+        return output
+
+
+def modules_of(module: nn.Module) -> dict[str, Any]:
+    """All that can be seen of a module and its parts; tensors by identity, place, version and value."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for key, value in part.__dict__.items():
+            place = f"{name}.{key}"
+            if isinstance(value, dict):
+                found[place] = [(k, id(v)) for k, v in value.items()]
+            elif isinstance(value, (list, set, str, int, float)):
+                found[place] = repr(value)
+            else:
+                found[place] = id(value)
+        found[f"{name} itself"] = (type(part), sorted(part.__dict__))
+        tensors = {k: v for k, v in vars(part).items() if isinstance(v, Tensor)}
+        for key, tensor in {**part._parameters, **part._buffers, **tensors}.items():
+            if tensor is not None:
+                found[f"{name}.{key}"] = tensor_facts(tensor)
+    return found
+
+
+def tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
+    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return (
+        id(tensor), type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr(), tensor._version,
+        tensor.requires_grad, tensor.is_leaf, tensor.grad_dtype, tensor.detach().double().tolist(),
+        [None if own is None else list(own.items()) for own in hooks], sorted(tensor.__dict__),
+    )  # fmt: skip
+
+
+def process() -> dict[str, Any]:
+    """What belongs to the process or the thread."""
+    return {
+        "random numbers": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+        ),
+        "defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
+        "determinism": (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
+        "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "warnings": list(warnings.filters),
+        "environment": dict(os.environ),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "hooks of Python": (sys.excepthook, threading.excepthook, sys.getswitchinterval(), sys.getrecursionlimit()),
+        "folder": os.getcwd(),
+    }  # fmt: skip
+
+
+def facts(*modules: nn.Module) -> dict[str, Any]:
+    found = process()
+    for i, module in enumerate(modules):
+        found |= {f"module {i}: {name}": value for name, value in modules_of(module).items()}
+    return found
+
+
+@contextlib.contextmanager
+def as_found(what: str, *modules: nn.Module) -> Iterator[None]:
+    before = facts(*modules)
+    yield
+    after = facts(*modules)
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set(), what
+
+
+def run_all(model: Model, make: Callable[[], PipelineEngine], others: tuple[nn.Module, ...] = ()) -> None:
+    """Everything that an engine does, good and bad, each of which must leave all as it was."""
+    modules = (model, *others)
+    with as_found("made", *modules):
+        engine = make()
+    for what in ("first step", "second step", "another length"):
+        tokens, target = (TOKENS, TARGET) if what != "another length" else (TOKENS[:, :6], TARGET[:, :6])
+        with as_found(what, *modules):
+            engine.step(tokens, target=target)
+        gradients = [p.grad for p in model.parameters()]
+        assert all(g is None or g.dtype == p.dtype for g, p in zip(gradients, model.parameters(), strict=True))
+        assert model.unused.grad is None and model.frozen.grad is None
+    with as_found("eval", *modules):
+        engine.eval(TOKENS, target=TARGET, return_outputs=True)
+    for fault, error in (("F", ArithmeticError), ("B", ZeroDivisionError)):
+        model.fails = fault
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with as_found(f"error in {fault}", *modules), pytest.raises((error, PipelineError)):
+            engine.step(TOKENS, target=TARGET)
+        model.fails = ""
+        if before[0] is not None and before[0].dtype == torch.bfloat16:  # those that a step makes apart
+            assert all(a is p.grad or torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+    with as_found("an argument that is wrong", *modules), pytest.raises(ValueError, match="batch size"):
+        engine.step(TOKENS[:3], target=TARGET[:3])
+    with as_found("step after errors", *modules):
+        engine.step(TOKENS, target=TARGET)
+    with as_found("report", *modules):
+        engine.report(gather=True).advice  # noqa: B018
+    with as_found("closed", *modules):
+        engine.close()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "split": {"schedule": "seq-zb-h1"},
+    "fill": {"weights": "fill"},
+    "recompute": {"recompute": "all", "check_recompute": True},
+    "blocks": {"recompute_blocks": ("blocks", 0.5)},
+    "own dtype": {"grad_dtype": None},
+    "unchecked": {"unchecked": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_engine_leaves_all_as_it_was(options, dtype):
+    model = Model(dtype)
+    settings: dict[str, Any] = {"num_microbatches": 2, "num_segments": 2, "loss_fn": cross_entropy} | options
+    run_all(model, lambda: PipelineEngine(model, **settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offload_leaves_all_as_it_was(dtype, tmp_path):
+    model = Model(dtype)
+    run_all(
+        model,
+        lambda: PipelineEngine(
+            model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, offload=tmp_path, offload_units="all"
+        ),
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_autocast_leaves_all_as_it_was():
+    model = Model(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_all(model, lambda: PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_verify_leaves_all_as_it_was(dtype):
+    model = Model(dtype).float().to(dtype)
+    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    for _ in range(2):
+        with as_found("verify", model):
+            engine.verify(TOKENS, target=TARGET, show=False)
+        engine.step(TOKENS, target=TARGET)
+
+
+class Head(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 11, dtype=dtype)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(self.linear(hidden), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["head", "vocabulary"])
+def test_a_head_in_the_loss_is_left_as_it_was(kind, dtype):
+    model = Model(dtype)
+    model.body.head = nn.Identity()
+    head: nn.Module = Head(dtype)
+    if kind == "vocabulary":
+        head = seq1f1b.VocabularyParallelHead(8, 11, rank=0, num_ranks=1, dtype=dtype)
+    run_all(model, lambda: PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=head), (head,))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_segments": 0}, ValueError),
+        ({"schedule": "no-such-order"}, ValueError),
+        ({"recompute_blocks": ("nothing", 0.5)}, (ValueError, AttributeError)),
+        ({"offload": "/no/such/folder"}, (ValueError, OSError)),
+        ({"transport": "carrier pigeon"}, ValueError),
+    ],
+)
+def test_a_constructor_that_fails_leaves_all_as_it_was(options, error):
+    model = Model(torch.bfloat16)
+    with as_found("not made", model), pytest.raises(error):
+        PipelineEngine(model, **({"num_microbatches": 2, "loss_fn": cross_entropy} | options))
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+def use(engine: PipelineEngine, how: str) -> None:
+    if how == "verify":
+        engine.verify(TOKENS, target=TARGET, show=False)
+    else:
+        engine.step(TOKENS, target=TARGET)
+
+
+@pytest.mark.parametrize("how", ["step", "verify", "error", "two steps"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("to", [torch.float32, torch.float64])
+def test_gradients_follow_the_parameters_dtype_afterwards(how, dtype, to):
+    model = Model(dtype)
+    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    model.fails = "B" if how == "error" else ""
+    with contextlib.nullcontext() if how != "error" else pytest.raises(ZeroDivisionError):
+        use(engine, how)
+    if how == "two steps":
+        use(engine, how)
+    model.fails = ""
+    model.zero_grad()
+    model.to(to)
+    cross_entropy(model(TOKENS), TARGET).backward()
+    assert all(p.grad is None or p.grad.dtype == to for p in model.parameters())
+    torch.optim.AdamW(model.parameters()).step()
+    model.zero_grad()
+    engine.step(TOKENS, target=TARGET)
+    assert all(p.grad is None or p.grad.dtype == to for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["step", "verify"])
+@pytest.mark.parametrize("chosen", [torch.float32, None])
+def test_a_grad_dtype_that_somebody_chose_stays(how, chosen):
+    model = Model(torch.bfloat16)
+    weight = model.blocks["0"].q.weight
+    weight.grad_dtype = chosen
+    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    use(engine, how)
+    assert weight.grad_dtype == chosen and model.blocks["1"].q.weight.grad_dtype == torch.bfloat16
+    use(engine, "step")
+    assert weight.grad.dtype == (chosen or torch.bfloat16)
+
+
+def test_a_gradient_that_is_there_stays_the_same_tensor():
+    """A view of a flat buffer, as optimizers keep them: the step adds to it."""
+    model = nn.Linear(4, 4).bfloat16()
+    flat = torch.zeros(20, dtype=torch.bfloat16)
+    model.weight.grad, model.bias.grad = flat[:16].view(4, 4), flat[16:]
+    x = torch.randn(2, 6, 4).bfloat16()
+    engine = PipelineEngine(model, num_microbatches=2, num_segments=3, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        engine.step(x, target=x)
+    once = flat.clone()
+    model.zero_grad()
+    for _ in range(2):
+        engine.step(x, target=x)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), once)
+    assert once.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sparse_gradient_stays_sparse(dtype):
+    tokens = torch.randint(7, (2, 6))
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4, sparse=sparse), nn.Linear(4, 7)).to(dtype)
+        engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+        for _ in range(2):
+            engine.step(tokens, target=tokens)
+        found.append(model[0].weight.grad)
+    assert found[0].layout == torch.sparse_coo and found[0].dtype == dtype
+    torch.testing.assert_close(found[0].to_dense(), found[1])
