@@ -232,6 +232,8 @@ def global_count(rank: int, world: int) -> None:
         assert gradient_error(found, truth) < 1e-10, (kind, schedule)
         engine.close()
         wrapped.zero_grad()
+        if kind == "ddp":  # the gradients of earlier steps lie where the next reduction writes
+            wrapped = DistributedDataParallel(stage, process_group=mesh.get_group(), gradient_as_bucket_view=True)
         # The engine counts by itself: before the step, or what the loss says at its end.
         way = {"loss_fn": cross_entropy, "loss_weight": "targets"} if schedule == "seq1f1b" else {"loss_fn": pair}
         engine = PipelineEngine(wrapped, schedule=schedule, num_microbatches=M, num_segments=K, group=alone, **way)
