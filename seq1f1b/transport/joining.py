@@ -131,4 +131,4 @@ def withdraw(group: Any, error: BaseException, attempt: int) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, error, attempt)
+            refuse(group or dist.group.WORLD, rank, size, error, attempt)
