@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.descriptors import edge_memory
 from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
 
@@ -115,7 +115,7 @@ class C10dRelay:
         self._of_last_step = [0] * self.TAGS
         self._draining = False
         try:
-            self._mapping = private_mapping(group.arena_bytes)
+            _, self._mapping, _ = edge_memory(group.arena_bytes)
             # Last: the end holds this relay, and the relay the end, until close().
             self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         except BaseException:
