@@ -64,7 +64,7 @@ def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
     if len(sizes) == 1:
         return [float(counted.sum())]
     per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
-    ends = torch.tensor(sizes).cumsum(0) - 1
+    ends = torch.tensor(sizes, device="cpu").cumsum(0) - 1
     totals = per_position.cumsum(0)[ends.to(target.device)].tolist()
     return [float(end - start) for start, end in zip([0, *totals[:-1]], totals, strict=True)]
 

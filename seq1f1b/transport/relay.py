@@ -270,7 +270,7 @@ class C10dRelay:
                 begun = self._before[part] + len(self._started[part])
                 assert begun >= before, f"{begun} transfers of part {part} here, {before} before the others"
                 for size in sizes[begun - before :]:
-                    work = self._start(torch.zeros(size, dtype=torch.uint8), part)
+                    work = self._start(torch.zeros(size, dtype=torch.uint8, device="cpu"), part)
                     self._started[part].append(size)
                     self._waiter.put(functools.partial(work.wait, FOREVER))
 
@@ -301,7 +301,7 @@ class Lifeline:
     def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:
         self._broken = broken
         to_peer = {"group": process_group, "tag": tag}
-        data = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        data = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._receive: Callable[[], Any] = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
         self._say_farewell: Callable[[], Any] = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
         self._has_begun = False
