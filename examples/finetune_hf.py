@@ -281,7 +281,7 @@ def check_saved(folder: Path, losses: list[Tensor], packing: Packing, tokens: Te
 def main() -> None:
     args = parse_arguments()
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        seq1f1b.init_process_group("gloo")
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     torch.manual_seed(rank)

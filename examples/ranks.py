@@ -1,5 +1,6 @@
 """What the ranks of a run tell each other between steps; without a process group, one rank agrees with itself."""
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -65,6 +66,11 @@ def rank() -> int:
 
 def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this run again; every rank calls it, as each machine counts by itself."""
+    return total(float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0
 
 
 def total(value: float) -> float:

@@ -11,7 +11,8 @@ writes text with what was learned.
     --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
     --profile       predicts the time of a step from a file of seq1f1b profile, and prints it beside the measured one
-    --resume        goes on from the newest checkpoint of --out, with any number of processes
+    --resume        goes on from the newest checkpoint of --out, if there is one, with any number of processes; with
+                    torchrun --max-restarts 3 a run that was killed goes on by itself
     Ctrl-C          finishes the step, saves, and exits
 """
 
@@ -109,7 +110,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     run.add_argument("--eval-batches", type=int, default=4, help="of held-out text (%(default)s)")
     run.add_argument("--save-every", type=int, default=60, help="steps from one checkpoint to the next (%(default)s)")
-    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --out")
+    run.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of --out; begin if there is none"
+    )
     run.add_argument("--compare", action="store_true", help="train under torch's Schedule1F1B too")
     run.add_argument(
         "--profile", type=Path, help="measured costs of this model, by seq1f1b profile: predict the time of a step"
@@ -117,11 +120,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.checkpoint = None
     if args.resume:
-        newest = checkpoint.newest(args.out / "checkpoints")
-        if newest is None:
-            parser.error(f"--resume: no whole checkpoint in {args.out / 'checkpoints'}")
-        parser.set_defaults(**checkpoint.read_manifest(newest)["run"]["arguments"])
-        args = parser.parse_args(argv)  # what is said now wins over what was said then
+        folder = args.out / "checkpoints"
+        newest = checkpoint.newest(folder)
+        if newest is None and any(folder.glob("step-*")):
+            parser.error(f"--resume: no whole checkpoint in {folder}")
+        if newest is not None:
+            parser.set_defaults(**checkpoint.read_manifest(newest)["run"]["arguments"])
+            args = parser.parse_args(argv)  # what is said now wins over what was said then
         args.checkpoint = newest
     counts = ("steps", "batch", "microbatches", "segments", "seq_len", "eval_every", "eval_batches", "save_every")
     counts += ("data_parallel",)
@@ -160,11 +165,12 @@ class Log:
     """A row per step, in memory and, on rank 0, as JSON lines; a resumed run drops the rows after its checkpoint."""
 
     def __init__(self, file: Path, start: int) -> None:
-        lines = file.read_text().splitlines()[:start] if start and file.exists() else []
+        lines = file.read_bytes().splitlines(keepends=True)[:start] if file.exists() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        self.file = open(file, "w", buffering=1) if ranks.rank() == 0 else None  # noqa: SIM115 (lives with the run)
-        for row in self.rows:
-            self._write(row)
+        self.file = None
+        if ranks.rank() == 0:
+            self.file = open(file, "a", buffering=1)  # noqa: SIM115 (lives with the run)
+            self.file.truncate(sum(map(len, lines)))  # rows before the checkpoint are never lost, even for a moment
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -243,6 +249,8 @@ def train(args: argparse.Namespace) -> bool:
     config = Config(tokens.header.vocab, args.hidden, args.layers, args.heads, args.kv_heads, args.ffn)
     start = checkpoint.read_manifest(args.checkpoint)["step"] if args.checkpoint else 0
     if start >= args.steps:
+        if ranks.restarted():
+            return True  # it was killed after its last step
         raise checkpoint.CheckpointError(f"{args.checkpoint} is at step {start} already: ask for more with --steps")
     ranks.on_first_rank(lambda: open_run_folder(args, folder))
 
@@ -420,18 +428,18 @@ def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:
     """Makes the run folder. A new run does not overwrite an earlier one: that moves to ``<out>.old``."""
     if args.checkpoint:
         return
-    if args.out.exists():
+    if args.out.exists() and not args.resume:  # which goes on with a run that has no checkpoint yet
         old = args.out.with_name(args.out.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         args.out.rename(old)
-    args.out.mkdir(parents=True)
+    args.out.mkdir(parents=True, exist_ok=args.resume)
     shutil.copy(tokens / "tokenizer.json", args.out)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("gloo")
+        seq1f1b.init_process_group("gloo")
     elif args.compare:
         raise SystemExit("--compare needs several processes: torchrun --standalone --nproc-per-node 2 ...")
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))

@@ -65,7 +65,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 # -- In the training script
-dist.init_process_group("gloo")  # torchrun has set address, rank and number of ranks
+seq1f1b.init_process_group("gloo")  # torchrun has set address, rank and number of ranks
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 stage = build_stage(rank, num_ranks)  # your layers of this rank, an nn.Module
 engine = seq1f1b.PipelineEngine(stage, num_microbatches=4, num_segments=4, loss_fn=loss_fn, loss_weight="targets")

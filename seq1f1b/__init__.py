@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from seq1f1b.runtime.verify import Verification, verify_stage
     from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
     from seq1f1b.runtime.weighting import shift_labels
-    from seq1f1b.transport import LoopbackGroup
+    from seq1f1b.transport import LoopbackGroup, init_process_group
 
 __all__ = [
     "LoopbackGroup",
@@ -49,6 +49,7 @@ __all__ = [
     "causal_attention",
     "check_segment_sizes",
     "document_starts",
+    "init_process_group",
     "layer_handle",
     "pack_documents",
     "partition_sequence",
@@ -77,6 +78,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "carry_out": "seq1f1b.ops.context",
     "causal_attention": "seq1f1b.ops.attention",
     "document_starts": "seq1f1b.ops.packing",
+    "init_process_group": "seq1f1b.transport",
     "layer_handle": "seq1f1b.ops.attention",
     "pack_documents": "seq1f1b.ops.packing",
     "positions": "seq1f1b.ops.attention",

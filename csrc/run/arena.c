@@ -18,6 +18,8 @@ enum {
     NO_PLACES = 0
 };
 
+#define S1F_MORE_SPACE "lift its limit: ulimit -v unlimited, or a larger arena_bytes where one was given"
+
 typedef struct { /* the first page */
     _Alignas(CACHE_LINE) s1f_signal granted;
     _Alignas(CACHE_LINE) s1f_signal sent;
@@ -69,8 +71,7 @@ s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out)
         free(mapping);
         if (error == ENOMEM)
             return s1f_fail(S1F_ERR_MEMORY,
-                            "cannot reserve %lld bytes of address space for an edge; where it is limited (ulimit -v), "
-                            "a smaller arena_bytes is enough: places x (largest message + 2 KiB)",
+                            "no address space for a mapping of %lld bytes; lift its limit: ulimit -v unlimited",
                             (long long)bytes);
         return s1f_fail(S1F_ERR_SYSTEM, "mapping %lld bytes of shared memory: %s", (long long)bytes, strerror(error));
     }
@@ -114,7 +115,7 @@ static s1f_status set_places(arena_end *arena, int32_t num_places)
 {
     int64_t stride = (arena->bytes - PAGE_BYTES) / num_places / PAGE_BYTES * PAGE_BYTES;
     if (stride < PAGE_BYTES)
-        return s1f_fail(S1F_ERR_ARG, "%s: %d places do not fit in an arena of %lld bytes; raise arena_bytes",
+        return s1f_fail(S1F_ERR_ARG, "%s: %d places do not fit in the edge's %lld bytes of address space; " S1F_MORE_SPACE,
                         arena->head.text, (int)num_places, (long long)arena->bytes);
     if (arena->relay != NULL && !arena->head.is_receiver) {
         s1f_status status = s1f_relay_flush(&arena->head);
@@ -228,8 +229,8 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
     int64_t payload_bytes = message->on_device ? 0 : message->payload_bytes;
     if (payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_ARG,
-                        "%lld bytes do not fit in a place of %lld (%d places in an arena of %lld bytes); "
-                        "raise arena_bytes",
+                        "%lld bytes do not fit in a place of %lld (%d places in the edge's %lld bytes of address space); "
+                        S1F_MORE_SPACE,
                         (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
                         (long long)arena->bytes);
     uint64_t position = position_of(arena, sequence + 1);

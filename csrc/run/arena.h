@@ -8,8 +8,8 @@
 #include "p2p.h"
 
 /* Address space of one edge. Pages appear as they are touched, so it may be far larger than memory: no message outgrows
- * its place and no handshake is needed (place bytes = arena bytes / places). Pages stay from step to step; a step with
- * another number of places gives them back. */
+ * its place and no handshake is needed (place bytes = arena bytes / places). It is less where address space is limited.
+ * Pages stay from step to step; a step with another number of places gives them back. */
 #define S1F_ARENA_BYTES (INT64_C(1) << 40)
 
 typedef struct { /* memory mapped from a file descriptor (memfd), shared */

@@ -177,7 +177,8 @@ class DocumentBatches(Sampler[PlannedStep]):
         if self._seed is None:
             return list(range(len(self._lengths)))
         mixed = int(hashlib.sha256(f"{self._seed} {epoch}".encode()).hexdigest()[:15], 16)
-        return list(torch.randperm(len(self._lengths), generator=torch.Generator().manual_seed(mixed)).tolist())
+        generator = torch.Generator("cpu").manual_seed(mixed)
+        return list(torch.randperm(len(self._lengths), generator=generator, device="cpu").tolist())
 
     def _ends(self, order: Sequence[int], begin: int) -> list[int]:
         """Where the steps of an epoch end, from one that begins there on."""

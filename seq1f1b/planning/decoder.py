@@ -53,7 +53,7 @@ class _Block(nn.Module):
         heads = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         half = self.head_dim // 2
-        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
         angles = torch.outer(ops.positions(x).float(), rates).to(q.dtype)
         q, k = _rotate(q, angles), _rotate(k, angles)
         attended = ops.causal_attention(q, k, v, layer=self.layer)
@@ -108,7 +108,8 @@ def profile_model(
         ValueError: the shape is unsound, its head size is odd, or it has experts; or as ``measure_stage``.
     """
     check_decoder(model, seq_len)
-    blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
+    with torch.device("cpu"):
+        blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
     settings: dict[str, Any] = {
         "seq_len": seq_len,
         "repeats": repeats,
@@ -118,18 +119,20 @@ def profile_model(
     }
 
     def hidden(tokens: int) -> Tensor:
-        return torch.randn(1, tokens, model.hidden)
+        return torch.randn(1, tokens, model.hidden, device="cpu")
 
     def words(tokens: int) -> Tensor:
-        return torch.randint(model.vocab, (1, tokens))
+        return torch.randint(model.vocab, (1, tokens), device="cpu")
 
     found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
     if layers > 1:
         few = few_cuts(cuts_of(seq_len, SEGMENTS))
         found["single"] = measure_stage(blocks[:1], hidden, segments=few, **{**settings, "offload": None})
     if model.vocab:
-        found["embedding"] = measure_stage(nn.Embedding(model.vocab, model.hidden), words, **settings)
-        head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
+        with torch.device("cpu"):
+            embedding = nn.Embedding(model.vocab, model.hidden)
+            head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
+        found["embedding"] = measure_stage(embedding, words, **settings)
         found["head"] = measure_stage(head, hidden, loss_fn=_cross_entropy, make_target=words, **settings)
     return found
 
@@ -175,7 +178,7 @@ def expected_seconds(
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
-    x, weight = torch.randn(rows, model.hidden), torch.randn(model.hidden, inner)
+    x, weight = torch.randn(rows, model.hidden, device="cpu"), torch.randn(model.hidden, inner, device="cpu")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -234,7 +234,9 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
         group=LoopbackGroup(1)[0],
     )
     target = (
-        torch.zeros(inputs[0].shape[0], case.seq_len) if case.make_target is None else case.make_target(case.seq_len)
+        torch.zeros(inputs[0].shape[0], case.seq_len, device=inputs[0].device)
+        if case.make_target is None
+        else case.make_target(case.seq_len)
     )
     steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
     try:
@@ -320,9 +322,11 @@ def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool 
     if not rows:
         return Fit(0.0, 0.0, 0.0, 0.0)
     # Dividing each row by its seconds makes every residual a relative one.
-    table = torch.tensor([[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows], dtype=torch.float64)
+    table = torch.tensor(
+        [[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows], dtype=torch.float64, device="cpu"
+    )
     scale = table.norm(dim=0).clamp_min(1e-300)
-    ones, best = torch.ones(len(rows), 1, dtype=torch.float64), (math.inf, [0.0, 0.0, 0.0])
+    ones, best = torch.ones(len(rows), 1, dtype=torch.float64, device="cpu"), (math.inf, [0.0, 0.0, 0.0])
     columns = range(3 if with_pairs else 2)
     for size in range(1, len(columns) + 1):
         for chosen in map(list, itertools.combinations(columns, size)):

@@ -395,7 +395,7 @@ class PipelineEngine:
         everyones = self._group.all_gather_object((is_double, norms))
         in_order = sorted((entry for _, theirs in everyones for entry in theirs), key=lambda entry: entry[0])
         dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
-        found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype)
+        found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype, device="cpu")
         total = torch.linalg.vector_norm(found, norm_type) if len(found) else found.new_zeros(())
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(

@@ -472,7 +472,7 @@ def verify_stage(
     )
     if sample.is_floating_point():
         sample = sample.detach().requires_grad_()
-    tokens = torch.arange(sample.shape[seq_dim], dtype=torch.float64)
+    tokens = torch.arange(sample.shape[seq_dim], dtype=torch.float64, device=sample.device)
     target = tokens.view([-1 if dim == seq_dim else 1 for dim in range(seq_dim + 1)])
     try:
         return engine.verify(sample, target=target, show=show)

@@ -7,6 +7,7 @@ from seq1f1b.transport.arrival import last_attempt
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
 from seq1f1b.transport.joining import connect, resolve_group, withdraw
 from seq1f1b.transport.loopback import LoopbackGroup
+from seq1f1b.transport.start import init_process_group
 
 __all__ = [
     "ARENA_BYTES",
@@ -14,6 +15,7 @@ __all__ = [
     "LoopbackGroup",
     "RankGroup",
     "connect",
+    "init_process_group",
     "last_attempt",
     "resolve_group",
     "withdraw",

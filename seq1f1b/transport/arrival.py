@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from seq1f1b import _C
+from seq1f1b.transport.life import Life
 from seq1f1b.transport.link import SharedStore, StoreLink, own_connection
 from seq1f1b.transport.processes import first_line
 from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
+
+_LINGER = 5.0  # seconds in which rank 0 may come after another rank has failed, and still hear why
 
 _T = TypeVar("_T")
 _PREFIX = "seq1f1b"
@@ -34,18 +37,32 @@ class Arrival:
         self.rank, self.size = rank, size
         self._arrival_s, self._timeout_s = arrival_s, timeout_s
         self._round = 0
+        self.attempt = 0
         self._group_store = process_group.get_group_store()
-        self.attempt = _begin(SharedStore(self._group_store, _PREFIX))
+        self._life = Life.of(process_group, rank, size)
         try:
             self.link = StoreLink(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             raise (self._fail_directly(_error_of(rank, text)) or _error_of(rank, text)) from error
         try:
-            self._ask(self._check_failure)  # of this attempt, which the others have left
+            self._enter()
         except BaseException:
             self.close()
             raise
+
+    def _enter(self) -> None:
+        """Begins an attempt."""
+        name = self._life.name(self._arrival_s, self._look_whether_store_answers)
+        if name is None:
+            late = f"rank 0 has not come to the pipeline's set-up for {self._arrival_s:.0f} s"
+            raise _error_of(*self._life.lost or (0, late))
+        self.link.store = self.link.store.part(name)
+        self.attempt = self._ask(_begin)
+        if self._life.lost is not None:  # as rank 0 found out
+            error = _error_of(*self._life.lost)
+            raise self.fail(error) or error
+        self._ask(self._check_failure)  # of this attempt, which the others have left
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's values (of :mod:`seq1f1b.transport.values`), by rank. Collective.
@@ -81,7 +98,10 @@ class Arrival:
     def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
         """The same over the group's own connection, where this rank's is gone."""
         try:
-            rank, text = _fail(SharedStore(self._group_store, _PREFIX), self.attempt, self.rank, error)
+            store = _part_of(self._life, self._group_store, error)
+            if store is None:
+                return None
+            rank, text = _fail(store, self.attempt or _begin(store), self.rank, error)
         except Exception:
             return None
         return None if rank == self.rank else _error_of(rank, text)
@@ -105,6 +125,9 @@ class Arrival:
         self._check_failure(store)
         return None
 
+    def _look_whether_store_answers(self) -> None:
+        self._ask(lambda store: store.has("attempt"))
+
     def _check_failure(self, store: SharedStore) -> None:
         key = _failed(self.attempt)
         if store.has(key):
@@ -126,13 +149,21 @@ def last_attempt() -> int:
     return _last_attempt
 
 
-def refuse(process_group: Any, rank: int, error: BaseException, since: int) -> None:
+def refuse(process_group: Any, rank: int, size: int, error: BaseException, since: int) -> None:
     """Tells the other ranks, which may wait for this one, that it will not come and why.
 
-    Ends this rank's latest attempt, if it has begun one since that one; else a new one.
+    Ends this rank's latest attempt, if it has begun one since that one; else a new one. Nobody hears it if rank 0 comes
+    much later than this rank: until then, what they share has no name.
     """
-    store = SharedStore(process_group.get_group_store(), _PREFIX)
-    _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
+    store = _part_of(Life.of(process_group, rank, size), process_group.get_group_store(), error)
+    if store is not None:
+        _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
+
+
+def _part_of(life: Life, group_store: Any, error: BaseException) -> SharedStore | None:
+    """What the ranks share; None if rank 0 has not come, for which a rank that fails by itself waits a little."""
+    name = life.name(0.0 if isinstance(error, _C.PipelineError) else _LINGER)
+    return None if name is None else SharedStore(group_store, _PREFIX).part(name)
 
 
 def _begin(store: SharedStore) -> int:

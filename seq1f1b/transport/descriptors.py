@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -20,6 +21,8 @@ from typing import Any
 from seq1f1b import _C
 
 __all__: list[str] = []
+
+_LEAST_BYTES = 1 << 26  # that an edge is made of
 
 
 @contextlib.contextmanager
@@ -69,6 +72,38 @@ def mapping(descriptor: Descriptor, size: int) -> object:
     except MemoryError:  # address space: engines that are garbage may still hold some
         gc.collect()
         return _C.mapping_create(descriptor.number, size)
+
+
+def address_space(most: int) -> int:
+    """Bytes that one edge may reserve: a sixteenth of what this process may (``ulimit -v``), ``most`` at most."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return most if limit == resource.RLIM_INFINITY else min(most, max(limit // 16, _LEAST_BYTES))
+
+
+def edge_memory(most: int) -> tuple[Descriptor, object, int]:
+    """Memory of an edge, its mapping and its size: ``most``, or what there is address space for.
+
+    A process may have little of that without any limit of its own, on a kernel of 39-bit addresses or beside many
+    engines.
+    """
+    size = address_space(most)
+    while True:
+        made = memory(size)
+        try:
+            return made, mapping(made, size), size
+        except MemoryError as error:
+            if size <= _LEAST_BYTES:
+                raise MemoryError(_no_space(size)) from error
+            size = max(size // 16, _LEAST_BYTES)
+
+
+def _no_space(size: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = "" if limit == resource.RLIM_INFINITY else f", of which it may have {limit >> 20} MiB (ulimit -v)"
+    return (
+        f"this process has no {size >> 20} MiB of address space left{limited}, and each edge of a pipeline reserves as "
+        "much; lift the limit: ulimit -v unlimited"
+    )
 
 
 def private_mapping(size: int) -> object:

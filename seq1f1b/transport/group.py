@@ -275,7 +275,8 @@ class RankGroup(ABC):
                 gradients; or in its own, where it is not one.
         """
         found = {} if mine is None else {self.rank: mine.contiguous()}
-        places = {rank: torch.empty(like.shape, dtype=like.grad_dtype or like.dtype) for rank in senders}
+        dtype = like.grad_dtype or like.dtype
+        places = {rank: torch.empty(like.shape, dtype=dtype, device="cpu") for rank in senders}
         transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
         if mine is not None:
             data = found[self.rank].cpu()  # a device's travel through host memory

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from seq1f1b._C import PipelineError
 from seq1f1b.transport.arrival import SETUP_TIMEOUT, Arrival, refuse
+from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.meeting import Meeting
@@ -31,7 +32,7 @@ def connect(
             parameters only, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
-        arena_bytes: address space of one edge; a smaller one only where address space is limited.
+        arena_bytes: address space of one edge at most; less is reserved where a rank's is limited.
         arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
     Raises:
         ValueError: the ranks ask for what cannot be; on every rank.
@@ -77,7 +78,8 @@ def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: 
     rank, size = arrival.rank, arrival.size
     meeting = Meeting(rank, timeout)
     try:
-        wishes, names, tokens = zip(*arrival.gather((transport, meeting.name, meeting.token)), strict=True)
+        own = transport, meeting.name, meeting.token, address_space(arena_bytes)
+        wishes, names, tokens, allowed = zip(*arrival.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
         unmet: list[dict[int, str]] = arrival.gather(meeting.dial(names, tokens))
@@ -91,6 +93,7 @@ def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: 
         connections = meeting.accept(dialled_by, tokens)
     finally:
         meeting.close()
+    arena_bytes = min(allowed)  # either end maps an edge
     one_host = not any(unmet)
     if one_host and transport != "c10d":
         return connect_shm(rank, size, process_group, connections, arena_bytes)
@@ -131,4 +134,4 @@ def withdraw(group: Any, error: BaseException, attempt: int) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, error, attempt)
+            refuse(group or dist.group.WORLD, rank, size, error, attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -44,10 +45,16 @@ class SharedStore:
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store: Any = PrefixStore(prefix, store)
-        self._prefix = prefix
+        self.prefix = prefix
         base = _base(store)
         self.place = f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
+
+    def part(self, name: str) -> SharedStore:
+        """A part of this part."""
+        found = copy.copy(self)
+        found._store, found.prefix = PrefixStore(name, self._store), f"{self.prefix}/{name}"
+        return found
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._signed(key, value))
@@ -87,7 +94,7 @@ class SharedStore:
         self._store.delete_key(key)
 
     def _digest(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._secret, f"{self._prefix}/{key}".encode() + b"\0" + value, "sha256")
+        return hmac.digest(self._secret, f"{self.prefix}/{key}".encode() + b"\0" + value, "sha256")
 
     def _signed(self, key: str, value: bytes) -> bytes:
         return self._digest(key, value) + value if self._secret else value

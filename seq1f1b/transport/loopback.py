@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.descriptors import edge_memory, private_mapping
 from seq1f1b.transport.group import ARENA_BYTES, Edge, RankGroup
 
 
@@ -18,6 +18,9 @@ class LoopbackGroup:
     """A pipeline whose ranks are threads of this process: ``LoopbackGroup(P)[rank]`` is one rank's group.
 
     For tests, and for looking at a schedule without launching anything.
+
+    Args:
+        arena_bytes: address space of one edge at most; less is reserved where it is limited.
     """
 
     def __init__(self, size: int, *, arena_bytes: int = ARENA_BYTES) -> None:
@@ -48,7 +51,7 @@ class _LoopbackMemory:
         """The memory of an edge: whichever end comes first makes it."""
         with self._lock:
             if edge not in self._arenas:
-                self._arenas[edge] = private_mapping(self._arena_bytes)
+                _, self._arenas[edge], _ = edge_memory(self._arena_bytes)
             return self._arenas[edge]
 
     def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:

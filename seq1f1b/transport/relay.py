@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.descriptors import private_mapping
+from seq1f1b.transport.descriptors import edge_memory
 from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
 from seq1f1b.transport.processes import FOREVER, first_line
 
@@ -115,7 +115,7 @@ class C10dRelay:
         self._of_last_step = [0] * self.TAGS
         self._draining = False
         try:
-            self._mapping = private_mapping(group.arena_bytes)
+            _, self._mapping, _ = edge_memory(group.arena_bytes)
             # Last: the end holds this relay, and the relay the end, until close().
             self.end: object = _C.relay_end(group.group, self._mapping, self, peer, is_receiver, text)
         except BaseException:
@@ -270,7 +270,7 @@ class C10dRelay:
                 begun = self._before[part] + len(self._started[part])
                 assert begun >= before, f"{begun} transfers of part {part} here, {before} before the others"
                 for size in sizes[begun - before :]:
-                    work = self._start(torch.zeros(size, dtype=torch.uint8), part)
+                    work = self._start(torch.zeros(size, dtype=torch.uint8, device="cpu"), part)
                     self._started[part].append(size)
                     self._waiter.put(functools.partial(work.wait, FOREVER))
 
@@ -301,7 +301,7 @@ class Lifeline:
     def __init__(self, process_group: Any, peer: int, tag: int, broken: Callable[[str], None]) -> None:
         self._broken = broken
         to_peer = {"group": process_group, "tag": tag}
-        data = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        data = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._receive: Callable[[], Any] = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
         self._say_farewell: Callable[[], Any] = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
         self._has_begun = False

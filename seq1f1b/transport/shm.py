@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.transport.descriptors import mapping, memory, receive
+from seq1f1b.transport.descriptors import edge_memory, mapping, memory, receive
 from seq1f1b.transport.group import Edge, RankGroup
 from seq1f1b.transport.processes import ProcessRank
 
@@ -59,8 +59,7 @@ def _share_arena(
     """Memory of an edge: the receiver makes it and hands its descriptor to the sender."""
     try:
         if is_receiver:
-            made = memory(size)
-            arena = mapping(made, size)
+            made, arena, size = edge_memory(size)
             socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
             return arena
         data, handed = receive(connection, _ARENA.size)

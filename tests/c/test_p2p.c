@@ -250,7 +250,7 @@ static void test_mistakes(void)
     const s1f_message *message;
     const void *payload;
     CHECK_STATUS(s1f_p2p_begin_step(p.sender, 0), S1F_ERR_ARG, "0 places");
-    CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "raise arena_bytes");
+    CHECK_STATUS(s1f_p2p_begin_step(p.sender, ARENA_BYTES / 65536), S1F_ERR_ARG, "ulimit -v unlimited");
     begin(&p, 1, 2);
     CHECK_STATUS(s1f_p2p_post(p.sender, 0, 0), S1F_ERR_STATE, "this is the sender's end");
     CHECK_STATUS(send_ints(p.receiver, 0, 0, 1, 1), S1F_ERR_STATE, "this is the receiver's end");
@@ -259,7 +259,7 @@ static void test_mistakes(void)
     CHECK_STATUS(s1f_p2p_wait(p.receiver, 0, 0, &message, &payload), S1F_ERR_STATE, "without having been posted");
 
     s1f_message large = message_of(ARENA_BYTES);
-    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &large, (const void *const[]){NULL}), S1F_ERR_ARG, "raise arena_bytes");
+    CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &large, (const void *const[]){NULL}), S1F_ERR_ARG, "ulimit -v unlimited");
     s1f_message many = message_of(1);
     many.num_tensors = S1F_MAX_TENSORS + 1;
     CHECK_STATUS(s1f_p2p_send(p.sender, 0, 0, &many, NULL), S1F_ERR_ARG, "17 tensors");

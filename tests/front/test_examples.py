@@ -184,6 +184,35 @@ def test_a_signal_saves_and_a_resumed_run_is_bit_equal(whole_run: tuple[Path, st
     assert losses(tmp_path) == losses(whole_run[0])  # exactly
 
 
+def test_a_killed_run_that_always_resumes_is_bit_equal(whole_run: tuple[Path, str], tmp_path: Path) -> None:
+    """Before the first checkpoint and after it: torchrun starts it with the same arguments each time."""
+    for killed, rows in ((1, 3), (0, 13)):
+        processes = start(tmp_path, 2, *SHORT, "--resume")
+        wait_for_rows(processes, tmp_path, rows)
+        processes[killed].kill()
+        codes, _, _ = finish(processes)
+        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, -signal.SIGKILL)
+    train(tmp_path, 2, *SHORT, "--resume")
+    assert losses(tmp_path) == losses(whole_run[0])  # exactly
+    assert not (tmp_path / "runs/gpt.old").exists()
+
+
+def test_a_restart_of_a_finished_run_is_no_error(
+    whole_run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed after its last step."""
+    shutil.copytree(whole_run[0] / "runs", tmp_path / "runs")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(tmp_path, 1, "--resume")
+    assert losses(tmp_path) == losses(whole_run[0])
+
+
+def test_resuming_from_damaged_checkpoints_alone_is_an_error(half_run: Path) -> None:
+    (half_run / "runs/gpt/checkpoints/step-000010/run.json").write_text("{")
+    codes, _, err = finish(start(half_run, 1, "--resume"))
+    assert codes == [2] and "--resume: no whole checkpoint in runs/gpt/checkpoints" in err
+
+
 def test_a_run_resumes_on_another_number_of_ranks_and_replicas(whole_run: tuple[Path, str], half_run: Path) -> None:
     train(half_run, 4, "--resume", "--data-parallel", "2")
     assert losses(half_run)[:10] == losses(whole_run[0])[:10]  # the log's first half is kept

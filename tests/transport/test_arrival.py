@@ -393,7 +393,7 @@ def forge(rank: int, pipe: Connection, secret: str) -> Any:
     assert step(made)[0] == ""
     os.environ["SEQ1F1B_SECRET"] = ""
     if rank == 0:
-        stranger = SharedStore(dist.group.WORLD.get_group_store(), "seq1f1b")
+        stranger = SharedStore(dist.group.WORLD.get_group_store(), made._group._store.prefix)
         generation = made._group._generation
         for name in ("failure/0", "progress/1", "progress/0"):
             stranger.set(f"{generation}/{name}", b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")

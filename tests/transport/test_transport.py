@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import pytest
 
 torch = pytest.importorskip("torch")  # what follows needs it, so these imports stand below
 import torch.distributed as dist  # noqa: E402
-from processes import AT_ONCE, PipedProcesses, shared_memory_names  # noqa: E402
+from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import _C, PipelineError, transport  # noqa: E402
@@ -453,17 +455,63 @@ def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyP
     close_all(results)
 
 
-def test_limited_address_space_is_explained() -> None:
+def step_in_limited_space(rank: int, pipe: Connection, limits: dict[int, int], kind: str) -> int:
+    """A step where the rank's address space is limited to so many GiB. Returns what an edge reserved."""
+    if rank in limits:
+        resource.setrlimit(resource.RLIMIT_AS, (limits[rank] << 30, limits[rank] << 30))
+    stage, loss_fn = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
+    engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=loss_fn, transport=kind)
+    x = torch.ones(2, 4, 4)
+    engine.step(x, target=x)
+    engine.close()
+    return engine._group.arena_bytes
+
+
+def join(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+@pytest.mark.parametrize("limits", [{}, {0: 16, 1: 16}, {0: 64, 1: 12}, {0: 8}, {1: 8}])
+def test_edges_take_what_address_space_there_is(tmp_path: Path, kind: str, limits: dict[int, int]) -> None:
+    """Both ends of an edge agree on it, whoever has less."""
+    wanted = min(limits.values()) << 26 if limits else transport.ARENA_BYTES
+    come = partial(join, str(tmp_path / "store"))
+    with PipedProcesses(2, join_and_run, come, step_in_limited_space, limits, kind) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [wanted] * 2
+
+
+def test_a_message_for_which_there_is_no_address_space() -> None:
+    groups = LoopbackGroup(2, arena_bytes=1 << 20)
+
+    def step(rank: int) -> str:
+        stage, loss_fn = torch.nn.Linear(64, 64), torch.nn.functional.mse_loss
+        engine = seq1f1b.PipelineEngine(stage, num_microbatches=1, loss_fn=loss_fn, group=groups[rank])
+        x = torch.ones(1, 8192, 64)
+        with pytest.raises((ValueError, PipelineError)) as raised:
+            engine.step(x, target=x)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(step, range(2)):
+            assert "bytes of address space); lift its limit: ulimit -v unlimited" in text, text
+
+
+def test_no_address_space_at_all_is_explained() -> None:
     code = """
-import resource, torch
+import resource
 from seq1f1b.transport import LoopbackGroup
-resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+limit = used + (32 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     LoopbackGroup(2)[0].edge_end((0, 1), 1, False, "edge")
-    raise SystemExit("1 TiB was mapped")
+    raise SystemExit("an edge was mapped")
 except MemoryError as error:
-    assert "ulimit -v" in str(error) and "arena_bytes" in str(error), error
-LoopbackGroup(2, arena_bytes=1 << 26)[0].edge_end((0, 1), 1, False, "edge")
+    assert f"it may have {limit >> 20} MiB (ulimit -v)" in str(error), error
+    assert str(error).endswith("lift the limit: ulimit -v unlimited"), error
+LoopbackGroup(2, arena_bytes=1 << 22)[0].edge_end((0, 1), 1, False, "edge")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

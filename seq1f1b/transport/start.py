@@ -1,0 +1,62 @@
+"""A process group that begins anew where torchrun restarts a job."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import secrets
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
+from torch.distributed.rendezvous import rendezvous
+
+from seq1f1b.transport.link import SharedStore
+
+
+def init_process_group(
+    backend: str | None = None, *, timeout: datetime.timedelta | None = None, **options: Any
+) -> None:
+    """``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
+
+    torchrun keeps one store for all starts of a job, and gloo reads there what an earlier start has left: addresses
+    where nobody listens any more, so that the new start fails, or hangs. Here the ranks agree on a name for each start
+    first, and all that the group writes lies under it. Without torchrun this is torch's function and nothing else.
+
+    Args:
+        backend, timeout, options: as torch's, but for store, rank and number of ranks, which the launcher gives.
+    Raises:
+        TimeoutError: a rank has not come within ``timeout``, 30 minutes unless given.
+    """
+    limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, size = next(rendezvous("env://", **limits))
+        limit_s = store.timeout.total_seconds()
+        name = agree_on_name(SharedStore(store, "seq1f1b/start"), rank, size, limit_s)
+        options |= {"store": PrefixStore(name, store), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, **limits, **options)
+
+
+def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> str:
+    """A name that all ranks of this start agree on, and none of an earlier one ever had. Collective.
+
+    Each writes a random token, and which tokens it sees. Once all see the same ones, those are of ranks that are alive:
+    each of them has seen this rank's own, which is new.
+    """
+    own, start, pause = secrets.token_hex(8).encode(), time.monotonic(), 1e-3
+    tokens = [f"token/{each}" for each in range(size)]
+    views = [f"view/{each}" for each in range(size)]
+    store.set(tokens[rank], own)
+    while True:
+        view = b" ".join(store.get(key) if store.has(key) else b"-" for key in tokens)
+        store.set(views[rank], view)
+        others = [store.get(key) if store.has(key) else b"" for key in views]
+        if all(other == view for other in others):
+            return hashlib.sha256(view).hexdigest()[:16]
+        if time.monotonic() - start > limit_s:
+            missing = [each for each, other in enumerate(others) if own not in other.split()]
+            raise TimeoutError(f"ranks {missing} have not come to init_process_group for {limit_s:.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)

@@ -1,0 +1,287 @@
+"""Do ranks meet where an earlier start of their job has left its keys in the launcher's store?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from torch import nn
+
+from seq1f1b import PipelineEngine
+from seq1f1b.testing import run_ranks
+from seq1f1b.transport.group import RankGroup
+from seq1f1b.transport.life import Life
+from seq1f1b.transport.link import SharedStore
+from seq1f1b.transport.start import agree_on_name
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- one start after another, over one store ---------------------------------------------------------------------------
+
+
+def strike(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("struck")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "hang":
+        time.sleep(60)
+
+
+class Layer(nn.Linear):
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        strike(self.how)
+        return super().forward(x)
+
+
+def train(rank: int, pipe: Connection, kind: str, failing: int, moment: str, how: str) -> Any:
+    """What an engine and two steps end with on this rank; the failing one is struck at that moment."""
+
+    def reached(name: str) -> None:
+        if rank == failing and name == moment:
+            strike(how)
+
+    def run() -> None:
+        reached("before")
+        made = PipelineEngine(
+            layer := Layer(4, 4),
+            num_microbatches=2,
+            num_segments=0 if rank == failing and moment == "argument" else 2,
+            loss_fn=nn.functional.mse_loss,
+            transport=kind,
+            timeout=1.0,
+            first_step_timeout=1.0,
+        )
+        reached("made")
+        layer.how = how if rank == failing and moment == "step" else ""
+        x = torch.ones(2, 4, 4)
+        made.step(x, target=x)
+        reached("between")
+        made.step(x, target=x)
+        reached("close")
+        made.close()
+
+    return outcome(run)[:2]
+
+
+def join(port: int, world: int, rank: int) -> None:
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world)
+
+
+def start(store: dist.TCPStore, *arguments: Any) -> list[Any]:
+    """One start of a job of two ranks: what each says; None of one that dies, or still runs when the other has failed.
+
+    torchrun ends the others so, too.
+    """
+    for key in store.list_keys():
+        if "/cpu/" in key:  # stale addresses of gloo's are not what is asked here
+            store.delete_key(key)
+    found: list[Any] = [None, None]
+    with PipedProcesses(2, join_and_run, partial(join, store.port, 2), train, *arguments) as ranks:
+        left, until = {0, 1}, time.monotonic() + AT_ONCE
+        while left and time.monotonic() < until:
+            for rank in sorted(left):
+                if ranks.pipes[rank].poll(0.01):
+                    with contextlib.suppress(EOFError):
+                        found[rank] = ranks.pipes[rank].recv()[1]
+                    left.remove(rank)
+                    if found[rank] != ("", "") or arguments[-1] == "hang":
+                        until = min(until, time.monotonic() + 0.3)
+        for process in ranks.processes:
+            process.kill()
+    return found
+
+
+MOMENTS = [
+    ("before", "kill"),
+    ("before", "hang"),
+    ("argument", "raise"),
+    ("made", "exit"),
+    ("step", "raise"),
+    ("step", "kill"),
+    ("step", "hang"),
+    ("between", "exit"),
+    ("close", "raise"),
+]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_a_start_after_others_that_failed(kind: str, failing: int) -> None:
+    """They all find the keys of those before them, whatever these had come to."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for moment, how in MOMENTS:
+        assert start(store, kind, failing, moment, how) != [("", "")] * 2
+        assert start(store, kind, failing, "never", "") == [("", "")] * 2, (moment, how)
+
+
+# -- the name of a process group's life --------------------------------------------------------------------------------
+
+
+def name_lives(rank: int, pipe: Connection, port: int) -> list[tuple[Any, str | None]]:
+    """Names of the default group, of a part of it, and of the default group of a second life in the same process."""
+    found = []
+    for life in range(2):
+        store = dist.PrefixStore(f"{life}", dist.TCPStore("127.0.0.1", port))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        part = dist.new_group([1, 2])
+        time.sleep(0.5 * (2 - rank))  # rank 0 comes last
+        for which, group in (("all", dist.group.WORLD), ("part", part)):
+            if (own := dist.get_rank(group)) >= 0:
+                name = Life.of(group, own, dist.get_world_size(group)).name(AT_ONCE)
+                assert Life.of(group, own, dist.get_world_size(group)).name(0.0) == name
+                found.append(((life, which), name))
+        dist.barrier()
+        del part, group
+        dist.destroy_process_group()
+    return found
+
+
+def test_each_life_of_each_process_group_has_a_name_of_its_own() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with PipedProcesses(3, join_and_run, join_later, name_lives, store.port) as ranks:
+        names = [dict(ranks.result(rank)) for rank in range(3)]
+    assert names[1] == names[2] and names[0].items() <= names[1].items()
+    assert None not in names[1].values() and len(set(names[1].values())) == 4, names
+
+
+def join_later(rank: int) -> None: ...
+
+
+def fail_early(rank: int, pipe: Connection, stays: bool) -> Any:
+    """Rank 1 fails a second before rank 0 comes, and is gone by then, or not."""
+    options: dict[str, Any] = {"num_segments": 0} if rank == 1 else {}
+    if rank == 0:
+        time.sleep(1.0)
+    if rank == 1 and not stays:
+        os._exit(1)
+    began = time.monotonic()
+    loss = nn.functional.mse_loss
+    found = outcome(lambda: PipelineEngine(nn.Linear(4, 4), num_microbatches=2, loss_fn=loss, **options))
+    return found[:3], time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("stays", "error"),
+    [(True, "rank 1 ended the pipeline's set-up: ValueError: num_segments is 0"), (False, "rank 1 is gone")],
+)
+def test_a_rank_that_fails_before_rank_0_comes(stays: bool, error: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with PipedProcesses(3, join_and_run, partial(join, store.port, 3), fail_early, stays) as ranks:
+        for rank in (0, 2):
+            (name, text, (lost, *_)), waited = ranks.result(rank)
+            assert name == "PipelineError" and lost == 1 and text.startswith(error), text
+            assert waited < AT_ONCE
+
+
+# -- the name of a start -----------------------------------------------------------------------------------------------
+
+
+def leave(store: dist.Store, size: int, kinds: str) -> None:
+    """What starts that broke off have left: tokens alone, views, or both, of some ranks or all."""
+    shared = SharedStore(store, "start")
+    for rank in range(size):
+        if "t" in kinds:
+            shared.set(f"token/{rank}", b"%016x" % rank)
+        if "v" in kinds:
+            shared.set(f"view/{rank}", b" ".join(b"%016x" % each for each in range(size)))
+        if "p" in kinds and rank:  # a part of them had come
+            shared.delete(f"token/{rank}")
+
+
+@pytest.mark.parametrize("secret", ["", "of this run"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("left", ["", "t", "v", "tv", "tvp"])
+def test_ranks_agree_on_a_name_that_no_start_has_had(
+    size: int, left: str, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQ1F1B_SECRET", secret)
+    store = dist.HashStore()
+    leave(store, size + 1, left)
+    names = set()
+    for late in range(3):
+
+        def agree(group: RankGroup, late: int = late) -> str:
+            time.sleep(0.05 * (group.rank == late))
+            return agree_on_name(SharedStore(store, "start"), group.rank, size, AT_ONCE)
+
+        found = run_ranks(size, agree)
+        assert len(set(found)) == 1
+        names |= set(found)
+    assert len(names) == 3
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    leave(store, 4, "tv")
+
+    def agree(group: RankGroup) -> None:
+        if group.rank != 2:
+            with pytest.raises(TimeoutError, match=r"ranks \[2\] have not come to init_process_group for 0 s"):
+                agree_on_name(SharedStore(store, "start"), group.rank, 4, 0.3)
+
+    run_ranks(4, agree)
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, signal, sys, time, torch, torch.distributed as dist
+from torch import nn
+import seq1f1b
+kind, how, failing, marker, out = sys.argv[1:]
+seq1f1b.init_process_group("gloo")
+rank = dist.get_rank()
+strikes = rank == int(failing) and not os.path.exists(marker)
+if strikes:
+    open(marker, "w").close()
+class Layer(nn.Linear):
+    def forward(self, x):
+        if strikes and how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if strikes and how == "hang": time.sleep(60)
+        return super().forward(x)
+segments = 0 if strikes and how == "raise" else 2
+engine = seq1f1b.PipelineEngine(
+    Layer(4, 4), num_microbatches=2, num_segments=segments, loss_fn=nn.functional.mse_loss, transport=kind,
+    timeout=2.0, first_step_timeout=2.0,
+)
+x = torch.ones(2, 4, 4)
+engine.step(x, target=x)
+with open(f"{out}.{rank}", "w") as file:
+    json.dump(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), file)
+engine.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("kind", "how", "failing"), [("c10d", "kill", 0), ("shm", "raise", 1), ("c10d", "hang", 1)])
+def test_torchrun_restarts_a_job(tmp_path: Path, kind: str, how: str, failing: int) -> None:
+    """The first start after the one that failed trains."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [str(script), kind, how, str(failing), str(tmp_path / "marker"), str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "3", *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)] == [1, 1]
