@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -47,7 +48,8 @@ def attention(
 
     Args:
         module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
-        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim).
+        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). Heads of
+            values may have another size.
         attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
             because models hand on such a mask to every layer unchanged.
         scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
@@ -78,10 +80,14 @@ def attention(
     if sliding_window is None and slides:
         _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
     doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
     out = causal_attention(
         query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
     )
-    return out.transpose(1, 2), None
+    return out[..., :value_dim].transpose(1, 2), None
 
 
 def _identify(module: Any) -> tuple[int, bool]:

@@ -62,6 +62,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "mixtral": {**GROUPED, "num_local_experts": 4},
+    "deepseek_v3": {  # heads of 12 for queries and keys, of 8 for values
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 
 
@@ -192,6 +197,16 @@ def test_packed_documents_are_as_each_alone(name):
     with Float64():
         want_losses, want = run_documents(copy.deepcopy(model))
     losses, stages, _ = run_pipeline(model, kwargs={"doc_ids": doc_ids()})
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
+@pytest.mark.parametrize(("nope", "value"), [(8, 8), (8, 12), (4, 12), (1, 16)])
+def test_heads_of_values_may_be_smaller_or_larger_than_those_of_keys(nope, value):
+    model = build("deepseek_v3", qk_nope_head_dim=nope, v_head_dim=value)
+    with Float64():
+        want_losses, want = run_whole(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model)
     torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
     check(stages, want)
 
