@@ -32,6 +32,7 @@ CONFIGS = {
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     ),
     "oft": peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "replicated layers": peft.LoraConfig(**LORA, layer_replication=[(0, 2), (1, 3)]),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
 }
 
