@@ -209,7 +209,7 @@ def pipeline_stage(
     """
     adapted: Any = model if _is_peft_model(model) else None
     if adapted is not None:
-        _check_adapters(adapted)
+        _check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
@@ -500,7 +500,7 @@ def _is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _check_adapters(model: Any) -> None:
+def _check_adapters(model: Any, num_ranks: int) -> None:
     """Raises unless each adapter lies in one layer and needs nothing beside it."""
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -511,6 +511,12 @@ def _check_adapters(model: Any) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
+        if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
+            raise ValueError(
+                f"adapter {name!r} has ensure_weight_tying=True: its parts at the embedding and at the head are two "
+                "parameters in one memory, which two stages do not share; leave one out of target_modules, "
+                "or set ensure_weight_tying=False"
+            )
 
 
 def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
@@ -714,9 +720,17 @@ def _cannot(model: nn.Module) -> str:
 def _tied(model: nn.Module, stage_of: dict[str, int]) -> dict[str, tuple[nn.Parameter, list[int]]]:
     """Parameters that several stages hold, by their first name, with these stages."""
     holders: dict[int, set[int]] = {}
+    places: dict[Any, tuple[str, int, Tensor]] = {}
     for name, stage in stage_of.items():
-        for parameter in model.get_submodule(name).parameters():
+        for own, parameter in model.get_submodule(name).named_parameters():
             holders.setdefault(id(parameter), set()).add(stage)
+            place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel())
+            other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
+            if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
+                raise ValueError(
+                    f"{other} and {name}.{own} are two parameters in one memory, which stages {its} and {stage} do not "
+                    "share; make them one parameter, or give each memory of its own"
+                )
     return {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
 
 

@@ -523,6 +523,11 @@ def with_torch_s_own(model: Any) -> Any:
     return model
 
 
+def in_one_memory(model: Any) -> Any:
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach())
+    return model
+
+
 def cut(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: pipeline_stage(build(name, **options), 0, 2)
 
@@ -541,6 +546,10 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
         (lambda: pipeline_stage(other_family("bert", is_decoder=True), 0, 2), "BertLMHeadModel"),
         (lambda: pipeline_stage(given_more(build("llama")), 0, 2), "layer 0: its attention is given 'temperature'"),
         (lambda: pipeline_stage(with_torch_s_own(build("llama")), 0, 2), "layer 1: LlamaAttention does not call"),
+        (
+            lambda: pipeline_stage(in_one_memory(build("llama")), 0, 2),
+            r"embed_tokens.weight and lm_head.weight are two",
+        ),
         (cut("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (cut("gemma2", use_bidirectional_attention=True), "not causal"),
         (cut("mixtral", output_router_logits=True), "router"),
