@@ -574,6 +574,18 @@ def test_attention_dropout_is_none_in_evaluation_and_refused_before_a_step():
         stage.train()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "modernbert-decoder", "deepseek_v3", "mixtral"])
+def test_another_default_device_changes_nothing(name):
+    """ "meta" stands for a GPU beside stages on the CPU."""
+    model = build(name)
+    x, (tokens, _) = torch.randn(M, TOKENS, 32, dtype=torch.float64), batch()
+    want = pipeline_stage(copy.deepcopy(model), 1, 2)(x)
+    with torch.device("meta"):
+        found = pipeline_stage(copy.deepcopy(model), 1, 2)(x)
+        first = pipeline_stage(copy.deepcopy(model), 0, 2)(tokens)
+    assert torch.equal(found, want) and first.device.type == "cpu"
+
+
 def test_a_cut_leaves_no_trace_in_the_model_and_takes_no_number():
     model = build("phimoe")
     calls: list[int] = []
