@@ -650,7 +650,10 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
-        raise ValueError(f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}")
+        raise ValueError(
+            f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}; give its "
+            "language model alone, a ...ForCausalLM of its text_config"
+        )
     sided = [name for name in others if name not in kept]
     return [n for n in sided if not seen[n]], [n for n in sided if seen[n]], kept, record
 
