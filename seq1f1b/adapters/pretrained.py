@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import transformers
@@ -95,7 +96,8 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
             stage.causal_lm.should_save_on_this_rank = lambda is_main_process: True
             try:
-                stage.causal_lm.save_pretrained(part, state_dict=state)
+                with _no_progress_bar():
+                    stage.causal_lm.save_pretrained(part, state_dict=state)
             finally:
                 del stage.causal_lm.should_save_on_this_rank
             written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
@@ -120,6 +122,18 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
 
     together(engine, f"no checkpoint was written to {folder}", move)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Each rank would draw one of its own."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 @torch.no_grad()

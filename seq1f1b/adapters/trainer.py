@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,20 @@ from transformers.trainer_utils import seed_worker
 from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained, together
 from seq1f1b.adapters.trainer_batch import COLUMNS, Batch, make_batch
 from seq1f1b.adapters.trainer_checks import check_arguments, check_made, check_pipeline
-from seq1f1b.adapters.trainer_state import load_optimizer, load_randomness, save_optimizer, save_randomness
+from seq1f1b.adapters.trainer_state import (
+    check_resumable,
+    load_optimizer,
+    load_randomness,
+    save_optimizer,
+    save_randomness,
+)
 from seq1f1b.adapters.transformers import pipeline_stage
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["Trainer"]
+
+# Every process that torchrun starts would print of TrainingArguments that it is not started by torch's launcher.
+logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode != " not in str(record.msg))
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -267,16 +277,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     # -- all ranks together ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **named: Any) -> Any:
-        """As the plain one. ``True`` resumes from the newest checkpoint that all ranks have finished."""
+    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **named: Any) -> Any:
+        """As the plain one. ``True`` resumes from the newest checkpoint that all ranks have finished.
+
+        Raises:
+            ValueError: the checkpoint lacks the optimizer and schedule of this trainer, as one of the plain Trainer.
+        """
         with self._not_alone():
+            folder = None
             if resume_from_checkpoint is True:
-                resume_from_checkpoint = _newest_checkpoint(self.args.output_dir)
-            if len(set(map(str, self.engine.all_gather_object(resume_from_checkpoint)))) > 1:
-                raise ValueError(
-                    f"ranks would resume from different checkpoints, this one from {resume_from_checkpoint}"
-                )
-            return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **named)
+                folder = _newest_checkpoint(self.args.output_dir)
+            elif resume_from_checkpoint:
+                folder = os.fspath(resume_from_checkpoint)
+            if len(set(map(str, self.engine.all_gather_object(folder)))) > 1:
+                raise ValueError(f"ranks would resume from different checkpoints, this one from {folder}")
+            if folder is not None:
+                check_resumable(folder)
+            return super().train(resume_from_checkpoint=folder, **named)
 
     def evaluate(self, *args: Any, **named: Any) -> Any:
         with self._not_alone():

@@ -43,8 +43,23 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
     together(engine, f"no optimizer state was written to {folder}", write)
 
 
-def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> bool:
-    """Takes over what any number of ranks wrote; returns whether there was anything."""
+def check_resumable(folder: str) -> None:
+    """Raises ValueError for a checkpoint without the state of optimizer and schedule, as other trainers write it."""
+    names = os.listdir(folder)
+    missing = [] if any(map(_OPTIMIZER.fullmatch, names)) else ["optimizer-*-of-*.safetensors"]
+    missing += [] if _SCHEDULER in names else [_SCHEDULER]
+    if missing:
+        plain = [name for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt") if name in names]
+        has = f"has {' and '.join(plain)} of the plain Trainer, but not" if plain else "lacks"
+        raise ValueError(
+            f"{folder} {has} {' and '.join(missing)}, from which seq1f1b.transformers.Trainer resumes: to take its "
+            "weights only, with a new optimizer and schedule, call load_pretrained(trainer.engine, folder) of "
+            "seq1f1b.transformers and then train() without resume_from_checkpoint"
+        )
+
+
+def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
+    """Takes over what any number of ranks wrote."""
     own = PipelineState(engine, optimizer)
     state = own.state_dict()
     files = sorted(name for name in os.listdir(folder) if _OPTIMIZER.fullmatch(name))
@@ -68,9 +83,7 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
         with open(os.path.join(folder, _SCHEDULER), encoding="utf-8") as file:
             scheduler.load_state_dict(json.load(file))
 
-    if files:
-        together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
-    return bool(files)
+    together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
 
 
 def save_randomness(engine: PipelineEngine, states: list[Tensor], folder: str) -> None:

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from seq1f1b.adapters.transformers_look import (
+    BORDER,
+    ERRORS,
+    HIDDEN,
+    TOKENS,
+    AttentionLook,
+    Probe,
+    Record,
+    compare,
+    current_record,
+    difference,
+    look_at_attention,
+    recording,
+    shallow,
+    twin,
+)
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -47,7 +64,8 @@ def attention(
 
     Args:
         module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
-        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim).
+        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). Heads of
+            values may have another size.
         attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
             because models hand on such a mask to every layer unchanged.
         scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
@@ -56,15 +74,23 @@ def attention(
     Raises:
         ValueError: the model needs dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
     """
-    if dropout:
-        _refuse(f"attention dropout (here {dropout})", "set attention_dropout to 0 in the config, or call eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        _refuse("attention that is not causal", "use another attn_implementation")
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
-        _refuse("an attention mask", _ABOUT_PADDING)
     for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
-            _refuse(f"{text} ({name})", "use another attn_implementation")
+            _refuse(f"{text} ({name})", _OTHER)
+    layer: Any = getattr(module, "seq1f1b_layer", None)
+    if isinstance(layer, AttentionLook):
+        asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
+        layer.note(asked | {"window": sliding_window}, attention_mask, dropout, others)
+        attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
+    elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
+        layer = _layer_of(module, sliding_window)
+    elif sliding_window is None:
+        sliding_window = getattr(module, "seq1f1b_window", None)
+    _refuse_dropout("attention dropout", dropout)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse("attention that is not causal", _OTHER)
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        _refuse("an attention mask", _ABOUT_PADDING)
     if others.get("output_attentions"):
         _refuse("output_attentions: it never forms the weights", "leave it off")
     if key.shape[2] != query.shape[2]:
@@ -72,27 +98,36 @@ def attention(
             f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
             "set use_cache=False, or generate with another attn_implementation",
         )
-    layer, slides = getattr(module, "seq1f1b_layer", None), getattr(module, "seq1f1b_slides", None)
-    if layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
-        layer, slides = _identify(module)
-    if sliding_window is None and slides:
-        _refuse("a sliding window that the model tells its mask only", "use another attn_implementation")
     doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
     out = causal_attention(
         query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
     )
-    return out.transpose(1, 2), None
+    return out[..., :value_dim].transpose(1, 2), None
 
 
-def _identify(module: Any) -> tuple[int, bool]:
-    """Index of an attention's layer, and whether its config says that it slides."""
+def _layer_of(module: Any, window: int | None) -> int:
+    """Index of the layer of an attention that is not cut. Refuses one that must slide and is given no window."""
     index: int | None = getattr(module, "layer_idx", None)
     if index is None:
-        _refuse(f"{type(module).__name__}, which has no layer_idx", "use another attn_implementation")
-    types: Any = getattr(getattr(module, "config", None), "layer_types", None)
-    return index, bool(types) and types[index] == "sliding_attention"
+        _refuse(f"{type(module).__name__}, which has no layer_idx", _OTHER)
+    config = getattr(module, "config", None)
+    types: Any = getattr(config, "layer_types", None)
+    slides = types[index] == "sliding_attention" if types else _sliding.get(id(config)) is config is not None
+    if slides and window is None:
+        _refuse(
+            "a sliding window that the model tells its mask only", "cut the model by pipeline_stage, which finds it"
+        )
+    return index
 
 
+_sliding: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Configs without layer_types whose models asked for a mask with a window, by id: they have no hash."""
+
+_OTHER = "run the model whole, with another attn_implementation"
 _ABOUT_PADDING = (
     "pad on the right, where causal attention does not see it, give padding the label -100 and leave attention_mask out"
 )
@@ -100,13 +135,18 @@ _ABOUT_PADDING = (
 
 def _no_mask(
     *,
+    batch_size: int = 1,
+    q_length: int = 1,
+    kv_length: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     config: Any = None,
     **_: Any,
-) -> None:
+) -> Tensor | None:
     """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
     if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
@@ -116,13 +156,24 @@ def _no_mask(
             "pass the documents' doc_ids to a stage of pipeline_stage",
         )
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        _refuse(f"chunked attention (chunks of {local_size} tokens)", "use another attn_implementation")
+        _refuse(f"chunked attention (chunks of {local_size} tokens)", _OTHER)
     if local_size is None and mask_function is not causal_mask_function:
-        _refuse("a mask that is not causal", "use another attn_implementation")
+        _refuse("a mask that is not causal", _OTHER)
+    if local_size is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
+        _sliding[id(config)] = config
+    record = None if torch.compiler.is_compiling() else current_record()
+    if record is None:
+        return None
+    return record.make_mask((batch_size, 1, q_length, kv_length), local_size, dtype, device)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise ValueError(f'attn_implementation="{_NAME}" does not support {what}: {remedy}')
+
+
+def _refuse_dropout(kind: str, rate: float) -> None:
+    if rate:
+        _refuse(f"{kind} (here {rate})", "set it to 0 in the config before the model is made, or call eval()")
 
 
 transformers.AttentionInterface.register(_NAME, attention)
@@ -158,7 +209,7 @@ def pipeline_stage(
     """
     adapted: Any = model if _is_peft_model(model) else None
     if adapted is not None:
-        _check_adapters(adapted)
+        _check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
@@ -170,14 +221,18 @@ def pipeline_stage(
     path, layers = _find_layers(model)
     cuts = _cuts(balance, len(layers), num_ranks)
     model.set_attn_implementation(_NAME)
+    for layer in layers:
+        config = getattr(_attentions(layer)[0], "config", None)
+        if config is not None:  # it may be a copy of the model's
+            config._attn_implementation = _NAME
 
     skeleton, owners = _skeleton(model, path)
-    before, after, kept = _sides(model, skeleton, path, owners)
+    before, after, kept, whole = _sides(model, skeleton, path, owners)
     stage_of = dict.fromkeys(before, 0) | dict.fromkeys(after, num_ranks - 1)
     for stage in range(num_ranks):
         stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
     tied = _tied(model, stage_of)
-    embedding, head = _shards(model, rank, num_ranks) if vocabulary == "parallel" else (None, None)
+    embedding, head = _shards(model, rank, num_ranks, stage_of) if vocabulary == "parallel" else (None, None)
     if embedding is not None:
         first: Any = model.get_input_embeddings()
         tied = {name: found for name, found in tied.items() if found[0] is not first.weight}
@@ -187,7 +242,7 @@ def pipeline_stage(
     exit = _Exit() if rank < num_ranks - 1 else None
     for name, stage in stage_of.items():
         if stage != rank:
-            _set(skeleton, name, _NoEmbedding() if name in before else _Elsewhere())
+            _set(skeleton, name, _NoEmbedding(entry) if name in before else _Elsewhere())
             continue
         module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
@@ -195,7 +250,7 @@ def pipeline_stage(
         if head is not None and name == head.name:
             module = _Hidden()
         if embedding is not None and name == embedding.name:
-            module = _NoEmbedding()
+            module = _NoEmbedding(entry)
         _set(skeleton, name, module)
     for name in kept:
         _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
@@ -203,7 +258,6 @@ def pipeline_stage(
         _set(skeleton, f"{path}.{stop}", exit)
     if entry is not None:
         _set(skeleton, f"{path}.{start - 1}", entry)
-    _number_layers(skeleton.get_submodule(path), start, stop)
 
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     copies = {
@@ -211,7 +265,15 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    made = CausalLMStage(skeleton, path.rpartition(".")[0], entry, exit, copies, rank == 0, embedding, head)
+    made = CausalLMStage(skeleton, owners[-1], entry, exit, copies, rank == 0, embedding, head, whole.options)
+    records = [whole, *_check_stage(model, made, path, range(start, stop), whole)]
+    for i in range(start, stop):
+        layer = skeleton.get_submodule(f"{path}.{i}")
+        look = _look_at_layer(model, layer, i, records)
+        attention = _attentions(layer)[0]
+        attention.seq1f1b_layer, attention.seq1f1b_window = layer_handle(i), look.asked["window"]
+        made._dropout = max(made._dropout, look.dropout)
+    made.train(model.training)
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
     return made
@@ -238,6 +300,7 @@ class CausalLMStage(nn.Module):
     peft_model: Any
     embedding: VocabularyParallelEmbedding | None
     head: VocabularyParallelHead | None
+    _dropout = 0.0  # of the attention in training
 
     def __init__(
         self,
@@ -249,6 +312,7 @@ class CausalLMStage(nn.Module):
         is_first: bool,
         embedding: VocabularyParallelEmbedding | None = None,
         head: VocabularyParallelHead | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         # The same children, under the same names, as the model's, which is itself not a child.
@@ -256,7 +320,7 @@ class CausalLMStage(nn.Module):
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
-        self._decoder, self._is_first = decoder, is_first
+        self._decoder, self._is_first, self._options = decoder, is_first, options or {}
         self._tied = {name: _name_of(causal_lm, p) for name, p in tied.items()}
         self.train(causal_lm.training)
 
@@ -309,22 +373,33 @@ class CausalLMStage(nn.Module):
             )
         return hidden
 
+    def train(self, mode: bool = True) -> CausalLMStage:
+        """Raises ValueError for a model that would drop what a stage does not."""
+        if mode:
+            _refuse_dropout("attention dropout", self._dropout)
+            _refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
+        return super().train(mode)
+
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        if doc_ids is None:
+            return self._run(x, positions(x)[None], None)
+        return self._run(x, positions(x, doc_ids=doc_ids), doc_ids.to(torch.int32)[:, None, None])
+
+    def _run(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {
             "input_ids" if self._is_first and self.embedding is None else "inputs_embeds": x,
-            "position_ids": positions(x)[None] if doc_ids is None else positions(x, doc_ids=doc_ids),
-            "attention_mask": None if doc_ids is None else doc_ids.to(torch.int32)[:, None, None],
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
             "use_cache": False,
-            "return_dict": True,
         }
         entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
         if entry is not None:
             entry.hidden = x
         if exit is None:
-            logits: Tensor = self.causal_lm(**arguments).logits
+            logits: Tensor = self.causal_lm(**arguments, return_dict=True).logits
             out = logits if self.head is None else self._hidden_in_place_of(logits)
         else:
-            self.get_submodule(self._decoder)(**arguments)
+            self.get_submodule(self._decoder)(**{**self._options, **arguments})
             out = exit.hidden
             exit.hidden = None
         if entry is not None:
@@ -350,10 +425,15 @@ class _Elsewhere(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for an embedding on later stages: zeros that change neither shape nor dtype of what they are added to."""
+    """Stands for an embedding on later stages: zeros of the shape, dtype and device of what the stage is given."""
+
+    def __init__(self, entry: _Entry | None) -> None:
+        super().__init__()
+        self.__dict__["entry"] = entry  # no child
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((1, 1, 1), dtype=torch.uint8)
+        hidden: Tensor = self.__dict__["entry"].hidden
+        return hidden.new_zeros(()).expand_as(hidden)
 
 
 class _Entry(nn.Module):
@@ -375,31 +455,8 @@ class _Exit(nn.Module):
         return hidden_states
 
 
-_POSITIONAL = ("position_ids", "position_embeddings", "cache_position")
-
-
-class _Probe(nn.Module):
-    """A layer while it is found out what a model runs before and after its layers."""
-
-    def __init__(self, index: int, calls: list[Any]) -> None:
-        super().__init__()
-        self.index, self.calls = index, calls
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.index and hidden_states is not self.calls[-1][1]:
-            raise ValueError("its layers do not simply follow one another")
-        given = {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs}
-        for name, value in given.items():
-            if name not in _POSITIONAL and value is not None and not isinstance(value, (bool, int, float, str)):
-                raise ValueError(
-                    f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on"
-                )
-        self.calls.append((self.index, hidden_states.clone()))
-        return self.calls[-1][1]  # type: ignore[no-any-return]
-
-
 def _shards(
-    model: transformers.PreTrainedModel, rank: int, num_ranks: int
+    model: transformers.PreTrainedModel, rank: int, num_ranks: int, sides: Container[str]
 ) -> tuple[VocabularyParallelEmbedding, VocabularyParallelHead]:
     """Rows of the model's embedding and head. Raises ValueError where these cannot be spread over ranks."""
     names = {module: name for name, module in model.named_modules()}
@@ -411,6 +468,8 @@ def _shards(
             what = f"{name!r} is a {type(module).__name__}, not a plain nn.{kind.__name__}"
         elif any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
             what = f"{name!r} has options of nn.Embedding that a shard has not"
+        elif name not in sides:
+            what = f"{name!r} is a part of a module that does more"
         if what:
             raise ValueError(
                 f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="whole"'
@@ -441,7 +500,7 @@ def _is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _check_adapters(model: Any) -> None:
+def _check_adapters(model: Any, num_ranks: int) -> None:
     """Raises unless each adapter lies in one layer and needs nothing beside it."""
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -452,22 +511,27 @@ def _check_adapters(model: Any) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
+        if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
+            raise ValueError(
+                f"adapter {name!r} has ensure_weight_tying=True: its parts at the embedding and at the head are two "
+                "parameters in one memory, which two stages do not share; leave one out of target_modules, "
+                "or set ensure_weight_tying=False"
+            )
 
 
 def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
     """A shallow copy of a peft model, around one stage's part of what it was around."""
-    new, tuner = _shallow(model), _shallow(model.base_model)
+    new, tuner = shallow(model), shallow(model.base_model)
     tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
     return new
 
 
 def _check_config(model: transformers.PreTrainedModel) -> None:
     config = model.config
-    name = type(model).__name__
     head: Any = model.get_output_embeddings()
 
     def refuse(what: str) -> None:
-        raise ValueError(f"{name} cannot be cut into stages that run by segments: {what}")
+        raise ValueError(f"{_cannot(model)}: {what}")
 
     if getattr(model, "_hf_peft_config_loaded", False):
         refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
@@ -540,21 +604,12 @@ def _cuts(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> li
 
 def _skeleton(model: nn.Module, path: str) -> tuple[Any, list[str]]:
     """Copies of the modules that contain the list of layers, and of the list, which share everything below."""
-    skeleton = _shallow(model)
+    skeleton = shallow(model)
     names = path.split(".")
     for i in range(len(names)):
         name = ".".join(names[: i + 1])
-        _set(skeleton, name, _shallow(model.get_submodule(name)))
+        _set(skeleton, name, shallow(model.get_submodule(name)))
     return skeleton, [".".join(names[:i]) for i in range(len(names))]
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    new = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers"):
-        new.__dict__[name] = dict(module.__dict__[name])
-    if isinstance(module, transformers.PreTrainedModel):
-        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # of modules that lie on other stages
-    return new
 
 
 def _set(root: nn.Module, name: str, module: nn.Module) -> None:
@@ -562,14 +617,12 @@ def _set(root: nn.Module, name: str, module: nn.Module) -> None:
     root.get_submodule(parent)._modules[child] = module
 
 
-def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[list[str], list[str], list[str]]:
+def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[list[str], list[str], list[str], Record]:
     """Names of the modules with parameters that the model runs before and after its layers, and of those without any.
 
-    Found by running the model on two tokens with its layers left out.
+    Found by running the model on a few tokens with its layers left out; also returns what the layers would have got.
     """
-    calls: list[Any] = []
-    for i in range(len(model.get_submodule(path))):
-        _set(skeleton, f"{path}.{i}", _Probe(i, calls))
+    layers = model.get_submodule(path)
     others = {}
     for owner in owners:
         parent = model.get_submodule(owner)
@@ -580,49 +633,107 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
             if not f"{path}.".startswith(f"{name}."):
                 others[name] = module
 
+    record = Record()
+    looked_at = twin(skeleton, {layer: Probe(i, record) for i, layer in enumerate(layers)} | _no_head(model))
     seen: dict[str, bool] = {}  # whether a module runs after the layers
-    for name, module in others.items():
-        _set(skeleton, name, _watched(module, partial(_note, seen, name, calls)))
-    device = model.get_input_embeddings().weight.device
-    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    for name in others:
+        looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, seen, name, record))
+    looked_at.get_submodule(owners[-1]).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
+    looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            # The mask says that nothing is padded or packed, which cannot be seen on the meta device.
-            skeleton(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        if [index for index, _ in calls] != list(range(len(model.get_submodule(path)))):
+        with recording(record):
+            record.logits = looked_at(input_ids=_sample(model), use_cache=False, return_dict=True).logits
+        if list(record.calls) != list(range(len(layers))):
             raise ValueError("it does not run its layers once each, in their order")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, *ERRORS) as error:
         raise ValueError(f"{type(model).__name__} does not run as transformers' decoders do: {error}") from error
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
-        raise ValueError(f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}")
+        raise ValueError(
+            f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}; give its "
+            "language model alone, a ...ForCausalLM of its text_config"
+        )
     sided = [name for name in others if name not in kept]
-    return [n for n in sided if not seen[n]], [n for n in sided if seen[n]], kept
+    return [n for n in sided if not seen[n]], [n for n in sided if seen[n]], kept, record
 
 
-def _note(seen: dict[str, bool], name: str, calls: list[Any]) -> None:
-    seen.setdefault(name, bool(calls))
+def _sample(model: Any) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    return torch.arange(1, TOKENS + 1, device="cpu" if weight.is_meta else weight.device)[None] % len(weight)
 
 
-def _watched(module: nn.Module, note: Callable[[], None]) -> nn.Module:
-    """The module with a hook of its own."""
-    new = _shallow(module)
-    new._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
+def _no_head(model: Any) -> dict[nn.Module, nn.Module]:
+    """What a twin has in place of the head of a model without memory, whose logits would need it."""
+    head = model.get_output_embeddings()
+    return {head: _Hidden()} if any(parameter.is_meta for parameter in head.parameters()) else {}
 
-    def hook(*_: Any) -> None:
-        note()
 
-    new.register_forward_pre_hook(hook)
-    return new
+def _note(seen: dict[str, bool], name: str, record: Record, *_: Any) -> None:
+    seen.setdefault(name, bool(record.calls))
+
+
+def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list[Record]) -> AttentionLook:
+    try:
+        with recording(records[0]):
+            return look_at_attention(layer, _attentions(layer)[0], index, records)
+    except ValueError as error:
+        raise ValueError(f"{_cannot(model)}: layer {index}: {error}") from error
+
+
+def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole: Record) -> list[Record]:
+    """Compares what a stage, given the sample in two segments, gives its layers with what the whole model gave them.
+
+    Returns the records of the segments.
+    """
+    entry, exit = stage.__dict__["_entry"], stage.__dict__["_exit"]
+    first = _sample(model) if stage.embedding is None else whole.embedded
+    given, parts, outs = first if own.start == 0 else whole.calls[own.start].hidden, [], []
+    head = model.get_output_embeddings() if exit is None and stage.head is not None and not _no_head(model) else None
+    layers, options = stage.causal_lm.get_submodule(path), (stage.embedding, stage.head, whole.options)
+    assert given is not None
+    try:
+        for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
+            record = Record()
+            instead: dict[nn.Module, nn.Module] = {layers.get_submodule(str(i)): Probe(i, record) for i in own}
+            instead |= {module: module for module in (entry, exit) if module is not None}
+            if stage.head is None and exit is None:
+                instead |= _no_head(stage.causal_lm)
+            looked_at = twin(stage.causal_lm, instead)
+            made = CausalLMStage(looked_at, stage._decoder, entry, exit, {}, own.start == 0, *options)
+            positions = torch.arange(TOKENS, device=given.device)[None, segment]
+            with recording(record):
+                out = made._run(given[:, segment].clone(), positions, None)
+                outs.append(out if head is None else head(out))
+            parts.append(record)
+        compare(whole, parts, own)
+        kind, want = ("logits", whole.logits) if exit is None else (HIDDEN, whole.calls[own.stop].hidden)
+        problem = difference(want, outs)
+        if problem:
+            raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
+    except (ValueError, *ERRORS) as error:
+        raise ValueError(f"{_cannot(model)}: on the stage of layers {own.start} to {own.stop - 1}, {error}") from error
+    return parts
+
+
+def _cannot(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut into stages that run by segments"
 
 
 def _tied(model: nn.Module, stage_of: dict[str, int]) -> dict[str, tuple[nn.Parameter, list[int]]]:
     """Parameters that several stages hold, by their first name, with these stages."""
     holders: dict[int, set[int]] = {}
+    places: dict[Any, tuple[str, int, Tensor]] = {}
     for name, stage in stage_of.items():
-        for parameter in model.get_submodule(name).parameters():
+        for own, parameter in model.get_submodule(name).named_parameters():
             holders.setdefault(id(parameter), set()).add(stage)
+            place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel())
+            other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
+            if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
+                raise ValueError(
+                    f"{other} and {name}.{own} are two parameters in one memory, which stages {its} and {stage} do not "
+                    "share; make them one parameter, or give each memory of its own"
+                )
     return {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
 
 
@@ -632,9 +743,3 @@ def _names(model: nn.Module, parameter: nn.Parameter) -> list[str]:
 
 def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
     return _names(model, parameter)[0]
-
-
-def _number_layers(layers: nn.Module, start: int, stop: int) -> None:
-    for i in range(start, stop):
-        module = _attentions(layers.get_submodule(str(i)))[0]
-        module.seq1f1b_layer, module.seq1f1b_slides = layer_handle(i), _identify(module)[1]

@@ -21,6 +21,7 @@ from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretraine
 
 PREFIX = "base_model.model."  # of peft's names
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+BOTH_ENDS = ["q_proj", "embed_tokens", "lm_head"]
 CONFIGS = {
     "lora": peft.LoraConfig(**LORA),
     "dora": peft.LoraConfig(**{**LORA, "use_dora": True}),
@@ -32,6 +33,7 @@ CONFIGS = {
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     ),
     "oft": peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "replicated layers": peft.LoraConfig(**LORA, layer_replication=[(0, 2), (1, 3)]),
     "norms": peft.LNTuningConfig(target_modules=["input_layernorm"]),
 }
 
@@ -136,12 +138,21 @@ def test_what_lies_below_the_first_adapter_costs_nothing(monkeypatch, first, sch
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "type PROMPT_TUNING"),
         (peft.VeraConfig(r=4, target_modules=["q_proj"]), "type VERA"),
         (peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5], **LORA), "activated by tokens"),
+        (peft.LoraConfig(**{**LORA, "target_modules": BOTH_ENDS, "ensure_weight_tying": True}), "=True: .* one memory"),
     ],
 )
 def test_adapters_that_are_more_than_layers_are_refused_by_name(config, text):
-    model = peft.get_peft_model(build("llama", torch.float32), config)
+    model = peft.get_peft_model(build("llama", torch.float32, tie_word_embeddings=True), config)
     with pytest.raises(ValueError, match=text):
         pipeline_stage(model, 0, 2)
+
+
+def test_adapters_tied_over_embedding_and_head_run_on_one_stage():
+    config = peft.LoraConfig(**{**LORA, "target_modules": BOTH_ENDS, "ensure_weight_tying": True})
+    model = adapted(config, build("llama", tie_word_embeddings=True))
+    with torch.no_grad(), Float64():
+        want = model(batch()[0], use_cache=False).logits
+        torch.testing.assert_close(pipeline_stage(model, 0, 1)(batch()[0]), want, rtol=1e-12, atol=1e-12)
 
 
 def test_adapters_without_peft_s_model_or_without_memory_are_refused():

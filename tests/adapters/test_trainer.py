@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -22,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
-from seq1f1b.transformers import Trainer  # noqa: E402
+from seq1f1b.transformers import Trainer, load_pretrained  # noqa: E402
 
 SEGMENTS = 4
 CONFIG: dict[str, Any] = {
@@ -350,6 +352,59 @@ def test_checkpoints_of_our_own_are_not_pickled(on_two_ranks, tmp_path):
     (tmp_path / "checkpoint-2" / "optimizer-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="not the state that all ranks wrote"):
         train(str(tmp_path), {"max_steps": 4}, True)
+
+
+def resume(folder: str, checkpoint: Any) -> tuple[str, str, float]:
+    trainer, _ = make_trainer(Trainer, folder, {"max_steps": 4})
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    found = error_of(lambda: trainer.train(resume_from_checkpoint=checkpoint))
+    trainer.engine.close()
+    assert all(map(torch.equal, before, trainer.model.parameters())), "weights were loaded"
+    return found
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+@pytest.mark.parametrize("only_model", [False, True])
+def test_a_checkpoint_of_the_plain_trainer_is_not_resumed_in_part(tmp_path, lora, only_model):
+    """Its weights can be taken: the way that the error names."""
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "lora": lora, "save_only_model": only_model}
+    plain, _ = train_plain(tmp_path, settings)
+    folder = str(tmp_path / "checkpoint-2")
+    has = "lacks" if only_model else r"has optimizer.pt and scheduler.pt of the plain Trainer, but not"
+    text = rf"checkpoint-2 {has} optimizer-\*-of-\*.safetensors and scheduler.json, from .* weights only"
+    for checkpoint in (True, folder, Path(folder)):
+        kind, found, _ = resume(str(tmp_path), checkpoint)
+        assert kind == "ValueError" and re.search(text, found), found
+    trainer, _ = make_trainer(Trainer, str(tmp_path), {"max_steps": 1, "lora": lora})
+    load_pretrained(trainer.engine, folder)
+    state = dict(plain.model.named_parameters())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, state[name if lora is None else f"base_model.model.{name}"]), name
+    assert trainer.train().global_step == 1
+    trainer.engine.close()
+
+
+@pytest.mark.parametrize("name", ["scheduler.json", "optimizer-00001-of-00001.safetensors"])
+def test_a_checkpoint_that_lacks_a_part_names_it(tmp_path, name):
+    train(str(tmp_path), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}, save=False)
+    (tmp_path / "checkpoint-2" / name).unlink()
+    kind, text, _ = resume(str(tmp_path), True)
+    missing = re.sub("0000.", "*", name)
+    assert kind == "ValueError" and re.search(rf"checkpoint-2 lacks {re.escape(missing)}, from", text), text
+
+
+def test_ranks_print_no_progress_bars_and_no_warning_of_the_launcher(tmp_path, capsys, caplog):
+    trainer, _ = make_trainer(Trainer, str(tmp_path), {})
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.engine.close()
+    logger = transformers.utils.logging.get_logger("transformers.training_args")
+    text = next(
+        line for line in inspect.getsource(transformers.training_args).splitlines() if "parallel_mode != Para" in line
+    )
+    logger.warning(text)
+    logger.warning("something else")
+    assert "shards" not in capsys.readouterr().err and caplog.messages == ["something else"]
+    assert transformers.utils.logging.is_progress_bar_enabled()
 
 
 # -- what must not go wrong in silence, or hang ------------------------------------------------------------------------

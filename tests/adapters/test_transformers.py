@@ -62,6 +62,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "mixtral": {**GROUPED, "num_local_experts": 4},
+    "phimoe": {  # tells its window to its masks alone
+        **GROUPED, "num_local_experts": 4, "sliding_window": 6, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
+    },
+    "deepseek_v3": {  # heads of 12 for queries and keys, of 8 for values
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+    "modernbert-decoder": {  # has the dtype of its rotary embedding from its embedding
+        "cls_token_id": 1, "sep_token_id": 2, "local_attention": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
 }  # fmt: skip
 
 
@@ -168,6 +180,8 @@ def check(stages: list[Any], want: dict[str, Tensor], scale: float = 1.0, bound:
     for stage in stages:
         first_names = {id(p): name for name, p in stage.tied_parameters.items()}
         for name, parameter in stage.named_parameters():
+            if parameter.grad is None:
+                continue
             name = first_names.get(id(parameter), name)
             seen.add(name)
             found = parameter.grad / scale
@@ -192,6 +206,16 @@ def test_packed_documents_are_as_each_alone(name):
     with Float64():
         want_losses, want = run_documents(copy.deepcopy(model))
     losses, stages, _ = run_pipeline(model, kwargs={"doc_ids": doc_ids()})
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
+@pytest.mark.parametrize(("nope", "value"), [(8, 8), (8, 12), (4, 12), (1, 16)])
+def test_heads_of_values_may_be_smaller_or_larger_than_those_of_keys(nope, value):
+    model = build("deepseek_v3", qk_nope_head_dim=nope, v_head_dim=value)
+    with Float64():
+        want_losses, want = run_whole(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model)
     torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
     check(stages, want)
 
@@ -474,6 +498,36 @@ def test_other_stages_hold_no_memory_and_a_model_without_any_is_cut_too():
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 
+EXPERTS = {**GROUPED, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def other_family(name: str, **options: Any) -> Any:
+    """Without memory: it is refused before there are weights."""
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[name](**{**COMMON, **options})
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def given_more(model: Any) -> Any:
+    """The attention function gets an argument that nobody knows."""
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs, temperature=0.5)
+    return model
+
+
+def with_torch_s_own(model: Any) -> Any:
+    """One layer attends by itself."""
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    return model
+
+
+def in_one_memory(model: Any) -> Any:
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach())
+    return model
+
+
 def cut(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: pipeline_stage(build(name, **options), 0, 2)
 
@@ -481,7 +535,21 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        (lambda: run_pipeline(build("llama", attention_dropout=0.1)), "attention dropout"),
+        (cut("llama", attention_dropout=0.1), "attention dropout"),
+        (cut("gpt2", attn_pdrop=0.1), "attention dropout"),
+        (cut("modernbert-decoder", attention_dropout=0.1), "attention dropout"),
+        (cut("opt", layerdrop=0.1), "layerdrop"),
+        (cut("deepseek_v3", v_head_dim=260), "layer 0: head_dim is 260, must be at most 256"),
+        (lambda: pipeline_stage(other_family("gpt_oss", **EXPERTS), 0, 2), r"GptOss.*layer 0: .* attention sinks"),
+        (lambda: pipeline_stage(other_family("granite_swa", **GROUPED), 1, 2), r"layer 2: .* attention sinks"),
+        (lambda: pipeline_stage(other_family("diffllama"), 0, 2), "layer 0: it runs attention more than once"),
+        (lambda: pipeline_stage(other_family("bert", is_decoder=True), 0, 2), "BertLMHeadModel"),
+        (lambda: pipeline_stage(given_more(build("llama")), 0, 2), "layer 0: its attention is given 'temperature'"),
+        (lambda: pipeline_stage(with_torch_s_own(build("llama")), 0, 2), "layer 1: LlamaAttention does not call"),
+        (
+            lambda: pipeline_stage(in_one_memory(build("llama")), 0, 2),
+            r"embed_tokens.weight and lm_head.weight are two",
+        ),
         (cut("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (cut("gemma2", use_bidirectional_attention=True), "not causal"),
         (cut("mixtral", output_router_logits=True), "router"),
@@ -494,6 +562,40 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
 def test_what_cannot_be_cut_or_run_says_so(act, text):
     with pytest.raises(ValueError, match=text):
         act()
+
+
+def test_attention_dropout_is_none_in_evaluation_and_refused_before_a_step():
+    model = build("gpt2", attn_pdrop=0.1).eval()
+    want = copy.deepcopy(model)(batch()[0]).logits
+    stage = pipeline_stage(model, 0, 1)
+    with Float64():
+        torch.testing.assert_close(stage.eval()(batch()[0]), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"attention dropout \(here 0.1\): set it to 0"):
+        stage.train()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "modernbert-decoder", "deepseek_v3", "mixtral"])
+def test_another_default_device_changes_nothing(name):
+    """ "meta" stands for a GPU beside stages on the CPU."""
+    model = build(name)
+    x, (tokens, _) = torch.randn(M, TOKENS, 32, dtype=torch.float64), batch()
+    want = pipeline_stage(copy.deepcopy(model), 1, 2)(x)
+    with torch.device("meta"):
+        found = pipeline_stage(copy.deepcopy(model), 1, 2)(x)
+        first = pipeline_stage(copy.deepcopy(model), 0, 2)(tokens)
+    assert torch.equal(found, want) and first.device.type == "cpu"
+
+
+def test_a_cut_leaves_no_trace_in_the_model_and_takes_no_number():
+    model = build("phimoe")
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    hooks = [(m, dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+    before, state, modes = torch.get_rng_state(), model.config.to_dict(), [m.training for m in model.modules()]
+    pipeline_stage(model, 1, 2)
+    assert torch.equal(torch.get_rng_state(), before) and not calls
+    assert model.config.to_dict() == state and modes == [m.training for m in model.modules()]
+    assert all((m._forward_hooks, m._forward_pre_hooks) == (hook, pre) for m, hook, pre in hooks)
 
 
 def test_other_families_are_refused_by_name():
@@ -533,6 +635,10 @@ def test_the_attention_alone_refuses_what_it_would_get_wrong():
     )
     with pytest.raises(ValueError, match="sinks"):
         sinks(tokens, use_cache=False)
+    windowed = build("phimoe")
+    windowed.set_attn_implementation("seq1f1b")
+    with pytest.raises(ValueError, match="tells its mask only: cut the model by pipeline_stage"):
+        windowed(tokens, use_cache=False)
 
 
 # -- the example -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,323 @@
+"""What a model of transformers gives each of its layers, and a layer its attention, on a few tokens.
+
+``pipeline_stage`` records it for the whole model, and for a stage that gets the same tokens in two segments; what
+differs is refused. The modules that train are not touched: twins of them run, which share their tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__: list[str] = []
+
+TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
+_POSITIONAL = ("position_ids", "position_embeddings", "cache_position")
+HIDDEN = "hidden states"
+ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
+_WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+
+
+# -- twins -------------------------------------------------------------------------------------------------------------
+
+
+def shallow(module: nn.Module) -> Any:
+    """A copy that shares everything below, and to which other modules can be given."""
+    new = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        new.__dict__[name] = dict(module.__dict__[name])
+    if isinstance(module, transformers.PreTrainedModel):
+        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # of modules that lie on other stages
+    return new
+
+
+def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
+    """A copy of the module and of all below it, in evaluation mode, which shares their tensors.
+
+    Tensors on the meta device become some with values.
+
+    Args:
+        instead: modules of the twin in place of some of the module's.
+    """
+    made = dict(instead)
+
+    def copied(own: nn.Module) -> nn.Module:
+        if own not in made:
+            new = made[own] = shallow(own)
+            new.training = False
+            for tensors in (new._parameters, new._buffers):
+                tensors.update({name: _with_values(t) for name, t in tensors.items() if t is not None and t.is_meta})
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+                new.__dict__[name] = OrderedDict(own.__dict__[name])
+            new._modules = {name: child if child is None else copied(child) for name, child in own._modules.items()}
+        return made[own]
+
+    return copied(module)
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    """Equal for equal shapes. Each row of a matrix is the one before, moved by an element: this takes little memory."""
+    count = max(1, sum(size - 1 for size in tensor.shape) + 1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        values = torch.rand(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        values += 0.5 if tensor.dim() < 2 else -0.5  # scales and frequencies, or weights of sums
+    else:
+        values = torch.arange(count, device="cpu")
+    return values.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One layer's call."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[str, Any]
+    """Hidden states and arguments by name, as they were then."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A causal mask that nobody changed."""
+
+    window: int | None
+
+
+@dataclass
+class Record:
+    """What the layers of a model got, and what the model made of what they returned."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    last: Tensor | None = None
+    embedded: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the decoder was told beside its input: flags and numbers."""
+    logits: Any = None
+    masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
+
+    def make_mask(self, shape: tuple[int, ...], window: int | None, dtype: Any, device: Any) -> Tensor:
+        """In place of a mask that the model asks for, a tensor that is known again where it arrives."""
+        mask = torch.zeros(shape, dtype=dtype, device=device)
+        self.masks.append((mask, Mask(window)))
+        return mask
+
+    def mask_of(self, tensor: Tensor) -> Mask | None:
+        """The mask that the tensor is, or is a view of; None if the model made or changed it."""
+        for own, mask in self.masks:
+            if tensor.untyped_storage()._cdata == own.untyped_storage()._cdata and own._version == 0:
+                return mask
+        return None
+
+    def note_decoder(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Hook of the decoder."""
+        self.options = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
+
+    def note_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        """Hook of the embedding."""
+        self.embedded = out.clone()
+
+
+_recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Has the masks made by the record; takes no random numbers and makes no graph."""
+    token = _recording.set(record)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        _recording.reset(token)
+
+
+def current_record() -> Record | None:
+    return _recording.get()
+
+
+class Probe(nn.Module):
+    """In the place of a layer: notes what it is given, and returns hidden states of another direction."""
+
+    def __init__(self, index: int, record: Record) -> None:
+        super().__init__()
+        self.index, self.record = index, record
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        record = self.record
+        if record.last is not None and hidden_states is not record.last:
+            raise ValueError("its layers do not simply follow one another")
+        if self.index in record.calls:
+            raise ValueError("it runs a layer more than once")
+        given = {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs}
+        known = {name: pytree.tree_map(lambda leaf, name=name: self._keep(name, leaf), x) for name, x in given.items()}
+        hidden = hidden_states.clone()
+        record.calls[self.index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
+        record.last = hidden.roll(1, -1)
+        return record.last
+
+    def _keep(self, name: str, leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        if isinstance(leaf, Tensor):
+            mask = self.record.mask_of(leaf)
+            if mask is not None:
+                return mask
+            if name in _POSITIONAL:
+                return leaf.clone()
+        raise ValueError(f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on")
+
+
+# -- a stage and the whole model ---------------------------------------------------------------------------------------
+
+
+def compare(whole: Record, parts: Sequence[Record], layers: range) -> None:
+    """Raises ValueError if a stage gives one of its layers something else than the whole model does."""
+    for i in layers:
+        want, found = whole.calls[i].given, [part.calls[i].given if i in part.calls else {} for part in parts]
+        for name in dict.fromkeys(name for given in (want, *found) for name in given):
+            problem = difference(want.get(name), [given.get(name) for given in found])
+            if problem:
+                raise ValueError(f"layer {i} gets other {name!r} than in the whole model: {problem}")
+
+
+def difference(whole: Any, parts: Sequence[Any]) -> str:
+    """What differs between a value of the whole sample and those of its segments; empty if nothing does."""
+    leaves, spec = pytree.tree_flatten(whole)
+    flat = [pytree.tree_flatten(part) for part in parts]
+    if any(other != spec for _, other in flat):
+        return f"of the form {flat[0][1]}, there {spec}"
+    for i, want in enumerate(leaves):
+        found = [values[i] for values, _ in flat]
+        if isinstance(want, Tensor) and all(isinstance(value, Tensor) for value in found):
+            problem = _difference_of_tensors(want, found)
+        else:
+            problem = "" if all(type(v) is type(want) and v == want for v in found) else f"{found[0]!r}, there {want!r}"
+        if problem:
+            return problem
+    return ""
+
+
+def _difference_of_tensors(whole: Tensor, parts: Sequence[Tensor]) -> str:
+    if any(part.dtype != whole.dtype for part in parts):
+        return f"of dtype {parts[0].dtype}, there {whole.dtype}"
+    lengths = (BORDER, TOKENS - BORDER)
+    dims = [
+        dim
+        for dim in range(whole.dim())
+        if all(
+            part.shape == (*whole.shape[:dim], n, *whole.shape[dim + 1 :])
+            for part, n in zip(parts, lengths, strict=True)
+        )
+    ]
+    if whole.dim() and dims and whole.shape[dims[0]] == TOKENS:
+        pairs = [(whole, torch.cat(list(parts), dims[0]))]
+    elif all(part.shape == whole.shape for part in parts):
+        pairs = [(whole, part) for part in parts]
+    else:
+        return (
+            f"of shapes {[tuple(p.shape) for p in parts]} for {lengths} tokens, there {tuple(whole.shape)} for {TOKENS}"
+        )
+    return next(filter(None, (_difference_of_values(want, found) for want, found in pairs)), "")
+
+
+def _difference_of_values(want: Tensor, found: Tensor) -> str:
+    if torch.equal(want, found):
+        return ""
+    if not (want.is_floating_point() or want.is_complex()):
+        return f"{found.tolist()}, there {want.tolist()}"
+    # Kernels may round by shape; a mistake is larger.
+    bound = torch.finfo(want.dtype).eps ** 0.5 * float(want.abs().nan_to_num(posinf=0).max())
+    if torch.allclose(found, want, rtol=0, atol=bound, equal_nan=True):
+        return ""
+    return f"values differ by {float((found - want).abs().max()):.1e}, the largest is {float(want.abs().max()):.1e}"
+
+
+# -- the attention of a layer ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AttentionLook:
+    """In the place of an attention's layer index, while it is looked at what the layer asks for."""
+
+    index: int
+    record: Record
+    calls: int = 0
+    asked: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.0
+
+    def note(self, asked: dict[str, Any], mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
+        """Takes the window of the mask into what is asked for, and checks the rest."""
+        self.calls += 1
+        self.asked, self.dropout = asked, dropout
+        if self.calls > 1:
+            raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
+        for name in others.keys() - self.record.calls[self.index].given.keys() - _WITHOUT_EFFECT:
+            if others[name] is not None and others[name] is not False:
+                raise ValueError(f"its attention is given {name!r}, which is not known here")
+        if mask is None:
+            return
+        known, window = self.record.mask_of(mask), asked["window"]
+        if known is None:
+            raise ValueError("its attention gets a mask that the model has made or changed itself")
+        if window not in (None, known.window):
+            raise ValueError(f"its attention is told a window of {window} tokens, its mask one of {known.window}")
+        asked["window"] = known.window
+
+
+def look_at_attention(layer: nn.Module, attention: Any, index: int, records: Sequence[Record]) -> AttentionLook:
+    """What the attention of a layer asks for in the whole sample.
+
+    Args:
+        records: of the whole model, and of the segments.
+    Raises:
+        ValueError: it asks for something else in segments, or for what ``attn_implementation="seq1f1b"`` does not do.
+    """
+    looks = [AttentionLook(index, record) for record in records]
+    for look in looks:
+        _look(layer, attention, look)
+    for name, want in looks[0].asked.items():
+        problem = difference(want, [look.asked[name] for look in looks[1:]])
+        if problem:
+            raise ValueError(f"its attention gets other {name} in segments than in the whole sequence: {problem}")
+    return looks[0]
+
+
+def _look(layer: nn.Module, attention: Any, look: AttentionLook) -> None:
+    """Runs a twin of a layer until its attention has returned, as in training."""
+    call = look.record.calls[look.index]
+    before = attention.__dict__.get("seq1f1b_layer")
+    attention.seq1f1b_layer = look  # of the attention itself, to which a replaced forward may be bound
+    try:
+        inside = twin(attention, {})
+        inside.training = True
+        inside.register_forward_hook(_stop)
+        with suppress(_Attended):
+            twin(layer, {attention: inside})(call.hidden, *call.args, **call.kwargs)
+    except ERRORS as error:
+        raise ValueError(f"it does not run alone: {error}") from error
+    finally:
+        attention.seq1f1b_layer = before
+    if not look.calls:
+        raise ValueError(f"{type(attention).__name__} does not call the function of its config's attn_implementation")
+
+
+class _Attended(Exception):
+    """What was to be seen has been seen."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Attended
