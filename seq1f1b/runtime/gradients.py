@@ -114,13 +114,14 @@ class StepGradients:
                 parameter.grad = self._before[id(parameter)]
 
     def _grown_in_place(self) -> list[Tensor]:
-        """Gradients to which the step adds what is divided later: multiplied before, they come out as they were.
+        """Gradients to which the step adds what is divided later: multiplied before, they come out as they were, to the
+        last bit or the one before it.
 
         Setting them aside would take a second buffer, and DDP's lie in a bucket that the next reduction overwrites.
         """
         if self._divisor == 1:
             return []
-        own = (p.grad for p in self._parameters if id(p) not in self._before)
+        own = (p.grad for p in self._parameters if p.requires_grad and id(p) not in self._before)
         return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
 
 

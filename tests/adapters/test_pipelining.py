@@ -291,6 +291,27 @@ def test_a_step_divides_only_what_it_adds():
     run_processes(2, accumulated, variants)
 
 
+def frozen_and_unused(rank: int, world: int) -> None:
+    """Gradients to which a step adds nothing: bits of a frozen parameter's, and of all where M is a power of two."""
+    for M in (3, 4):
+        module = nn.Linear(4, 4)
+        module.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
+        module.unused = nn.Parameter(torch.randn(9))
+        module.frozen.grad, module.unused.grad = torch.randn(9), torch.randn(9)
+        before = gradients(module)
+        schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), M, F.mse_loss, n_segments=2)
+        x = torch.randn(M, 6, 4)
+        for _ in range(2):
+            schedule.step(*((x,) if rank == 0 else ()), target=x if rank == world - 1 else None)
+        assert torch.equal(module.frozen.grad, before["frozen"])
+        torch.testing.assert_close(module.unused.grad, before["unused"], rtol=0 if M == 4 else 5e-7, atol=0)
+        schedule.close()
+
+
+def test_gradients_to_which_a_step_adds_nothing():
+    run_processes(1, frozen_and_unused)
+
+
 def as_torch_with_one_division(rank: int, world: int) -> None:
     """Two steps of torch's schedule whose sums are divided once: the same bits, as M is a power of two."""
     M, config = 4, Config(kv_heads=2)

@@ -12,6 +12,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
 import seq1f1b
@@ -274,6 +275,29 @@ def test_the_report_of_an_engine(report):
         lines = str(each).splitlines()
         assert lines[1].split() == ["rank", "busy", "s", "busy", *CAUSES]
         assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[4:] == [each.advice]
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_report_counts_the_layers_of_a_stage(ranks, segments):
+    config = Config(layers=5)
+    model = whole_model(config)
+    tokens, target = batch(config, 2, 12)
+
+    def run(group):
+        stage = stage_of(model, config, group.rank, ranks)
+        engine = seq1f1b.PipelineEngine(
+            stage, num_microbatches=2, num_segments=segments, loss_fn=cross_entropy, group=group
+        )
+        engine.step(tokens, target=target)
+        trained = engine.report(gather=True)
+        engine.eval(tokens, target=target)
+        return len(stage.blocks), trained, engine.report(gather=True)
+
+    results = run_ranks(ranks, run)
+    for each in results[0][1:]:
+        assert each._times.layers == tuple(layers for layers, *_ in results)
+        assert sum(each._times.layers) == config.layers
 
 
 def test_a_file_of_reports(report, tmp_path, capsys):
