@@ -351,11 +351,16 @@ class PipelineEngine:
 
     def _wrapped_modules(self) -> list[nn.Module]:
         """The same modules as they were given: under DDP or not."""
-        modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
+        return [module for _, module in self._placed_modules()]
+
+    def _placed_modules(self) -> list[tuple[str, nn.Module]]:
+        """The same, each with its place in words."""
+        stages = self._stages.items()
+        modules = [(f"stage {i}", stage.module) for i, stage in stages if isinstance(stage.module, nn.Module)]
         if self._options.embedding is not None:
-            modules.insert(0, self._options.embedding)
+            modules.insert(0, ("the embedding", self._options.embedding))
         if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
-            modules.append(self._options.loss_fn)
+            modules.append(("the loss", self._options.loss_fn))
         return modules
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -483,7 +488,8 @@ class PipelineEngine:
 
         self._tier = self._make_tier()
         self._stages = self._make_stages(modules)
-        self._tied = TiedParameters(self.modules(), self._group)
+        placed = [(place, without_wrapper(module)) for place, module in self._placed_modules()]
+        self._tied = TiedParameters(placed, self._group)
         self._cache = _C.kv_cache_create()
         self._ends: dict[Edge, Any] = {}
         self._program = self._lower(self.schedule.handle)

@@ -143,6 +143,9 @@ def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype 
         session.end()
     comparison = _Comparison(engine, truth if wide is not None else plain, plain, found, exact)
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
+    if engine._tied.equal:
+        more = f" and {len(engine._tied.equal) - 1} more pairs" if len(engine._tied.equal) > 1 else ""
+        notes.append(f"Assumed not to be tied, though bit-equal: {engine._tied.equal[0]}{more}.")
     notes.insert(0, f"Reference: the stages in a chain, one segment, one micro-batch at a time, in {shown}.")
     cause = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with" if where else ""
     return comparison.verdict(notes, cause)
@@ -223,15 +226,11 @@ class _Origin:
     """Notes the first module whose output is not finite."""
 
     def __init__(self, engine: PipelineEngine) -> None:
-        self._modules, self._first = engine.modules(), ""
+        self._modules, self._first = engine._placed_modules(), ""
         self._hooks: list[Any] = []
-        self._places = [f"stage {index}" for index in engine.stages]
-        if engine._options.embedding is not None:
-            self._places.insert(0, "the embedding")
-        self._places.append("the loss")
 
     def __enter__(self) -> _Origin:
-        for place, module in zip(self._places, self._modules, strict=False):
+        for place, module in self._modules:
             for name, part in module.named_modules():
                 text = f"{place}, {name or 'itself'} ({type(part).__name__}) returns"
                 self._hooks.append(part.register_forward_hook(self._note(text)))
