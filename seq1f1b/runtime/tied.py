@@ -45,10 +45,12 @@ class TiedParameters:
                         raise ValueError(
                             f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank"
                         )
-                    self._own.setdefault(name, []).append(parameter)
+                    own = self._own.setdefault(name, [])
+                    if not any(parameter is copy for copy in own):  # one parameter at both ends of one stage
+                        own.append(parameter)
         self._before: dict[str, list[Tensor | None]] = {}
 
-    def meet(self) -> None:
+    def meet(self, beside: Callable[[], Any] | None = None) -> list[Any]:
         """Finds the copies, and makes them equal. Collective over the pipeline, within a step or between two.
 
         A rank may fail when others have not yet left; so all meet again after a failed step.
