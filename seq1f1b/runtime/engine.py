@@ -27,6 +27,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.looks import look_at_targets, sample_of
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -658,7 +659,9 @@ class PipelineEngine:
             if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
                 check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
-            self._tied.meet()
+            samples = self._tied.meet(lambda: self._samples(arguments))
+            if self.has_last:
+                look_at_targets(samples)
             accumulators = self._enter_grad_dtype() if step.training else []
             if step.training:
                 self._tied.begin_step()
@@ -719,6 +722,13 @@ class PipelineEngine:
             order.schedule if arguments.rows is not None else None,
         )
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _samples(self, arguments: StepArguments) -> list[Any]:
+        """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
+        if self.num_segments == 1 and arguments.rows is None:
+            return [None, None]
+        tokens = sample_of(arguments.inputs, self.seq_dim) if self.has_first else None
+        return [tokens, sample_of(arguments.target, self.seq_dim) if self.has_last else None]
 
     def _shard_steps(self, training: bool, schedule: Schedule) -> tuple[HeadStep | None, EmbeddingStep | None]:
         """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""
@@ -793,11 +803,38 @@ class PipelineEngine:
         unit = _last_unit(executor)
         explained = error
         if not isinstance(error, _C.PipelineError):
-            explained = _explain(error, unit)
+            explained = _explain(error, unit, self._hint(error, executor))
             place = f"{unit}: " if unit else ""
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
         self._group.end_step(failed=True)
         return explained
+
+    def _hint(self, error: BaseException, executor: Any) -> str:
+        """What an error in a forward is likely to mean."""
+        unit = unit_of(_C.executor_last_unit(executor)) if executor is not None else None
+        if (
+            unit is None
+            or unit.kind != "F"
+            or unit.stage == 0
+            or not any(text in str(error) for text in _TOKENS_WANTED)
+        ):
+            return ""
+        stage = self._stages[unit.stage]
+        if not any(isinstance(part, nn.Embedding) for module in stage.modules for part in module.modules()):
+            return ""
+        return (
+            f". Stage {unit.stage} received hidden states from stage {unit.stage - 1} and treats them as tokens: did "
+            "every rank build the whole model? Give each rank the layers of its own stages"
+        )
+
+
+# What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
+_TOKENS_WANTED = (
+    "for argument #1 'indices'",
+    "used as indices must be",
+    "values to unpack",
+    "one_hot is only applicable",
+)
 
 
 def _last_unit(executor: Any) -> str:
@@ -808,16 +845,16 @@ def _last_unit(executor: Any) -> str:
     return f"[{unit.stage}]{unit}"
 
 
-def _explain(error: BaseException, unit: str) -> BaseException:
-    """The error with its unit in front.
+def _explain(error: BaseException, unit: str, hint: str) -> BaseException:
+    """The error with its unit in front, and a hint behind it.
 
     An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
     """
     failure = _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
         error = failure
-    if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
-        error.args = (f"{unit}: {error}",)
+    if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
+        error.args = (f"{unit}: {error}{hint}",)
     return error
 
 

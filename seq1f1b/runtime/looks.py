@@ -429,3 +429,38 @@ _LOOKS: dict[str, _Look] = {
     **dict.fromkeys(("roll", "flip"), _look_at_shift),
     **dict.fromkeys(("feature_dropout", "dropout1d", "dropout2d", "dropout3d"), _look_at_shared_dropout),
 }
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
+
+
+def sample_of(value: Any, dim: int) -> Any:
+    """Some elements of what is given as tokens, or as their targets; None if it is nothing that can be compared.
+
+    Returns:
+        Its shape, whether it changes along its tokens, and the elements.
+    """
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() <= dim:
+        return None
+    changes = bool((value.narrow(dim, 1, value.shape[dim] - 1) != value.narrow(dim, 0, value.shape[dim] - 1)).any())
+    elements = value.reshape(-1)[:: value.numel() // _SAMPLE | 1]  # odd, so that it is in no step with the rows
+    return tuple(value.shape), changes, elements.long().tolist()
+
+
+def look_at_targets(samples: Sequence[Any]) -> None:
+    """Warns where the targets are the tokens themselves. Samples of tokens and targets by rank."""
+    tokens = next((mine for each in samples if each is not None and (mine := each[0]) is not None), None)
+    targets = next((mine for each in samples if each is not None and (mine := each[1]) is not None), None)
+    if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
+        return
+    counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]
+    if len(counted) >= _FEWEST and all(a == b for a, b in counted) and len({b for _, b in counted}) > 1:
+        warnings.warn(
+            "the targets are the tokens themselves, so the model learns to copy: shift them with seq1f1b.shift_labels "
+            "before the step. If each token's own label is what it shall learn, ignore this",
+            stacklevel=3,
+        )

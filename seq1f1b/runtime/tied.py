@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -54,18 +54,23 @@ class TiedParameters:
         """Finds the copies, and makes them equal. Collective over the pipeline, within a step or between two.
 
         A rank may fail when others have not yet left; so all meet again after a failed step.
+
+        Args:
+            beside: makes what is told to the other ranks, too.
+        Returns:
+            what all ranks told so; nothing where they have met before.
         """
         if self._met_in == self._group.epoch:
-            return
+            return []
         described = {
             name: (tuple(own[0].shape), str(own[0].dtype), "trained" if own[0].requires_grad else "frozen")
             for name, own in self._own.items()
         }
         unlisted = self._unlisted() if self.equal is None else []
-        found = self._group.all_gather_object((described, unlisted))
-        everyones: list[dict[str, Any]] = [theirs for theirs, _ in found]
+        found = self._group.all_gather_object((described, unlisted, None if beside is None else beside()))
+        everyones: list[dict[str, Any]] = [theirs for theirs, _, _ in found]
         if self.equal is None:
-            self._look_at_equal([_Unlisted(rank, *entry) for rank, (_, theirs) in enumerate(found) for entry in theirs])
+            self._look_at_equal([_Unlisted(rank, *entry) for rank, each in enumerate(found) for entry in each[1]])
         self._holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
             for name in sorted(set().union(*everyones))
@@ -76,6 +81,7 @@ class TiedParameters:
                 raise ValueError(f"tied parameter {name!r} differs between ranks {holders}: {sorted(kinds)}")
         self._make_equal()
         self._met_in = self._group.epoch
+        return [told for *_, told in found]
 
     def _unlisted(self) -> list[tuple[Any, ...]]:
         """The parameters that are not listed and whose values are not a constant's, for a comparison: see _Unlisted."""
