@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import seq1f1b
 
-VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 256, 8
+VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 240, 8
 TEXT = torch.tensor(list(" ".join(map(str, range(20000))).encode()))
 
 
@@ -79,7 +79,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            print(f"step {step:2}  loss {torch.stack(losses).mean():.2f}")
+            print(f"step {step:2}  loss {torch.stack(losses).mean():.4f}")
 
 
 if __name__ == "__main__":

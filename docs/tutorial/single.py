@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 256, 8
+VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 240, 8
 TEXT = torch.tensor(list(" ".join(map(str, range(20000))).encode()))
 
 
@@ -74,7 +74,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            print(f"step {step:2}  loss {loss.item():.2f}")
+            print(f"step {step:2}  loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":

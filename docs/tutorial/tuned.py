@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import seq1f1b
 from seq1f1b.view.draw import timeline_text
 
-VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 256, 8
+VOCAB, HIDDEN, HEADS, BLOCKS, LENGTH, BATCH = 128, 64, 4, 4, 240, 8
 SHAPE = seq1f1b.ModelShape(
     HIDDEN, BLOCKS, HEADS, kv_heads=HEADS, ffn=8 * HIDDEN // 3, vocab=VOCAB
 )
@@ -102,7 +102,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0 and losses:  # on the last rank
-            print(f"step {step:2}  loss {torch.stack(losses).mean():.2f}")
+            print(f"step {step:2}  loss {torch.stack(losses).mean():.4f}")
     report = engine.report(gather=True)
     if engine.rank == 0:
         most = [rank.stages[0].peak_live_units for rank in report.ranks]

@@ -29,6 +29,7 @@ from seq1f1b.runtime.arguments import (
 from seq1f1b.runtime.blocks import Blocks
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.gradients import REDUCED, StepGradients, growing_wide
+from seq1f1b.runtime.looks import look_at_targets, sample_of
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.orders import has_units, with_options
 from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
@@ -362,11 +363,16 @@ class PipelineEngine:
 
     def _wrapped_modules(self) -> list[nn.Module]:
         """The same modules as they were given: under DDP or not."""
-        modules = [stage.module for stage in self._stages.values() if isinstance(stage.module, nn.Module)]
+        return [module for _, module in self._placed_modules()]
+
+    def _placed_modules(self) -> list[tuple[str, nn.Module]]:
+        """The same, each with its place in words."""
+        stages = self._stages.items()
+        modules = [(f"stage {i}", stage.module) for i, stage in stages if isinstance(stage.module, nn.Module)]
         if self._options.embedding is not None:
-            modules.insert(0, self._options.embedding)
+            modules.insert(0, ("the embedding", self._options.embedding))
         if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
-            modules.append(self._options.loss_fn)
+            modules.append(("the loss", self._options.loss_fn))
         return modules
 
     def clip_grad_norm_(
@@ -507,7 +513,8 @@ class PipelineEngine:
 
         self._tier = self._make_tier()
         self._stages = self._make_stages(modules)
-        self._tied = TiedParameters(self.modules(), self._group)
+        placed = [(place, without_wrapper(module)) for place, module in self._placed_modules()]
+        self._tied = TiedParameters(placed, self._group)
         self._cache = _C.kv_cache_create()
         self._ends: dict[Edge, Any] = {}
         self._program = self._lower(self.schedule.handle)
@@ -678,7 +685,9 @@ class PipelineEngine:
             if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
                 check_equal_rows(self._group, arguments.rows, arguments.plan)
                 self._has_had_rows = True
-            self._tied.meet()
+            samples = self._tied.meet(lambda: self._samples(arguments))
+            if self.has_last:
+                look_at_targets(samples)
             place_views = self._group.place_views
             if self._device_edges is not None:
                 self._device_edges.begin_step(self._group.timeout_s)
@@ -763,6 +772,13 @@ class PipelineEngine:
             )
         return float(last[1])
 
+    def _samples(self, arguments: StepArguments) -> list[Any]:
+        """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
+        if self.num_segments == 1 and arguments.rows is None:
+            return [None, None]
+        tokens = sample_of(arguments.inputs, self.seq_dim) if self.has_first else None
+        return [tokens, sample_of(arguments.target, self.seq_dim) if self.has_last else None]
+
     def _shard_steps(self, training: bool, schedule: Schedule) -> tuple[HeadStep | None, EmbeddingStep | None]:
         """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""
         options, order, first = self._options, schedule.ranks[self.rank], schedule.first_cells
@@ -832,11 +848,38 @@ class PipelineEngine:
         unit = _last_unit(executor)
         explained = error
         if not isinstance(error, _C.PipelineError):
-            explained = _explain(error, unit)
+            explained = _explain(error, unit, self._hint(error, executor))
             place = f"{unit}: " if unit else ""
             self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
         self._group.end_step(failed=True)
         return explained
+
+    def _hint(self, error: BaseException, executor: Any) -> str:
+        """What an error in a forward is likely to mean."""
+        unit = unit_of(_C.executor_last_unit(executor)) if executor is not None else None
+        if (
+            unit is None
+            or unit.kind != "F"
+            or unit.stage == 0
+            or not any(text in str(error) for text in _TOKENS_WANTED)
+        ):
+            return ""
+        stage = self._stages[unit.stage]
+        if not any(isinstance(part, nn.Embedding) for module in stage.modules for part in module.modules()):
+            return ""
+        return (
+            f". Stage {unit.stage} received hidden states from stage {unit.stage - 1} and treats them as tokens: did "
+            "every rank build the whole model? Give each rank the layers of its own stages"
+        )
+
+
+# What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
+_TOKENS_WANTED = (
+    "for argument #1 'indices'",
+    "used as indices must be",
+    "values to unpack",
+    "one_hot is only applicable",
+)
 
 
 def _last_unit(executor: Any) -> str:
@@ -847,8 +890,8 @@ def _last_unit(executor: Any) -> str:
     return f"[{unit.stage}]{unit}"
 
 
-def _explain(error: BaseException, unit: str) -> BaseException:
-    """The error with its unit in front.
+def _explain(error: BaseException, unit: str, hint: str) -> BaseException:
+    """The error with its unit in front, and a hint behind it.
 
     An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
     """
@@ -859,8 +902,8 @@ def _explain(error: BaseException, unit: str) -> BaseException:
         error.args = (
             f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
         )
-    if type(error) in (ValueError, TypeError, RuntimeError) and unit not in str(error):
-        error.args = (f"{unit}: {error}",)
+    if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
+        error.args = (f"{unit}: {error}{hint}",)
     return error
 
 

@@ -4,9 +4,10 @@ A :class:`Watch` is a ``TorchFunctionMode`` around one unit, F0.1, of the first 
 model's Python code calls, with the arguments in the model's own terms. No later step has a mode. Segment 1 is watched
 because only there does an offset differ from 0, and the length of a kept cache from that of a segment.
 
-What is seen are shapes, so two rules keep right models out. A length that is also a size of the stage's weights decides
-nothing but attention, recurrences and batch statistics; and a module that calls ``carry_in`` or ``carry_out`` is
-believed, with all that it calls. :func:`seq1f1b.verify_stage` and ``engine.verify`` decide by numbers.
+What is seen are shapes. Which sizes come from the tokens, :class:`seq1f1b.runtime.lengths.Lengths` tells, by running
+each operation for another number of tokens, too. Where it cannot follow, a size decides that is no size of the stage's
+weights. A module that calls ``carry_in`` or ``carry_out`` is believed, with all that it calls.
+:func:`seq1f1b.verify_stage` and ``engine.verify`` decide by numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from seq1f1b.runtime.lengths import Lengths
 from seq1f1b.runtime.steady import uncompiled
 
 __all__ = ["SegmentWarning"]
@@ -73,8 +76,8 @@ class Looks:
             self._said.add(kind)
             warnings.warn(text, UserWarning, stacklevel=3)
 
-    def watch(self, inputs: Sequence[Any], offset: int, length: int) -> Watch:
-        return Watch(self, inputs, offset, length)
+    def watch(self, given: Iterable[tuple[Any, int | None]], offset: int, length: int) -> Watch:
+        return Watch(self, given, offset, length)
 
     def judge(self, found: Sequence[Finding], attends: bool) -> None:
         """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
@@ -94,16 +97,17 @@ class Watch(TorchFunctionMode):
     """Around one forward of one stage.
 
     Args:
-        inputs: positional arguments of the unit; the first tensor's first dimension is the batch.
+        given: arguments of the unit, each with the dimension of its tokens, None if it has none. The first tensor's
+            first dimension is the batch.
         offset, length: of the segment, in tokens.
     """
 
-    def __init__(self, looks: Looks, inputs: Sequence[Any], offset: int, length: int) -> None:
+    def __init__(self, looks: Looks, given: Iterable[tuple[Any, int | None]], offset: int, length: int) -> None:
         super().__init__()
         self._looks, self._length, self._end = looks, length, offset + length
         self._offset = offset
-        first = next((value for value in inputs if isinstance(value, Tensor) and value.dim()), None)
-        self._batch = 1 if first is None else first.shape[0]
+        tensors = [(tensor, dim) for value, dim in given for tensor in _flat([value]) if isinstance(tensor, Tensor)]
+        self._batch = next((tensor.shape[0] for tensor, _ in tensors if tensor.dim()), 1)
         self._names = {
             id(part): f"{name or 'itself'} ({type(part).__name__})"
             for module in looks.modules
@@ -115,11 +119,18 @@ class Watch(TorchFunctionMode):
         }
         self._tables |= {id(v) for part in parts for v in part.__dict__.values() if isinstance(v, Tensor)}
         sizes = {size for module in looks.modules for p in module.parameters() for size in p.shape}
+        # Whether a size tells by itself that it is one of tokens.
         self._decides = length > 1 and length != self._batch and not {length, self._end} & sizes
+        self._lengths = Lengths(length, {length, self._end, self._batch * length}, self._tables)
+        for tensor, dim in tensors:
+            self._lengths.begin(tensor, dim)
+        self._is_lost = False  # what came in had its tokens elsewhere
         self._found: list[tuple[Finding, tuple[int, ...]]] = []  # with the modules around it, from the innermost
         self._believed: set[int] = set()  # modules that carry state
         self._offset_readers: set[int] = set()
         self._counted: dict[int, Tensor] = {}  # by arange or cumsum over the segment's tokens, or made from such
+        # The same for a number of tokens that may be another number; with the modules around the place.
+        self._guessed: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._cells: Counter[tuple[int, ...]] = Counter()
         self._attends = False
         self._others = ExitStack()
@@ -137,7 +148,8 @@ class Watch(TorchFunctionMode):
         for around, calls in self._cells.items():
             if calls >= self._length > 1:
                 self._find(STATE, f"calls a recurrent cell {calls} times", around)
-        kept = [finding for finding, around in self._found if not self._believed & set(around)]
+        found = () if self._is_lost else self._found
+        kept = [finding for finding, around in found if not self._believed & set(around)]
         self._looks.judge(kept, self._attends)
 
     # -- what operations of ours tell ------------------------------------------------------------------------------
@@ -156,12 +168,20 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")
+        if self._length < 2 and name != "batch_norm":
+            return result
+        result = self._lengths.follow(name, func, args, kwargs, result)
+        if "input" in kwargs:
+            args = (kwargs["input"], *args)
         look = _LOOKS.get(name)
         if look is not None:
             look(self, name, args, kwargs)
-        elif ("attention" in name or "flash_attn" in name) and getattr(func, "namespace", "") != "seq1f1b":
-            _look_at_attention(self, name, args, kwargs)
-        if self._decides:
+        elif "attention" in name or "flash_attn" in name:
+            if getattr(func, "namespace", "") != "seq1f1b":
+                _look_at_attention(self, name, args, kwargs)
+            else:  # queries are (batch, heads, tokens, head_dim)
+                self._is_lost |= self._varying(args[0]) not in (None, [2])
+        if isinstance(result, Tensor):
             self._follow_positions(name, args, kwargs, result)
         return result
 
@@ -181,65 +201,102 @@ class Watch(TorchFunctionMode):
             frame = frame.f_back  # type: ignore[assignment]
         return tuple(found)
 
-    def _is_tokens(self, tensor: Tensor, dim: int) -> bool:
-        """Whether this dimension is that of the tokens, as far as shapes can tell."""
-        if not self._decides or not -tensor.dim() <= dim < tensor.dim():
-            return False
-        size = tensor.shape[dim]
-        if dim % tensor.dim() == 0 and tensor.dim() > 1 and size == self._batch * self._length:
-            return True
-        return size == self._length
+    def _varying(self, tensor: Tensor) -> list[int] | None:
+        """The dimensions whose size comes from the tokens; None if that is not known."""
+        other = self._lengths.shape_of(tensor)
+        return None if other is None else [i for i, size in enumerate(other) if size != tensor.shape[i]]
 
-    def _is_within_tokens(self, tensor: Tensor) -> bool:
-        """Whether the first dimension is that of all tokens of all rows, so that the others are one token's own."""
-        return self._batch > 1 and tensor.dim() > 1 and tensor.shape[0] == self._batch * self._length
+    def _is_tokens(self, tensor: Tensor, dim: int, more: int = 0) -> bool:
+        """Whether this dimension is that of the tokens, and of up to ``more`` others beside them."""
+        if not -tensor.dim() <= dim < tensor.dim():
+            return False
+        varying, dim = self._varying(tensor), dim % tensor.dim()
+        if varying is not None:
+            return dim in varying
+        if not self._decides:
+            return False
+        if tensor.dim() > 1 and tensor.shape[0] == self._batch * self._length:  # all tokens of all rows
+            return dim == 0 or (self._batch == 1 and tensor.shape[dim] == self._length)
+        return self._length <= tensor.shape[dim] <= self._length + more
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return self._varying(tensor) == []
 
     # -- positions -------------------------------------------------------------------------------------------------
 
-    def _follow_positions(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        if not isinstance(result, Tensor):
-            return
-        if name == "arange":
-            around = self._around()
-            if self._starts_at_zero(args, kwargs) and around[:1] and around[0] not in self._offset_readers:
-                self._counted[id(result)] = result
-            return
-        if name == "cumsum" and not args[0].is_floating_point():
+    def _follow_positions(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
+        tensors = [value for value in _flat(args) if isinstance(value, Tensor)]
+        is_of_table = bool(tensors) and id(tensors[0]) in self._tables
+        is_sure = bool(self._varying(result))
+        if name in ("arange", "linspace", "tensor") and not tensors:
+            around = self._around() if self._is_count(name, args, kwargs, result) else ()
+            if around and around[0] not in self._offset_readers:
+                if is_sure:
+                    self._counted[id(result)] = result
+                else:
+                    self._guessed[id(result)] = (result, around)
+        elif name == "cumsum" and not args[0].is_floating_point():
             dim = _argument(args, kwargs, 1, "dim")
             if isinstance(dim, int) and self._is_tokens(args[0], dim):
                 self._counted[id(result)] = result
-            return
-        if name in ("getitem", "narrow") and args and id(args[0]) in self._tables and self._is_first_rows(name, args):
-            self._find(POSITIONS, f"takes the first {self._length} rows of a table in every segment")
-        elif name in ("getitem", "index_select", "embedding") and any(self._is_counted(a) for a in _flat(args)):
-            if name == "embedding" or (id(args[0]) in self._tables and not self._is_counted(args[0])):
-                self._find(POSITIONS, f"counts the {self._length} tokens of every segment")
-            elif self._is_counted(args[0]) and not any(isinstance(a, Tensor) for a in _flat(args[1:])):
-                self._counted[id(result)] = result
-        elif any(self._is_counted(a) for a in args):
-            self._pass_on(name, args, result)
+        elif name in ("getitem", "narrow") and is_of_table and self._is_first_rows(name, args):
+            if is_sure:
+                self._find(POSITIONS, f"takes the first {self._length} rows of a table in every segment")
+            else:
+                self._guessed[id(result)] = (result, self._around())
+        elif any(map(self._is_counted, tensors)):
+            self._pass_on(name, args, tensors, result)
+        elif any(id(tensor) in self._guessed for tensor in tensors):
+            self._pass_guess_on(name, tensors, result)
+        elif self._lengths.failed and name in _COMBINES and any(map(self._is_table, tensors)):
+            self._find(POSITIONS, f"has a table of {self._length} rows, the same for every segment")
 
-    def _pass_on(self, name: str, args: Any, result: Tensor) -> None:
+    def _pass_on(self, name: str, args: Any, tensors: list[Tensor], result: Tensor) -> None:
         """An operation on counted positions: are they still that, or used as such?"""
-        if name in _SHAPES or (name in _SHIFTS and self._keeps_zero(args)):
-            self._counted[id(result)] = result
-        elif name in _USES and result.is_floating_point():
+        is_counted = self._is_counted(tensors[0])
+        if name in ("getitem", "index_select", "embedding"):
+            is_used = name == "embedding" or (id(tensors[0]) in self._tables and not is_counted)
+            is_same = is_counted and len(tensors) == 1
+        else:
+            others = [tensor for tensor in tensors if not self._is_counted(tensor)]
+            is_used = name in _USES or (name in _COMBINES and any(map(self._varying, others)))
+            is_used &= result.is_floating_point()
+            is_same = name in _SHAPES or (name in _SHIFTS and self._keeps_zero(args)) or name in ("mul", "rmul", "imul")
+        if is_used:
             self._find(POSITIONS, f"counts the {self._length} tokens of every segment")
+        elif is_same:
+            self._counted[id(result)] = result
+
+    def _pass_guess_on(self, name: str, tensors: list[Tensor], result: Tensor) -> None:
+        """The same for what counts to a number that need not be that of the tokens, as ``arange(len(x[0]))``: it counts
+        the tokens if what was computed from it fits only a segment as long as this one."""
+        guess, around = next(self._guessed[id(t)] for t in tensors if id(t) in self._guessed)
+        if all(map(self._is_constant, tensors)):
+            self._guessed[id(result)] = (result, around)
+        elif self._lengths.failed and name in _COMBINES and guess.is_floating_point():
+            self._find(POSITIONS, f"counts the {self._length} tokens of every segment", around)
 
     def _keeps_zero(self, args: Any) -> bool:
         """Whether what is added is a number other than the segment's offset."""
         others = [value for value in args if not self._is_counted(value)]
         return bool(others) and all(isinstance(v, (int, float)) and v != self._offset for v in others)
 
+    def _is_table(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._tables and tensor.is_floating_point()
+
     def _is_counted(self, value: Any) -> bool:
         return id(value) in self._counted
 
-    def _starts_at_zero(self, args: Any, kwargs: Any) -> bool:
-        bounds = [value for value in args if not isinstance(value, Tensor)]
-        start = kwargs.get("start", bounds[0] if len(bounds) > 1 else 0)
-        end = kwargs.get("end", bounds[0] if len(bounds) == 1 else bounds[1] if len(bounds) > 1 else None)
-        step = kwargs.get("step", bounds[2] if len(bounds) > 2 else 1)
-        return (start, end, step) == (0, self._length, 1)
+    def _is_count(self, name: str, args: Any, kwargs: Any, result: Tensor) -> bool:
+        """Whether it has a number for each token, and the first one is not the segment's offset."""
+        if result.shape != (self._length,):
+            return False
+        if name == "tensor":
+            is_count = not result.is_floating_point() and result.dtype != torch.bool
+            return is_count and bool((result.diff() == 1).all()) and int(result[0]) != self._offset
+        start = kwargs.get("start", args[0] if len(args) > 1 else 0)
+        step = kwargs.get("step", args[2] if len(args) > 2 and name == "arange" else 1)
+        return bool(step == 1 and start != self._offset)
 
     def _is_first_rows(self, name: str, args: Any) -> bool:
         table = args[0]
@@ -253,13 +310,18 @@ class Watch(TorchFunctionMode):
 # Operations on positions that leave them what they are; that may shift them; that use them.
 _SHAPES = frozenset(
     ("to", "float", "double", "type", "type_as", "int", "long", "half", "bfloat16", "unsqueeze", "squeeze", "view",
-     "reshape", "expand", "expand_as", "repeat", "clone", "contiguous", "detach", "flatten", "transpose")
+     "reshape", "expand", "expand_as", "repeat", "clone", "contiguous", "detach", "flatten", "transpose", "clamp",
+     "neg", "permute", "unflatten", "broadcast_to", "tile", "movedim", "stack",
+     "where", "masked_fill")
 )  # fmt: skip
-_SHIFTS = frozenset(("add", "radd", "sub"))
+_SHIFTS = frozenset(("add", "radd", "iadd", "sub", "isub"))
 _USES = frozenset(
     ("mul", "rmul", "outer", "ger", "einsum", "matmul", "rmatmul", "mm", "bmm", "sin", "cos", "div", "truediv", "pow",
-     "rpow", "exp")
+     "rpow", "exp", "imul", "multiply", "divide", "itruediv", "linear", "log", "log1p", "sqrt", "reciprocal")
 )  # fmt: skip
+_COMBINES = frozenset(
+    ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "multiply", "lerp", "where")
+)
 
 
 def _flat(values: Any) -> list[Any]:
@@ -277,25 +339,31 @@ def _look_at_attention(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     query, key = _argument(args, kwargs, 0, "query"), _argument(args, kwargs, 1, "key")
     if not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return
-    is_torchs = name == "scaled_dot_product_attention"  # others take (tokens, batch, ...), too
-    if is_torchs and watch._is_within_tokens(query):
-        return
-    dims = slice(-2, -1) if is_torchs else slice(None)
     lengths = {watch._length, watch._end}
-    if watch._length > 1 and watch._length in query.shape[dims] and lengths & set(key.shape[dims]):
+    # (..., tokens, features), or (tokens, batch, features); others have them elsewhere.
+    places = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
+    dims = [places[name]] if name in places else range(query.dim())
+    mixed = False
+    for dim in dims:
+        if watch._varying(query) is not None and watch._varying(key) is not None:
+            mixed |= watch._is_tokens(query, dim) and dim < key.dim() and watch._is_tokens(key, dim)
+        elif watch._batch == 1 or query.shape[0] != watch._batch * watch._length:  # else the rows are tokens
+            mixed |= query.shape[dim] == watch._length and key.shape[dim] in lengths
+    if mixed:
         watch._find(ATTENTION, f"calls {name} on a segment alone")
 
 
 def _look_at_softmax(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     scores, dim = args[0], _argument(args, kwargs, 1, "dim", -1)
-    if not isinstance(scores, Tensor) or not isinstance(dim, int) or not watch._decides or scores.dim() < 2:
+    if not isinstance(scores, Tensor) or not isinstance(dim, int) or scores.dim() < 2:
         return
-    if watch._is_within_tokens(scores) and dim % scores.dim():
-        return
-    others = [size for i, size in enumerate(scores.shape) if i and i != dim % scores.dim()]
-    if watch._length in others and scores.shape[dim] in (watch._length, watch._end):
-        watch._find(ATTENTION, f"takes a {name} over scores of shape {tuple(scores.shape)}")
-    elif watch._is_tokens(scores, dim):
+    others = [i for i in range(scores.dim()) if i != dim % scores.dim()]
+    if watch._varying(scores) is None:
+        others = [i for i in others if i]
+    is_along = watch._is_tokens(scores, dim, more=watch._offset)
+    if is_along and any(watch._is_tokens(scores, other) for other in others):
+        watch._find(ATTENTION, f"takes a {name} over scores of shape {tuple(map(int, scores.shape))}")
+    elif is_along:
         watch._find(STATE, f"takes a {name} over the tokens of a segment")
 
 
@@ -308,22 +376,23 @@ def _look_at_cumulative(watch: Watch, name: str, args: Any, kwargs: Any) -> None
 
 def _look_at_convolution(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     x, weight = args[0], _argument(args, kwargs, 1, "weight")
-    if not watch._decides or not isinstance(weight, Tensor) or watch._is_within_tokens(x):
+    if not isinstance(weight, Tensor):
         return
     dilation = _argument(args, kwargs, 5, "dilation", 1)
     for i, width in enumerate(weight.shape[2:], start=2):
         step = dilation if isinstance(dilation, int) else dilation[min(i - 2, len(dilation) - 1)]
-        if width > 1 and watch._length <= x.shape[i - weight.dim()] <= watch._length + (width - 1) * step:
+        if width > 1 and watch._is_tokens(x, i - weight.dim(), more=(width - 1) * step):
             watch._find(STATE, f"calls {name} of width {width} along the tokens")
             return
 
 
 def _look_at_recurrence(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     x, is_batch_first = args[0], bool(args[-1])
+    dim = 1 if is_batch_first and x.dim() == 3 else 0
     if isinstance(args[1], Tensor) and not args[1].is_floating_point():  # packed: its rows one after the other
         is_along = x.shape[0] == watch._batch * watch._length
     else:
-        is_along = x.shape[1 if is_batch_first and x.dim() == 3 else 0] == watch._length > 1
+        is_along = watch._is_tokens(x, dim) if watch._varying(x) is not None else x.shape[dim] == watch._length
     if is_along:
         watch._find(STATE, f"calls {name} along the tokens")
 
@@ -342,7 +411,7 @@ def _look_at_norm(watch: Watch, name: str, args: Any, kwargs: Any) -> None:
     x = args[0]
     shape = _argument(args, kwargs, 1, "normalized_shape") if name in ("layer_norm", "rms_norm") else x.shape[2:]
     dims = range(x.dim() - len(shape), x.dim())
-    if not watch._is_within_tokens(x) and any(watch._is_tokens(x, dim) for dim in dims):
+    if any(watch._is_tokens(x, dim) for dim in dims):
         watch._find(STATE, f"calls {name} over the tokens of a segment")
 
 
@@ -370,3 +439,38 @@ _LOOKS: dict[str, _Look] = {
     **dict.fromkeys(("roll", "flip"), _look_at_shift),
     **dict.fromkeys(("feature_dropout", "dropout1d", "dropout2d", "dropout3d"), _look_at_shared_dropout),
 }
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
+
+
+def sample_of(value: Any, dim: int) -> Any:
+    """Some elements of what is given as tokens, or as their targets; None if it is nothing that can be compared.
+
+    Returns:
+        Its shape, whether it changes along its tokens, and the elements.
+    """
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() <= dim:
+        return None
+    changes = bool((value.narrow(dim, 1, value.shape[dim] - 1) != value.narrow(dim, 0, value.shape[dim] - 1)).any())
+    elements = value.reshape(-1)[:: value.numel() // _SAMPLE | 1]  # odd, so that it is in no step with the rows
+    return tuple(value.shape), changes, elements.long().tolist()
+
+
+def look_at_targets(samples: Sequence[Any]) -> None:
+    """Warns where the targets are the tokens themselves. Samples of tokens and targets by rank."""
+    tokens = next((mine for each in samples if each is not None and (mine := each[0]) is not None), None)
+    targets = next((mine for each in samples if each is not None and (mine := each[1]) is not None), None)
+    if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
+        return
+    counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]
+    if len(counted) >= _FEWEST and all(a == b for a, b in counted) and len({b for _, b in counted}) > 1:
+        warnings.warn(
+            "the targets are the tokens themselves, so the model learns to copy: shift them with seq1f1b.shift_labels "
+            "before the step. If each token's own label is what it shall learn, ignore this",
+            stacklevel=3,
+        )

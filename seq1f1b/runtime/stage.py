@@ -137,7 +137,8 @@ class StageArguments:
         loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
         measures: whether to count the bytes that graphs keep.
-        looks: whether to look for what mixes tokens without the engine's knowledge.
+        looks: whether to look for what mixes tokens without the engine's knowledge; it finds tokens in ``inputs`` and
+            ``kwargs`` by ``seq_dim`` and ``arg_rules``.
         compares: whether R has to compute what F did.
     """
 
@@ -157,6 +158,8 @@ class StageArguments:
     measures: bool = False
     looks: bool = False
     compares: bool = False
+    seq_dim: int = 1
+    arg_rules: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StageStep:
@@ -308,8 +311,12 @@ class StageStep:
         self, run: Callable[..., tuple[Tensor, ...] | None], key: int, unit: LiveUnit, inputs: tuple[Any, ...]
     ) -> tuple[Tensor, ...] | None:
         """The same for one unit, looking for what mixes tokens without the engine's knowledge."""
-        sizes = self.arguments.rows[unit.microbatch]
-        with self.stage.looks.watch(inputs, sizes[0], sizes[1]) as unit.watch:
+        m, s, arguments = unit.microbatch, unit.segment, self.arguments
+        sizes, dim = arguments.rows[m], arguments.seq_dim
+        given: list[tuple[Any, int | None]] = [(value, dim) for value in inputs]
+        given += [(v, dim if arguments.arg_rules.get(k) == "slice" else None) for k, v in self._kwargs(unit).items()]
+        given += [(arguments.targets[m][s], dim)] if arguments.targets is not None else []
+        with self.stage.looks.watch(given, sizes[0], sizes[1]) as unit.watch:
             result = run(key, unit, inputs)
         unit.watch = None
         return result

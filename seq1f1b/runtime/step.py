@@ -200,6 +200,8 @@ class Step:
                     measures=self.training and not is_known,
                     looks=not is_known,
                     compares=options.check_recompute and not is_known,
+                    seq_dim=dim,
+                    arg_rules=options.arg_rules,
                 ),
             )
             self._parts[index] = part

@@ -20,6 +20,7 @@ from seq1f1b import _C
 from seq1f1b.runtime import looks
 from seq1f1b.runtime.aside import RandomState, modules_aside
 from seq1f1b.runtime.data_parallel import data_parallel, without_hooks
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.steady import Steady
 from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verification", "verify_stage"]
 
+NOT_FINITE = "not finite"
 _SHOWN = 8  # parameters in the printed table
 # In float64 the pipeline and the whole model differ by 1e-12 where all is right, and by more than 1e-3 where something
 # is wrong. Between them lies what a model computes in float32 whatever its dtype: 6e-8, and a condition of 1e3.
@@ -49,7 +51,8 @@ class Verification:
     than 1e-3 of the model's gradients (root mean square of their norms) is compared with that.
 
     Attributes:
-        ok: whether all errors are as small as rounding makes them.
+        ok: whether all errors are as small as rounding makes them; False if the whole model's loss or gradients are
+            not finite, so that there is nothing to compare with.
         parameters: error of each parameter's gradient in the engine's dtype, by stage and name; and of the gradients of
             inputs that require grad.
         loss_error, output_error: largest error of a micro-batch's loss, and of its output on the last stage.
@@ -84,7 +87,12 @@ class Verification:
             lines.append(f"{name:<{width}}  {errors[name]:8.1e}  {self.allowed[name]:8.1e}{exact}")
         if len(self.parameters) > len(worst):
             lines.append(f"... and {len(self.parameters) - len(worst)} more, with less")
-        lines.append("The pipeline computes what the whole model does." if self.ok else "The pipeline differs:")
+        if self.ok:
+            lines.append("The pipeline computes what the whole model does.")
+        elif self.causes[0].startswith(NOT_FINITE):
+            lines.append("The pipeline cannot be compared:")
+        else:
+            lines.append("The pipeline differs:")
         lines += [f"- {cause}" for cause in self.causes]
         return "\n".join([*lines, *self.notes])
 
@@ -100,6 +108,7 @@ class _Pass:
     dropout: bool
     findings: list[looks.Finding]
     sizes: list[int]  # of the segments
+    not_finite: list[Any]  # where its loss or gradients became so: a key to sort by, and a text; [] if they did not
 
 
 def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
@@ -122,15 +131,30 @@ def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype 
             except Exception as error:  # a stage that takes one dtype only, say
                 notes.append(f"The whole model does not run in {wide}: {session.recover(error)}")
                 wide = None
+            else:
+                if where := _first_not_finite(engine, truth):
+                    notes.append(f"The whole model is not finite in {wide}: {where}.")
+                    wide = None
         plain = session.run(whole=True, dtype=None)
+        where = _first_not_finite(engine, plain)
         found = session.run(whole=False, dtype=None)
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
     finally:
         session.end()
     comparison = _Comparison(engine, truth if wide is not None else plain, plain, found, exact)
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
+    if engine._tied.equal:
+        more = f" and {len(engine._tied.equal) - 1} more pairs" if len(engine._tied.equal) > 1 else ""
+        notes.append(f"Assumed not to be tied, though bit-equal: {engine._tied.equal[0]}{more}.")
     notes.insert(0, f"Reference: the stages in a chain, one segment, one micro-batch at a time, in {shown}.")
-    return comparison.verdict(notes)
+    cause = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with" if where else ""
+    return comparison.verdict(notes, cause)
+
+
+def _first_not_finite(engine: PipelineEngine, run: _Pass) -> str:
+    """The place, of all ranks, where the run's loss or gradients became infinite or NaN; "" if they are finite."""
+    found = [place for place in engine.all_gather_object(run.not_finite) if place]
+    return str(min(found)[1]) if found else ""
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -175,7 +199,7 @@ class _Session:
         leaves: list[Tensor] = []
 
         def prepared(value: Any) -> Any:
-            return _mapped(value, lambda tensor: _prepared(tensor, dtype, leaves))
+            return mapped(value, lambda tensor: _prepared(tensor, dtype, leaves))
 
         given = self._arguments
         inputs = prepared(given.inputs)
@@ -184,7 +208,7 @@ class _Session:
             given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
         )
         self._state.restore()
-        with Steady(dtype) as steady:
+        with Steady(dtype) as steady, _Origin(engine) as origin:
             losses, outputs = engine.run(arguments)
         draws = not self._state.is_current()
         compared = [*(p for p in engine.parameters() if p.requires_grad), *tracked]
@@ -192,7 +216,57 @@ class _Session:
         findings = [finding for stage in engine._stages.values() for finding in stage.looks.findings]
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         assert engine.last_step is not None
-        return _Pass(losses, floating, gradients, draws, steady.dropout, findings, engine.last_step.sizes)
+        sizes = engine.last_step.sizes
+        result = _Pass(losses, floating, gradients, draws, steady.dropout, findings, sizes, [])
+        result.not_finite += origin.of(engine, result)
+        return result
+
+
+class _Origin:
+    """Notes the first module whose output is not finite."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._modules, self._first = engine._placed_modules(), ""
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Origin:
+        for place, module in self._modules:
+            for name, part in module.named_modules():
+                text = f"{place}, {name or 'itself'} ({type(part).__name__}) returns"
+                self._hooks.append(part.register_forward_hook(self._note(text)))
+        return self
+
+    def _note(self, text: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._first:
+                # -inf alone is a mask.
+                kinds = [kind for t in _tensors(output) if (kind := _kind(t.detach().clamp(min=0)))]
+                self._first = f"{text} {kinds[0]}" if kinds else ""
+
+        return look
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def of(self, engine: PipelineEngine, run: _Pass) -> list[Any]:
+        """What :attr:`_Pass.not_finite` says: a module, if one is the cause, else a loss, else a gradient."""
+        losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
+        names = zip(_names(engine, run), run.gradients, strict=True)
+        gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
+        if not losses and not gradients:
+            return []
+        if self._first:
+            return [[0, engine.stages[0]], self._first]
+        # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
+        return [[1, 0], losses[0]] if losses else [[2, -engine.stages[-1]], gradients[-1]]
+
+
+def _kind(tensor: Tensor) -> str:
+    """ "nan" or "inf" if any element is; else ""."""
+    if bool(tensor.isfinite().all()):
+        return ""
+    return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
 def _variant(engine: PipelineEngine, whole: bool) -> PipelineEngine:
@@ -231,17 +305,6 @@ def _one_by_one(schedule: Schedule) -> Schedule:
     return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(item, change) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
-
-
 def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -> Tensor:
     """A leaf of its own, so that nothing reaches the caller's graph."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -254,10 +317,7 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -
 
 def _tensors(output: Any) -> list[Tensor]:
     """Floating tensors of what the last stage returned, which may be nested."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
 
 
 # -- what can be verified ----------------------------------------------------------------------------------------------
@@ -335,7 +395,8 @@ class _Comparison:
             first = min([first, *wrong])
         return min(first, k)
 
-    def verdict(self, notes: list[str]) -> Verification:
+    def verdict(self, notes: list[str], not_finite: str) -> Verification:
+        """not_finite: the cause if the whole model itself gave numbers that are not, else ""."""
         ranks = self._ranks
         rows = [row for rank in ranks for row in rank[0]]
         floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
@@ -348,13 +409,13 @@ class _Comparison:
         for name, (plain, found, exact) in errors.items():
             allowed[name] = _ROUNDINGS * (max(plain, common) + eps) if self._has_exact else math.sqrt(eps)
             right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
-        ok = all(right.values())
+        ok = all(right.values()) and not not_finite
         if any(rank[6] for rank in ranks):
             notes = [*notes, "Dropout was off: it draws other numbers for segments than for a whole sequence."]
         exact_errors = {name: exact for name, (_, _, exact) in errors.items()} if self._has_exact else {}
         loss, output = errors.pop("loss")[1], errors.pop("output")[1]
         parameters = {name: found for name, (_, found, _) in errors.items()}
-        causes = () if ok else self._causes(right)
+        causes = () if ok else (not_finite,) if not_finite else self._causes(right)
         return Verification(ok, parameters, loss, output, allowed, exact_errors, causes, tuple(notes))
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:

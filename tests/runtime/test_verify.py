@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import warnings
 from typing import Any
 
@@ -393,15 +395,16 @@ def test_a_stage_that_also_attends_as_it_should_gets_a_warning():
         engine.step(mixers_batch()[0], target=mixers_batch()[1])
 
 
-def test_a_length_that_is_also_a_weights_size_decides_nothing():
-    """12 tokens in a segment and 12 features: a sum along either looks the same, and verify decides."""
+def test_tokens_and_features_of_one_number_are_told_apart():
+    """12 tokens in a segment and 12 features: a sum along either has the same sizes."""
     tokens, target = mixers_batch()
     for dim, is_right in ((-1, True), (1, False)):
         net = Net(Mixer(lambda self, x, dim=dim: self.attend(x.cumsum(dim))))
         engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [net], num_microbatches=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", SegmentWarning)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", SegmentWarning)
             engine.step(tokens[:, :36], target=target[:, :36])
+        assert ["cumsum along the tokens" in str(warning.message) for warning in caught] == [True] * (not is_right)
         assert engine.verify(tokens[:, :36], target=target[:, :36], show=False).ok == is_right
 
 
@@ -496,3 +499,119 @@ def test_a_case_of_the_tables_can_be_cut():
     result, other = run_ranks(2, run)
     assert result == other and not result.ok
     assert "stage 1, mixer" in result.causes[0]
+
+
+# -- numbers that are not finite ---------------------------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    """One of two stages, with one fault, and attention as it should be or not."""
+
+    def __init__(self, first: bool, fault: Any, mix: Any = attention) -> None:
+        super().__init__()
+        self.net = Net(Mixer(mix), first=first, last=not first)
+        self.scale, self.fault = nn.Parameter(torch.ones(HIDDEN if first else 29)), fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fault(self, self.net(x))
+
+
+def in_float64(scale: Tensor) -> float:
+    return math.nan if scale.dtype == torch.float64 else 1.0
+
+
+# On stage 0 or 1: (what is done to the stage's output, what is named)
+FAULTS: dict[str, tuple[int, Any, str]] = {
+    "output nan": (0, lambda self, y: y * math.nan, r"stage 0, itself \(Faulty\) returns nan"),
+    "output inf": (1, lambda self, y: y * math.inf, r"stage 1, itself \(Faulty\) returns (nan|inf)"),
+    "one element": (0, lambda self, y: y.index_fill(1, torch.tensor(2), math.inf), "stage 0, itself"),
+    "parameter": (1, lambda self, y: y * self.scale.data.fill_(math.nan), "stage 1, itself"),
+    "gradient nan": (1, lambda self, y: y + (self.scale * 0).sqrt() * 0, "the gradient of stage 1: scale is nan"),
+    "gradient inf": (
+        0, lambda self, y: y + (self.scale - self.scale.detach()).sqrt(), "the gradient of stage 0: scale is (nan|inf)",
+    ),
+    "gradient of one element": (
+        1, lambda self, y: y + F.pad(self.scale[:1] * 0, (0, 28)).sqrt() * 0, "the gradient of stage 1: scale is nan",
+    ),
+    "log of zero": (1, lambda self, y: y + (y * 0).abs().log(), "stage 1|the loss|the gradient"),
+}  # fmt: skip
+
+
+def verified_over_two(stages: list[nn.Module], loss_fn: Any = cross_entropy, target: Any = None) -> Any:
+    tokens, targets = mixers_batch()
+
+    def run(group: Any) -> Any:
+        engine = engine_for(group, [stages[group.rank]], num_microbatches=2, loss_fn=loss_fn)
+        return engine.verify(tokens, target=targets if target is None else target, show=False)
+
+    result, other = run_ranks(2, run)
+    assert str(result) == str(other)  # nan is not equal to itself
+    return result
+
+
+def nothing(self: Any, y: Tensor) -> Tensor:
+    return y
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_reference_that_is_not_finite_is_none(name):
+    place, fault, named = FAULTS[name]
+    result = verified_over_two([Faulty(i == 0, fault if i == place else nothing) for i in range(2)])
+    assert not result.ok
+    (cause,) = result.causes
+    assert re.match(rf"not finite: ({named})", cause), cause
+    assert "not finite in torch.float64" in str(result) and "cannot be compared" in str(result)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("every", [True, False])
+def test_a_loss_that_is_not_finite_has_no_finite_reference(value, every):
+    """The gradients are finite, and right."""
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target) + (value if every or bool((target == 7).sum() % 2) else 0.0)
+
+    result = verified_over_two([Faulty(i == 0, nothing) for i in range(2)], loss_fn)
+    assert not result.ok and re.match("not finite: the loss of micro-batch . is", result.causes[0]), str(result)
+
+
+@pytest.mark.parametrize("mix", [attention, pooling])
+def test_a_model_that_is_finite_in_its_own_dtype_only_is_compared_in_that(mix):
+    stages = [Faulty(True, nothing), Faulty(False, lambda self, y: y * in_float64(self.scale), mix)]
+    result = verified_over_two([stage.float() for stage in stages])
+    assert result.ok == (mix is attention) and not result.exact, str(result)
+    assert any(
+        note == "The whole model is not finite in torch.float64: stage 1, itself (Faulty) returns nan."
+        for note in result.notes
+    )
+    assert result.ok or result.causes[0].startswith("batch statistics")
+
+
+def test_a_model_that_is_finite_in_float64_only_cannot_be_compared_in_its_own():
+    def overflows(self: Any, y: Tensor) -> Tensor:
+        return y + self.scale * 300 * 300 * 0
+
+    stages = [Faulty(True, nothing), Faulty(False, overflows)]
+    result = verified_over_two([stage.half() for stage in stages])
+    assert not result.ok and result.causes[0].startswith("not finite: stage 1, itself (Faulty) returns"), str(result)
+    assert not any("not finite" in note for note in result.notes)
+
+
+def test_infinities_that_no_gradient_sees_are_compared():
+    """Logits of words that do not exist, and a micro-batch whose targets are all masked."""
+
+    def masked(self: Any, y: Tensor) -> Tensor:
+        return y.masked_fill(torch.arange(29) > 26, -math.inf)
+
+    target = mixers_batch()[1].clamp(max=26)
+    target[: len(target) // 2] = -100
+    result = verified_over_two([Faulty(True, nothing), Faulty(False, masked)], target=target)
+    assert result.ok and result.exact, str(result)
+
+
+def test_a_pipeline_that_is_not_finite_where_the_model_is_differs():
+    def second_is_not(self: Any, y: Tensor) -> Tensor:
+        return y * (math.nan if y.shape[1] < 40 and seq1f1b.token_offset() else 1.0)
+
+    result = verified_over_two([Faulty(True, second_is_not), Faulty(False, nothing)])
+    assert not result.ok and result.causes[0].startswith("state across tokens"), str(result)

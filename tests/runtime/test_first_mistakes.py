@@ -1,0 +1,161 @@
+"""Are two mistakes of a first pipeline named: targets that were not shifted, and the whole model on every rank?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_model import Config, cross_entropy, stage_of, whole_model
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b import PipelineEngine
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(hidden=8, heads=2, kv_heads=2, ffn=8, vocab=11, layers=2)
+TOKENS = torch.randint(CONFIG.vocab, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+def told(tokens: Any, target: Any, *, ranks: int = 2, everywhere: bool = False, **options: Any) -> list[str]:
+    """What two steps tell. everywhere: each rank is given both, else those that need them."""
+    model = whole_model(CONFIG)
+    options = {"num_microbatches": 2, "num_segments": 2, "loss_fn": cross_entropy, **options}
+    sizes = options.pop("segment_sizes", None)
+
+    def run(group: Any) -> None:
+        engine = PipelineEngine(stage_of(model, CONFIG, group.rank, ranks), group=group, **options)
+        has_first, has_last = (everywhere or rank == group.rank for rank in (0, ranks - 1))
+        for _ in range(2):
+            engine.step(tokens if has_first else None, target=target if has_last else None, segment_sizes=sizes)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(ranks, run)
+    return [str(warning.message) for warning in caught if "targets" in str(warning.message)]
+
+
+def masked(tokens: Tensor) -> Tensor:
+    """A prompt in front, and padding behind, without targets."""
+    return tokens.index_fill(1, torch.tensor([0, 1, 2, 3, 14, 15]), -100)
+
+
+# (tokens, targets, options)
+COPIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "one object": (TOKENS, TOKENS, {}),
+    "a copy": (TOKENS, TOKENS.clone(), {}),
+    "masked": (TOKENS, masked(TOKENS), {}),
+    "lists": (list(TOKENS.chunk(2)), list(TOKENS.chunk(2)), {}),
+    "another dtype": (TOKENS, TOKENS.int(), {}),
+    "arguments in a tuple": ((TOKENS,), TOKENS, {}),
+    "given everywhere": (TOKENS, TOKENS, {"everywhere": True}),
+    "one rank": (TOKENS, TOKENS, {"ranks": 1}),
+    "rows": (list(TOKENS.chunk(2)), list(TOKENS.chunk(2)), {"segment_sizes": [[8, 8], [9, 7]]}),
+    "a loss that shifts": (
+        TOKENS, TOKENS, {"loss_fn": lambda logits, target: cross_entropy(logits[:, :-1], target[:, 1:])},
+    ),
+    "a large batch": (TOKENS.repeat(8, 10), TOKENS.repeat(8, 10), {"num_segments": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_targets_that_are_the_tokens_are_named_once(name):
+    tokens, target, options = COPIES[name]
+    if name == "another dtype":
+        options = {"loss_fn": lambda logits, target: cross_entropy(logits, target.long())}
+    # A loss that shifts inside its segments drops targets at the borders, which is told as well.
+    (text,) = [text for text in told(tokens, target, **options) if not text.startswith("loss weighting")]
+    assert text.startswith("the targets are the tokens themselves") and "seq1f1b.shift_labels" in text
+
+
+def corrupted() -> Tensor:
+    """Tokens in which those to be guessed are replaced, as for a masked language model."""
+    return TOKENS.masked_fill(torch.arange(16) % 3 == 0, 0)
+
+
+def guessed() -> Tensor:
+    return TOKENS.masked_fill(torch.arange(16) % 3 != 0, -100)
+
+
+RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "shifted": (TOKENS, seq1f1b.shift_labels(TOKENS), {}),
+    "shifted and masked": (TOKENS, masked(seq1f1b.shift_labels(TOKENS)), {}),
+    "shifted by hand": (TOKENS[:, :-1], TOKENS[:, 1:], {}),
+    "words to guess": (corrupted(), guessed(), {}),
+    "rows of one word": (TOKENS[:, :1].expand(-1, 16), TOKENS[:, :1].expand(-1, 16), {}),
+    "nothing counts": (TOKENS, torch.full_like(TOKENS, -100), {}),
+    "whole sequences, and a loss that shifts": (
+        TOKENS, TOKENS,
+        {"num_segments": 1, "loss_fn": lambda logits, target: cross_entropy(logits[:, :-1], target[:, 1:])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", RIGHT)
+def test_other_targets_are_not_named(name, everywhere):
+    tokens, target, options = RIGHT[name]
+    assert told(tokens, target, everywhere=everywhere, **options) == []
+
+
+# -- the whole model on every rank -------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A model that finds its words in one of several ways, and fails on hidden states."""
+
+    def __init__(self, find: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.find = nn.Embedding(11, 8), find
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.find(self.words, tokens)))
+
+
+def unpacked(words: nn.Embedding, tokens: Tensor) -> Tensor:
+    rows, length = tokens.shape
+    return words(tokens).view(rows, length, 8)
+
+
+WAYS: dict[str, Callable[[nn.Embedding, Tensor], Tensor]] = {
+    "module": lambda words, tokens: words(tokens),
+    "function": lambda words, tokens: F.embedding(tokens, words.weight),
+    "rows": lambda words, tokens: words.weight[tokens],
+    "sizes": unpacked,
+    "one_hot": lambda words, tokens: F.one_hot(tokens, 11).float() @ words.weight,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_whole_model_on_every_rank_is_named(way):
+    def run(group: Any) -> str:
+        torch.manual_seed(0)
+        engine = PipelineEngine(
+            Words(WAYS[way]), num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group
+        )
+        with pytest.raises(Exception) as caught:  # of torch's or Python's kinds, or a PipelineError
+            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
+        return str(caught.value)
+
+    for text in run_ranks(2, run):
+        assert "[1]F0.0" in text and "did every rank build the whole model?" in text
+
+
+def test_other_errors_of_a_later_stage_have_no_such_hint():
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> str:
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        if group.rank == 1:
+            stage.norm.forward = lambda x: x[torch.tensor([99])]
+        engine = PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group)
+        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
+            engine.step(TOKENS, target=seq1f1b.shift_labels(TOKENS))
+        return str(caught.value)
+
+    for text in run_ranks(2, run):
+        assert "[1]F0.0" in text and "whole model" not in text
