@@ -529,6 +529,10 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, i
         if (status != S1F_OK)
             return status;
     }
-    /* A rank that left because of a failure may write its next round while it is read here; then the failure stands. */
-    return recovering ? S1F_OK : s1f_group_check(group);
+    /* A rank that left because of a failure may write its next round while it is read here; then the failure stands. A
+     * failure of what comes after this gather is not one of the gather. */
+    for (int32_t rank = 0; !recovering && rank < group->num_ranks; rank++)
+        if (epoch_of(&group->mailboxes[rank]) != *epoch)
+            return s1f_group_check(group);
+    return S1F_OK;
 }

@@ -41,7 +41,9 @@ class StepGradients:
         is_apart: bool = False,
     ) -> None:
         self._parameters, self._dtype, self._divisor = parameters, dtype, divisor
-        self._before = {id(p): _kept(p.grad) for p in parameters if is_apart or id(p) in wide or id(p) in tied}
+        self._before = {id(p): p.grad for p in parameters if is_apart or id(p) in wide or id(p) in tied}
+        # DDP's gradients may lie in a bucket that its next reduction overwrites.
+        self._copies = {key: g.clone() for key, g in self._before.items() if g is not None and _is_part(g)}
         self._zeros: dict[int, Tensor] = {}
         try:
             for parameter in parameters:
@@ -87,19 +89,21 @@ class StepGradients:
             if id(parameter) not in self._before:
                 continue
             before, added = self._before[id(parameter)], self.added(parameter)
-            if added is None:
+            copy = self._copies.get(id(parameter), before)
+            if added is not None:
+                local = _local(added)
+                if self._divisor > 1:
+                    local.div_(self._divisor)
+                if factor != 1.0:
+                    local.mul_(factor)
+                if copy is not None:
+                    _local(copy).add_(local)
+                elif added is self._zeros.get(id(parameter)):
+                    local.data = local.to(_local(parameter).dtype)
+            if added is None or before is not None:
                 parameter.grad = before
-                continue
-            local = _local(added)
-            if self._divisor > 1:
-                local.div_(self._divisor)
-            if factor != 1.0:
-                local.mul_(factor)
-            if before is not None:
-                _local(before).add_(local)
-                parameter.grad = before
-            elif added is self._zeros.get(id(parameter)):
-                local.data = local.to(_local(parameter).dtype)
+            if before is not None and copy is not None and copy is not before:
+                before.copy_(copy)
 
     @torch.no_grad()
     def fail(self) -> None:
@@ -112,6 +116,8 @@ class StepGradients:
         for parameter in self._parameters:
             if id(parameter) in self._before:
                 parameter.grad = self._before[id(parameter)]
+        for key, copy in self._copies.items():
+            self._before[key].copy_(copy)  # type: ignore[union-attr]
 
     def _grown_in_place(self) -> list[Tensor]:
         """Gradients to which the step adds what is divided later: multiplied before, they come out as they were, to the
@@ -125,11 +131,10 @@ class StepGradients:
         return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
 
 
-def _kept(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that the next step does not overwrite: DDP's may lie in a bucket of its reductions."""
-    if gradient is None or hasattr(gradient, "to_local") or gradient.layout != torch.strided:
-        return gradient
-    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+def _is_part(gradient: Tensor) -> bool:
+    """Whether it lies in a larger tensor."""
+    is_plain = not hasattr(gradient, "to_local") and gradient.layout == torch.strided
+    return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def growing_wide(module: nn.Module) -> set[int]:

@@ -45,13 +45,15 @@ class LossLook:
         """Keeps a copy of some of a segment's tokens. Returns whether all segments have come.
 
         Args:
-            carries: the loss carries state from segment to segment, and is believed.
+            carries: the loss carries state from segment to segment. It is believed, as one whose input has no tokens.
         """
-        self._is_believed |= carries
+        length //= self._num_shards
+        tensors = tensors_of(output)
+        has_tokens = any(t.dim() > self._dim and t.shape[self._dim] == length for t in tensors)
+        self._is_believed |= carries or not has_tokens or any(t.is_meta for t in tensors)
         if self._is_believed:
             return False
-        length //= self._num_shards
-        elements = sum(t.numel() for t in tensors_of(output))
+        elements = sum(t.numel() for t in tensors)
         tokens = max(8, length * _MOST // max(1, elements * self._num_parts))
         with torch.no_grad():
             rows = torch.linspace(0, length - 1, min(length, tokens), dtype=torch.float64, device="cpu").long()
@@ -93,8 +95,9 @@ class LossLook:
         for leaf, (_, target), count in zip(leaves, parts, counts, strict=True):
             weighted = weighted + loss_fn(leaf, target, **kwargs) * (count / total)
         whole = loss_fn(self._joined(leaves), self._joined([target for _, target in parts]), **kwargs)
-        apart = torch.autograd.grad(weighted, every, allow_unused=True)
-        together = torch.autograd.grad(whole, every, allow_unused=True)
+        with torch.autocast(every[0].device.type, enabled=False):  # as every backward
+            apart = torch.autograd.grad(weighted, every, allow_unused=True)
+            together = torch.autograd.grad(whole, every, allow_unused=True)
         pairs = [(a, b) for a, b in zip(apart, together, strict=True) if a is not None and b is not None]
         size = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
         distance = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5
@@ -145,5 +148,7 @@ def choose_microbatch(targets: Sequence[Any], shares: Sequence[Sequence[float]],
 
 
 def _count_values(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return 0
     flat = tensor.detach().reshape(-1)
     return len(torch.unique(flat[:: max(1, flat.numel() // 4096)]))
