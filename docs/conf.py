@@ -31,7 +31,10 @@ python_use_unqualified_type_names = True
 add_module_names = False
 # Types of others have no page here; the build must not need the network to look theirs up.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|dist|os|np|numpy|collections|datetime|typing|argparse|pathlib)\b.*")
+    (
+        r"py:.*",
+        r"(torch|nn|dist|os|np|numpy|collections|datetime|typing|argparse|pathlib)\b.*",
+    )
 ]
 nitpick_ignore = [
     ("py:class", name)

@@ -41,16 +41,17 @@ class LossLook:
         self._parts: list[tuple[Any, Any]] = []  # outputs and targets
         self._is_believed = False
 
-    def take(self, output: Any, target: Any, length: int, carries: bool) -> bool:
+    def take(self, output: Any, target: Any, length: int, leaves: bool) -> bool:
         """Keeps a copy of some of a segment's tokens. Returns whether all segments have come.
 
         Args:
-            carries: the loss carries state from segment to segment. It is believed, as one whose input has no tokens.
+            leaves: the loss carries state from segment to segment, or runs a backward itself. It is believed, and not
+                called again; nor is one whose input has no tokens.
         """
         length //= self._num_shards
         tensors = tensors_of(output)
         has_tokens = any(t.dim() > self._dim and t.shape[self._dim] == length for t in tensors)
-        self._is_believed |= carries or not has_tokens or any(t.is_meta for t in tensors)
+        self._is_believed |= leaves or not has_tokens or any(t.is_meta for t in tensors)
         if self._is_believed:
             return False
         elements = sum(t.numel() for t in tensors)

@@ -484,7 +484,9 @@ class StageStep:
 
     def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor:
         assert self.stage.loss_fn is not None
-        carried = unit.carried_in, len(unit.carried_out or ())
+        look = self.arguments.loss_look
+        is_looked_at = look is not None and look.microbatch == unit.microbatch and not unit.is_again
+        left = self._left_by_loss(unit) if is_looked_at else None
         result = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
         loss, divisor = split_loss(result)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -502,22 +504,25 @@ class StageStep:
             )
         if divisor is not None:
             self.divisors[self._first_cells[unit.microbatch] + unit.segment] = divisor
-        look = self.arguments.loss_look
-        is_looked_at = look is not None and look.microbatch == unit.microbatch and not self.divides
-        if is_looked_at and not unit.is_again and not isinstance(self.stage.head_parallel, Fsdp):
-            carries = carried != (unit.carried_in, len(unit.carried_out or ()))
-            self._loss_arguments = output, target, carries
+        if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self.stage.wrappers):
+            self._loss_arguments = output, target, left != self._left_by_loss(unit)
         return loss
+
+    def _left_by_loss(self, unit: LiveUnit) -> Any:
+        """What a loss may change beside what it returns: carried state, or gradients by a backward of its own."""
+        parameters = (p for module in self.stage.modules for p in module.parameters() if p.grad is not None)
+        gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
+        return unit.carried_in, len(unit.carried_out or ()), gradients
 
     def _look_at_loss(self, unit: LiveUnit) -> None:
         """Tells of a divisor that is not what the engine counts; outside of all that looks at the stage's own pass."""
         assert self._loss_arguments is not None
-        (output, target, carries), self._loss_arguments = self._loss_arguments, None
+        (output, target, leaves), self._loss_arguments = self._loss_arguments, None
         look, loss_fn = self.arguments.loss_look, self.stage.loss_fn
         assert look is not None and loss_fn is not None
         if isinstance(loss_fn, nn.Module):  # DDP would count its forward
             loss_fn = without_wrapper(loss_fn)
-        if not look.take(output, target, self.arguments.rows[unit.microbatch][unit.segment], carries):
+        if not look.take(output, target, self.arguments.rows[unit.microbatch][unit.segment], leaves):
             return
         enter(None)
         found = look.difference(loss_fn, self.arguments.loss_kwargs, self.stage.device)

@@ -404,6 +404,39 @@ class Carrying(nn.Module):
         return (y - torch.cat([before, y[:, :-1]], 1)).square().sum() + 0.0 * t.sum()
 
 
+class RunsItsBackward(nn.Module):
+    """A loss that keeps few logits alive by a backward of its own, as chunked losses do."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.__dict__["head"] = head  # the stage's
+
+    def forward(self, hidden: Tensor, t: Tensor) -> Tensor:
+        leaf = hidden.detach().requires_grad_()
+        loss = plain(self.head(leaf), t) / 3.0  # gradients of the mean over three micro-batches
+        if torch.is_grad_enabled():
+            loss.backward()
+        return plain(self.head(hidden.detach()), t).detach() + (0.0 if leaf.grad is None else (hidden * 0.0).sum())
+
+
+def test_a_loss_that_runs_its_backward_is_not_called_again() -> None:
+    class Last(nn.Module):
+        def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)  # type: ignore[no-any-return]
+
+    first, last = make_model()
+    head = last[-1]
+    stages = [first, Last(last[:-1], head)]
+    calls: list[int] = []
+    head.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+    train(stages, RunsItsBackward(head), BATCH["padded"])
+    assert len(calls) == 9  # M k
+
+
 class RightHead(Head):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         return plain(self.linear(hidden), target)
