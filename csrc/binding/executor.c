@@ -376,8 +376,8 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
     handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
         goto failed;
-    s1f_compute compute = {handle, run_callback, release_callback, fills ? fill_callback : NULL, sizes_callback,
-                           leave_callback};
+    s1f_compute compute = {handle,         run_callback,  release_callback, fills ? fill_callback : NULL,
+                           sizes_callback, leave_callback};
     s1f_status status =
         s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
     if (status != S1F_OK) {

@@ -454,7 +454,8 @@ static s1f_status walk(s1f_executor *executor)
         switch (instruction->opcode) {
         case S1F_OP_POST:
             if (executor->compute.leave_place != NULL)
-                status = executor->compute.leave_place(executor->compute.context, instruction->edge, instruction->place);
+                status =
+                    executor->compute.leave_place(executor->compute.context, instruction->edge, instruction->place);
             if (status == S1F_OK)
                 status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
