@@ -15,10 +15,8 @@ from torch import Tensor
 __all__: list[str] = []
 
 
-def split_loss(result: Any) -> tuple[Any, Tensor | float | None]:
-    """The loss, and its divisor if ``loss_fn`` returned one beside it."""
-    if not isinstance(result, tuple):
-        return result, None
+def split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
+    """A sum and its divisor, as ``loss_fn`` has returned them."""
     if len(result) != 2:
         raise ValueError(f"loss_fn returned {len(result)} values, must be a scalar loss, or its sum and its divisor")
     total, divisor = result

@@ -487,14 +487,23 @@ class StageStep:
         look = self.arguments.loss_look
         is_looked_at = look is not None and look.microbatch == unit.microbatch and not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
-        result = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
-        loss, divisor = split_loss(result)
+        loss: Any = self.stage.loss_fn(output, target, **self.arguments.loss_kwargs)
+        divisor = None
+        if isinstance(loss, tuple):
+            loss, divisor = split_loss(loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
         records = self.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
         if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
             raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+        if divisor is not None or self.divides is not False:
+            self._note_divisor(unit, divisor)
+        if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self.stage.wrappers):
+            self._loss_arguments = output, target, left != self._left_by_loss(unit)
+        return loss
+
+    def _note_divisor(self, unit: LiveUnit, divisor: Tensor | float | None) -> None:
         if self.divides is None:
             self.divides = divisor is not None
         if self.divides != (divisor is not None):
@@ -504,9 +513,6 @@ class StageStep:
             )
         if divisor is not None:
             self.divisors[self._first_cells[unit.microbatch] + unit.segment] = divisor
-        if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self.stage.wrappers):
-            self._loss_arguments = output, target, left != self._left_by_loss(unit)
-        return loss
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
         """What a loss may change beside what it returns: carried state, or gradients by a backward of its own."""
