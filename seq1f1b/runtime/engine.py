@@ -757,7 +757,7 @@ class PipelineEngine:
         mine = step.divides()
         everyones = [mine] if self.num_ranks == 1 else self._group.all_gather_object(mine)
         last = everyones[self.schedule.rank_of_stage[-1]]
-        self._divides = bool(last[0])
+        self._divides = last[0]
         if not self._divides:
             return 1.0
         refused = ""

@@ -356,13 +356,13 @@ class Step:
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def divides(self) -> tuple[bool, float, bool]:
-        """After the last unit: whether the loss came with its divisor, by what gradients are multiplied then, and
-        whether a stage of this rank has given auxiliary losses."""
+    def divides(self) -> tuple[bool | None, float, bool]:
+        """After the last unit: whether the loss came with its divisor (None: none was called), by what gradients are
+        multiplied then, and whether a stage of this rank has given auxiliary losses."""
         has_auxiliary = any(part.has_auxiliary for part in self._parts.values())
         part = self._last_part()
         if part is None or not part.divides:
-            return False, 1.0, has_auxiliary
+            return None if part is None else part.divides, 1.0, has_auxiliary
         options, stage = self._options, part.stage
         if self._arguments.loss_weight is not None:
             return True, 1.0, has_auxiliary

@@ -67,6 +67,10 @@ def pad(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_loss(y, t, ignore_index=PAD).sum(), (t != PAD).sum()
 
 
+def mean_pad(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t, ignore_index=PAD)
+
+
 def masked(y: Tensor, t: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return (tokens_loss(y, t[0]) * t[1]).sum(), t[1].sum()
 
@@ -287,6 +291,29 @@ def test_all_divisors_zero() -> None:
     assert all(not gradient.any() for gradient in found)
 
 
+@pytest.mark.parametrize("loss_fn", [pad, mean_pad])
+def test_a_first_step_without_targets_says_nothing_of_the_loss(loss_fn: Any) -> None:
+    """No segment calls the loss then, so whether it comes with a divisor is learnt later."""
+    stages = make_model()
+    target = BATCH["padded"]
+    _, expected = whole_gradients(stages, pad, target)
+
+    def work(group: Any) -> None:
+        engine = PipelineEngine(
+            stages[group.rank], num_microbatches=3, num_segments=3, loss_fn=loss_fn, loss_weight=count_pad, group=group
+        )
+        for given in (torch.zeros_like(target), target):
+            engine.step(BATCH["tokens"], target=given)
+
+    run_ranks(2, work)
+    if loss_fn is pad:
+        check([p.grad for stage in stages for p in stage.parameters() if p.grad is not None], expected)
+
+
+def count_pad(t: Tensor) -> float:
+    return float((t != PAD).sum())
+
+
 def bad_divisor(value: Any) -> Callable[..., Any]:
     return lambda y, t: (tokens_loss(y, t).sum(), value)
 
@@ -327,10 +354,6 @@ def test_an_auxiliary_loss_beside_a_divisor_is_refused() -> None:
 
 
 # -- losses that are looked at ---------------------------------------------------------------------------------------
-
-
-def mean_pad(y: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(y.transpose(1, 2), t, ignore_index=PAD)
 
 
 def mean_masked(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
