@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, value)
         ctx.use = use
         output = F.linear(x, value, bias)
-        # Of more dimensions than two it is a view of the product, which a caller could not change in place.
+        # With more than two dimensions the output is a view of the product, which no caller may change in place.
         return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
 
     @staticmethod

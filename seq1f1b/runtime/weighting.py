@@ -60,9 +60,9 @@ def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
         )
     if target.is_floating_point():
         return [float(size) for size in sizes]
-    counted = target != IGNORED
     if len(sizes) == 1:
-        return [float(counted.sum())]
+        return [count_default(target)]
+    counted = target != IGNORED
     per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
     ends = torch.tensor(sizes, device="cpu").cumsum(0) - 1
     totals = per_position.cumsum(0)[ends.to(target.device)].tolist()
