@@ -218,15 +218,15 @@ def only_sleep(engine: seq1f1b.PipelineEngine, seconds: float) -> None:
     outputs = (torch.zeros(1, 4, WIDTH),)
 
     class OnlySleeps(StageStep):
-        def forward(self, m: int, s: int, received: Any) -> Any:
+        def forward(self, cell: int, received: Any) -> Any:
             Sleeps.sleep(seconds)
             return None if self.stage.is_last else outputs
 
-        def backward(self, m: int, s: int, received: Any) -> Any:
+        def backward(self, cell: int, received: Any) -> Any:
             Sleeps.sleep(2 * seconds)
             return None if self.stage.is_first else outputs
 
-    for stage in engine._stages.values():
+    for stage in engine._runner.stages.values():
         stage.begin = functools.partial(OnlySleeps, stage)  # type: ignore[method-assign]
 
 

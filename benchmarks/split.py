@@ -42,7 +42,7 @@ from seq1f1b.ops.context import current
 from seq1f1b.planning.profiler import Measured, measure_stage
 from seq1f1b.runtime import deferred
 from seq1f1b.runtime import stage as stage_room
-from seq1f1b.runtime.saved_bytes import SavedBytes
+from seq1f1b.runtime.measure import SavedBytes
 from seq1f1b.schedule import StepMemory
 from seq1f1b.testing import run_ranks
 

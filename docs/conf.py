@@ -44,7 +44,7 @@ nitpick_ignore = [
         "Timeline",
         "Rule",
         "seq1f1b.testing.T",
-        "seq1f1b.runtime.step.StepArguments",
+        "seq1f1b.runtime.batch.StepArguments",
         "seq1f1b.partition.PieceCosts",
         "seq1f1b.runtime.rows.PlannedRows",
     )

@@ -285,8 +285,8 @@ def executor_step(
     training: bool,
     sequence_length: int,
     sizes: Sequence[int],
-    run: Callable[[int, int, int, int, tuple[Any, ...] | None], Any],
-    fill: Callable[[int, int, int], bool] | None,
+    run: Callable[[int, int, int, tuple[Any, ...] | None], Any],  # pass, stage, cell, what came
+    fill: Callable[[int, int], bool] | None,  # stage, cell
     segment_sizes: Callable[[int], list[int]],
     make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
     /,

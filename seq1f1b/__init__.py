@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from seq1f1b.ops.packing import document_starts, pack_documents
     from seq1f1b.ops.ulysses import ulysses_attention
     from seq1f1b.runtime.engine import PipelineEngine
-    from seq1f1b.runtime.looks import SegmentWarning
-    from seq1f1b.runtime.verify import Verification, verify_stage
+    from seq1f1b.runtime.findings import SegmentWarning
+    from seq1f1b.runtime.verify import Verification
+    from seq1f1b.runtime.verify_stage import verify_stage
     from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
     from seq1f1b.runtime.weighting import shift_labels
     from seq1f1b.transport import LoopbackGroup, init_process_group
@@ -69,7 +70,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "PipelineState": "seq1f1b.adapters.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",
     "ScheduleSeqInterleaved1F1B": "seq1f1b.adapters.pipelining",
-    "SegmentWarning": "seq1f1b.runtime.looks",
+    "SegmentWarning": "seq1f1b.runtime.findings",
     "Verification": "seq1f1b.runtime.verify",
     "VocabularyParallelEmbedding": "seq1f1b.runtime.vocabulary",
     "VocabularyParallelHead": "seq1f1b.runtime.vocabulary",
@@ -85,7 +86,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "shift_labels": "seq1f1b.runtime.weighting",
     "token_offset": "seq1f1b.ops.attention",
     "ulysses_attention": "seq1f1b.ops.ulysses",
-    "verify_stage": "seq1f1b.runtime.verify",
+    "verify_stage": "seq1f1b.runtime.verify_stage",
 }
 
 

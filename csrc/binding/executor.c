@@ -18,6 +18,7 @@ typedef struct { /* Python's view of the message in one place */
 
 typedef struct {
     s1f_executor *executor;
+    const s1f_shape *shape;                                   /* of the program */
     PyObject *program, *group, *cache, *ends, *device, *tier; /* keep what the executor borrows */
     PyObject *dtype_codes;                                    /* {torch.dtype: s1f_dtype} */
     PyObject *leave;                                          /* (tensors) -> whether any lies elsewhere now */
@@ -206,8 +207,8 @@ static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *
     PyObject *messages = received(handle, inputs, num_inputs);
     if (messages == NULL)
         return S1F_ERR_PYTHON;
-    PyObject *tensors = PyObject_CallFunction(handle->run, "iiiiN", (int)unit.pass, (int)unit.stage,
-                                              (int)unit.microbatch, (int)unit.segment, messages);
+    PyObject *tensors = PyObject_CallFunction(handle->run, "iiLN", (int)unit.pass, (int)unit.stage,
+                                              (long long)s1f_cell(handle->shape, unit), messages);
     if (tensors == NULL)
         return S1F_ERR_PYTHON;
     s1f_status status = num_sends == 0 ? S1F_OK : describe_result(handle, tensors, result);
@@ -233,7 +234,7 @@ static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
     executor_handle *handle = context;
     PyEval_RestoreThread(handle->thread);
     PyObject *answer =
-        PyObject_CallFunction(handle->fill, "iii", (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
+        PyObject_CallFunction(handle->fill, "iL", (int)unit.stage, (long long)s1f_cell(handle->shape, unit));
     int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     handle->thread = PyEval_SaveThread();
@@ -360,6 +361,7 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
         PyErr_NoMemory();
         goto failed;
     }
+    handle->shape = &program->shape;
     handle->num_edges = num_edges;
     for (int32_t i = 0; i < num_edges; i++) {
         PyObject *end = PyList_GetItem(ends, i);
@@ -605,9 +607,9 @@ PyMethodDef s1f_executor_methods[] = {
      "executor_set_tier(executor, tier): where moved units are; a load's number is the cell of all stages"},
     {"executor_step", executor_step, METH_VARARGS,
      "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\nrun(pass, "
-     "stage, microbatch, segment, received) -> tensors to send. received: None, or a tuple of what make_views made of "
-     "each message, in the order of the program's WAITs. fill(stage, microbatch, segment) -> whether anything is left: "
-     "runs a part of this W."},
+     "stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over all "
+     "micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the program's "
+     "WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."},
     {"executor_fills", executor_fills, METH_O,
      "executor_fills(executor) -> [(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step"},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
 from seq1f1b.partition import ModelShape
+from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.splitting import Rule
-from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule, build_schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]

@@ -87,6 +87,10 @@ class DeviceEdges:
     def place_views(self) -> Callable[..., Any]:
         return functools.partial(self._group.place_views, gpu=self.ordinal())
 
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What the executor calls for every unit, from what runs one."""
+        return run
+
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, object]:
         """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once."""
         _warn_of_few_queues(len(controls))

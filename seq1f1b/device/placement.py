@@ -58,13 +58,13 @@ def through_host(run: Callable[..., Any], device: torch.device) -> Callable[...,
     written again.
     """
 
-    def unit(kind: int, stage: int, m: int, s: int, received: Any) -> Any:
+    def unit(kind: int, stage: int, cell: int, received: Any) -> Any:
         if received is not None:
             received = tuple(
                 ([None if t is None else t.to(device) for t in tensors], requires_grad)
                 for tensors, requires_grad in received
             )
-        sent = run(kind, stage, m, s, received)
+        sent = run(kind, stage, cell, received)
         return None if sent is None else tuple([None if t is None else _to_host(t) for t in sent])
 
     return unit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,51 +22,26 @@ from seq1f1b.ops import attention
 __all__ = ["add_loss", "carry_in", "carry_out"]
 
 
-class LiveUnit:
-    """A unit of the running step, from its F on: what F(m.s) leaves behind for B(m.s) and for the units beside it."""
+class CurrentUnit(Protocol):
+    """What operations of a module read of the unit that runs, and leave in it (``runtime/unit.py``)."""
 
-    is_last = True  # of its micro-batch's segments
-    forward = True  # False while B runs: recomputation reads and never writes
-    is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
-    watch: Any = None  # of a unit whose stage is looked at: told what the module asks of the step
-    leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
-    roots: tuple[Any, ...] = ()  # where B starts: losses, or edges of the outputs that were handed over
-    seeds: tuple[Any, ...] | None = ()  # their gradients; None: they come from the next stage
-    handed: tuple[Any, ...] | None = None  # outputs, or gradients, until the neighbour on this rank takes them
-    outputs: tuple[Tensor, ...] = ()  # kept for the step's last B: DDP finds unused parameters by them
-    carried_in: dict[int, Tensor] | None = None
-    carried_out: dict[int, Tensor] | None = None
-    carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
-    auxiliary: list[tuple[Tensor, bool]] | None = None  # losses, and whether each is of the whole sequence
-    saved_bytes = 0  # held by its graph, in the steps that measure
-    loss: Tensor | None = None
-    output: Any = None  # what the last stage returned, if the caller asked for it
-    tape: Any = None  # of a unit whose backward is split: what I leaves to W
-    kept: Any = None  # of a unit that is recomputed, from F to R: what R starts from
-    is_again = False  # True while R runs
-    blocks_again = 0  # the first blocks of the stage, which its backward computes again one by one
-    digest: Any = None  # of what its F computed, where R is compared with it
-    aside: Any = None  # of a unit that is moved: what its graph saves
-    kept_bytes = gradient_bytes = 0  # of it, in the steps that measure: inputs of layers, and their outputs' gradients
+    stage: int
+    microbatch: int
+    segment: int
+    training: bool
+    is_last: bool  # of its micro-batch's segments
+    is_whole: bool  # not a segment: a whole micro-batch, as the model is outside a step
+    forward: bool  # False while B runs: recomputation reads and never writes
 
-    def __init__(self, stage: int, microbatch: int, segment: int, training: bool, previous: LiveUnit | None) -> None:
-        self.stage = stage
-        self.microbatch = microbatch
-        self.segment = segment
-        self.training = training
-        self.previous = previous  # segment s - 1, for what it carried out
+    @property
+    def previous(self) -> CurrentUnit | None:
+        """Segment s - 1, for what it carried out."""
 
-    def take_handed(self) -> tuple[Any, ...]:
-        handed, self.handed = self.handed, None
-        assert handed is not None
-        return handed
-
-    def forget(self) -> None:
-        """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
-        self.leaves = self.roots = self.seeds = self.outputs = ()
-        self.kept = self.aside = None
-        self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
-        self.saved_bytes = 0
+    carried_in: dict[int, Tensor] | None
+    carried_out: dict[int, Tensor] | None
+    auxiliary: list[tuple[Tensor, bool]] | None  # losses, and whether each is of the whole sequence
+    watch: Any  # told what the module asks of the step; None: nobody looks
+    kept: Any  # of a unit that is recomputed, while its F runs without a graph
 
 
 _steps_lock = threading.Lock()
@@ -88,12 +63,12 @@ def inside_step() -> Iterator[None]:
             attention.set_stepping(_steps_inside > 0)
 
 
-def enter(unit: LiveUnit | None) -> None:
+def enter(unit: CurrentUnit | None) -> None:
     """Makes it what the modules of the running unit see; the executor says when the unit ends."""
     _C.unit_set_state(unit)
 
 
-def current() -> LiveUnit | None:
+def current() -> CurrentUnit | None:
     return _C.unit_state()  # type: ignore[no-any-return]
 
 

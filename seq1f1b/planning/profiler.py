@@ -306,7 +306,8 @@ def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float
 
 def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
     """Bytes out and in, and their nanoseconds; zeros where the engine has no tier."""
-    return engine._tier.totals() if engine._tier is not None else (0, 0, 0, 0)
+    tier = engine._pipeline.tier
+    return tier.totals() if tier is not None else (0, 0, 0, 0)
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class Disagreement(ValueError):
     """The ranks of a pipeline were given different arguments. Every rank raises the same."""
 
 
-def agreement(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
+def agreement_of(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
     """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
     digest = hashlib.sha256(schedule.to_text().encode()).hexdigest()[:12]
     shown = repr(asked) if isinstance(asked, str) else "a Schedule"
@@ -277,3 +277,22 @@ def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
                 for own in ranks.values()
             )
             raise Disagreement(f"{name} differs between the ranks of the pipeline: {values}; give all ranks the same")
+
+
+class Agreement:
+    """Compares what the ranks of a pipeline were given: once, but again after a failure.
+
+    Args:
+        group: of the ranks.
+        own: what this one was given, see :func:`agreement_of`.
+    """
+
+    def __init__(self, group: Any, own: Mapping[str, tuple[str, str]]) -> None:
+        self._group = group
+        self._own: Mapping[str, tuple[str, str]] | None = own
+
+    def check(self) -> None:
+        """Raises, on every rank, unless all were given the same. Collective."""
+        if self._own is not None:
+            check_agreement(self._group.all_gather_object(self._own))
+            self._own = None

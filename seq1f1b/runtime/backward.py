@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.ops.context import LiveUnit
+from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 

@@ -7,21 +7,57 @@ the order, since every block is computed again just before its own backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seq1f1b.ops.context import current
+from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.deferred import runs_compiled
+from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.schedule import Unit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.arguments import Options
+    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class BlockRecomputing(Feature):
+    """Lets units compute some blocks of a stage again, each just before its own backward."""
+
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        chosen = options.recompute_blocks
+        self._blocks = None if chosen is None else Blocks(without_wrapper(stage.module), stage.index, *chosen)  # type: ignore[arg-type]
+
+    def begin(self, step: StageStep) -> BlocksAgain | None:
+        return BlocksAgain(step, self._blocks) if self._blocks is not None and step.arguments.training else None
+
+
+class BlocksAgain(Part):
+    """Says of each unit how many blocks its backward computes again."""
+
+    def __init__(self, step: StageStep, blocks: Blocks) -> None:
+        self._step, self._blocks = step, blocks
+        self._count = 0  # in all units
+
+    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        return self._blocks.in_step()
+
+    def begin(self, unit: LiveUnit) -> None:
+        if unit.cell not in self._step.order.recomputed:
+            unit.blocks_again = self._blocks.count(unit.microbatch, unit.segment)
+            self._count += unit.blocks_again
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"blocks_again": self._count}
 
 
 class Blocks:
@@ -81,7 +117,7 @@ class _Forward:
         self.own, self._at = own, at
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        unit = current()
+        unit = live_unit()
         if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
             return self.own(*arguments, **named)
         return checkpoint(self.own, *arguments, use_reentrant=False, **named)

@@ -10,22 +10,87 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from seq1f1b.ops.context import current
+from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.unit import LiveUnit, live_unit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 
 _WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the output gradients would fill the memory
 _BLOCK = 1 << 18  # elements of a temporary, where a gradient is wider than its product
+
+
+class Deferring(Feature):
+    """Makes gradients of weights in W, where an order splits the backward of a stage's units."""
+
+    def begin(self, step: StageStep) -> Deferred | None:
+        return Deferred(step) if step.order.split else None
+
+
+class Deferred(Part):
+    """A tape for each unit whose backward is I and W; and W."""
+
+    def __init__(self, step: StageStep) -> None:
+        self._step, self._stage = step, step.stage
+        self._noted: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"W": self.weight}
+
+    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        loss = [module for module in self._stage.modules if module is not self._stage.module]
+        return deferring(self._stage.module, [*others, *loss])
+
+    def begin(self, unit: LiveUnit) -> None:
+        if unit.cell in self._step.order.split:
+            unit.tape = Tape(self._noted)
+
+    def before_backward(self, unit: LiveUnit) -> None:
+        if unit.tape is not None:
+            unit.tape.is_open = True
+
+    def weight(self, cell: int, received: Received) -> None:
+        """W(m.s): the gradients of weights that I left."""
+        unit, parallel = self._step.units[cell], self._stage.parallel
+        tape, unit.tape = unit.tape, None
+        if tape is None:
+            raise RuntimeError("W finds nothing that I has left: it has run already")
+        is_last = self._step.order.last_gradients == ("W", cell)
+        is_left = bool(tape.products)  # else it has all run in waits
+        tape.run()
+        if parallel is not None and (is_left or is_last):
+            parallel.after_weight(is_last)
+
+    def fill(self, cell: int) -> bool:
+        """Runs one product of W(m.s), whose I has run; returns whether any is left."""
+        tape = self._step.units[cell].tape
+        is_left = tape is not None and tape.run_next()
+        if self._stage.parallel is not None and not is_left:
+            # The last one has its place in the order, alike on all replicas.
+            self._stage.parallel.after_weight(is_last=False)
+        return is_left
+
+    def finish(self) -> None:
+        """Raises where I of a unit has left what no W took: gradients of weights would be missing."""
+        for unit in self._step.units.values():
+            if unit.tape is not None:
+                m, s = unit.microbatch, unit.segment
+                raise RuntimeError(f"stage {self._stage.index}: no W{m}.{s} has taken what I{m}.{s} left")
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"deferred_weights": sum(self._noted.values())}
 
 
 class Use(NamedTuple):
@@ -126,7 +191,7 @@ class Layer:
         weight, bias = self.module.weight, self.module.bias
         if torch.compiler.is_compiling():  # what a compiled backward keeps may be overwritten
             return F.linear(input, weight, bias)
-        unit = current()
+        unit = live_unit()
         if (
             unit is None
             or unit.tape is None

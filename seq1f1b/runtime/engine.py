@@ -3,62 +3,40 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _C
 from seq1f1b.device.edges import DeviceEdges
-from seq1f1b.device.placement import common_device, step_on
-from seq1f1b.ops.context import inside_step
+from seq1f1b.device.placement import common_device
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.arguments import (
+    Agreement,
     Disagreement,
     Options,
-    agreement,
-    check_agreement,
+    agreement_of,
     check_launch,
     modules_of,
     order_of,
 )
-from seq1f1b.runtime.blocks import Blocks
-from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
-from seq1f1b.runtime.gradients import REDUCED, StepGradients, growing_wide
-from seq1f1b.runtime.looks import look_at_targets, sample_of
-from seq1f1b.runtime.offload import Tier
-from seq1f1b.runtime.orders import has_units, with_options
-from seq1f1b.runtime.report import EdgeReport, StepRecord, make_report
-from seq1f1b.runtime.rows import PlannedRows, RankOrder, RowOrders, check_equal_rows, check_rows
-from seq1f1b.runtime.saved_bytes import Activations
-from seq1f1b.runtime.shards import EmbeddingStep, HeadStep
+from seq1f1b.runtime.batch import StepArguments, merge
+from seq1f1b.runtime.gradients import REDUCED
+from seq1f1b.runtime.orders import with_options
+from seq1f1b.runtime.pipeline import Pipeline
+from seq1f1b.runtime.report import StepRecord, make_report
+from seq1f1b.runtime.rows import PlannedRows
+from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
-from seq1f1b.runtime.stage import Stage
-from seq1f1b.runtime.step import Step, StepArguments, merge
-from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
-from seq1f1b.schedule import Schedule, Unit, build_schedule, unit_of
-from seq1f1b.transport import DTYPES, RankGroup, last_attempt, resolve_group, withdraw
-from seq1f1b.transport.group import Edge, leave_place
+from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 
 __all__ = ["PipelineEngine"]
-
-_CHANNELS = (  # what edges carry
-    "activations",
-    "gradients",
-    "the hidden state",
-    "statistics",
-    "gradients of the hidden state",
-    "embedded tokens",
-    "gradients of embedded tokens",
-)
-_IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
-_DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class PipelineEngine:
@@ -216,7 +194,6 @@ class PipelineEngine:
             self.shard = shard
             self.device = common_device(modules)
             check_launch(group)
-            self._device_edges: DeviceEdges | None = None
             arrival_timeout = max(timeout, first_step_timeout)
             joined = resolve_group(group, transport, timeout=timeout, arrival_timeout=arrival_timeout)
             self._group: RankGroup = joined
@@ -231,15 +208,6 @@ class PipelineEngine:
             if joined is not None and joined is not group:
                 joined.close()
             raise
-        self._eval_parts: tuple[Any, Any] | None = None  # program and executor
-        self._step = 0
-        self._known_shapes: set[tuple[bool, int]] = set()
-        self._activations: dict[int, Activations] = {}  # by stage, where they were measured
-        self._closed = self._running = self._has_had_rows = False
-        # Whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
-        can_divide = self._options.head is None and self._options.loss_reduction == "mean"
-        self._divides: bool | None = None if can_divide else False
-        self.last_step: StepRecord | None = None
 
     # -- public ----------------------------------------------------------------------------------------------------
 
@@ -337,8 +305,8 @@ class PipelineEngine:
             dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
             show: prints the result on rank 0.
         """
-        self._check_idle()
-        found = verify(self, StepArguments(True, inputs, target, kwargs, loss_weight), dtype)
+        self._pipeline.check_idle()
+        found = verify(self._runner, StepArguments(True, inputs, target, kwargs, loss_weight), dtype)
         if show and self.rank == 0:
             print(found)
         return found
@@ -350,30 +318,11 @@ class PipelineEngine:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under their modules' own names, including those of a loss that holds the head."""
-        seen: set[int] = set()
-        for module in self.modules():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        return self._pipeline.named_parameters()
 
     def modules(self) -> list[nn.Module]:
         """This rank's stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
-        return [without_wrapper(module) for module in self._wrapped_modules()]
-
-    def _wrapped_modules(self) -> list[nn.Module]:
-        """The same modules as they were given: under DDP or not."""
-        return [module for _, module in self._placed_modules()]
-
-    def _placed_modules(self) -> list[tuple[str, nn.Module]]:
-        """The same, each with its place in words."""
-        stages = self._stages.items()
-        modules = [(f"stage {i}", stage.module) for i, stage in stages if isinstance(stage.module, nn.Module)]
-        if self._options.embedding is not None:
-            modules.insert(0, ("the embedding", self._options.embedding))
-        if (self.has_last or self._options.head is not None) and isinstance(self._options.loss_fn, nn.Module):
-            modules.append(("the loss", self._options.loss_fn))
-        return modules
+        return self._pipeline.bare_modules()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
@@ -416,7 +365,7 @@ class PipelineEngine:
     def _gradients_in_order(self, excluded: set[int]) -> list[tuple[int, list[Tensor]]]:
         """Gradients by stage, the loss as the last one, each parameter's once. Excluded: ids of parameters."""
         parts: list[tuple[int, Any]] = [(self.rank - self.num_ranks, self._options.embedding)]
-        parts += [(index, stage.module) for index, stage in self._stages.items()]
+        parts += self._pipeline.modules.items()
         if self.has_last or self._options.head is not None:
             parts.append(
                 (self.num_stages + (self.rank if self._options.head is not None else 0), self._options.loss_fn)
@@ -434,8 +383,8 @@ class PipelineEngine:
 
     def tied_elsewhere(self) -> set[int]:
         """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
-        self._tied.meet()
-        return self._tied.counted_elsewhere()
+        self._pipeline.tied.meet()
+        return self._pipeline.tied.counted_elsewhere()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
@@ -457,9 +406,7 @@ class PipelineEngine:
 
     def fail(self, reason: str) -> None:
         """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""
-        if not self._closed:
-            self._group.fail(reason)
-            self._group.end_step(failed=True)
+        self._pipeline.fail(reason)
 
     def report(self, gather: bool = False) -> Any:
         """What the last step measured, beside what the plan says.
@@ -472,96 +419,42 @@ class PipelineEngine:
         return make_report(
             self.last_step,
             rank=self.rank,
-            schedule=self.schedule,
-            cache=self._cache,
+            cache=self._runner.cache,
             edges=self.edges,
-            trained={index: stage.trained_weights for index, stage in self._stages.items()},
+            trained={index: stage.trained_weights for index, stage in self._runner.stages.items()},
             gather=self._group.all_gather_object if gather else None,
         )
 
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What the last step measured, for :meth:`report`."""
+        return self._runner.last_step
+
     def close(self) -> None:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
-        self._closed = True
-        self._executor, self._eval_parts = None, None
-        self._row_orders.clear()
-        if self._tier is not None:
-            self._tier.close()
-        self._ends.clear()
-        if self._device_edges is not None:
-            self._device_edges.close()
-        self._group.close()
+        self._runner.orders.clear()
+        self._pipeline.close()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def _join(self, modules: list[nn.Module], schedule: str | Schedule) -> None:
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
-        self.rank, self.num_ranks = self._group.rank, self._group.size
+        group, options = self._group, self._options
+        self.rank, self.num_ranks = group.rank, group.size
         self.schedule = self._make_schedule(schedule, len(modules))
-        self._agreement: dict[str, tuple[str, str]] | None = agreement(self._options, self.schedule, schedule)
-        if not self._group.is_thread:  # engines of threads may be made one after the other: they meet in a step
-            self._agree()
-        self.num_stages = self.schedule.num_stages
-        self.stages = [i for i, rank in enumerate(self.schedule.rank_of_stage) if rank == self.rank]
-        if len(self.stages) != len(modules):
-            raise ValueError(
-                f"rank {self.rank} holds stages {self.stages} in this schedule, {len(modules)} modules were given"
-            )
-        for shard in (self._options.head, self._options.embedding_shard):
-            if shard is not None:
-                shard.check_place(self.rank, self.num_ranks)
-        self.has_first, self.has_last = 0 in self.stages, self.num_stages - 1 in self.stages
-
-        self._tier = self._make_tier()
-        self._stages = self._make_stages(modules)
-        placed = [(place, without_wrapper(module)) for place, module in self._placed_modules()]
-        self._tied = TiedParameters(placed, self._group)
-        self._cache = _C.kv_cache_create()
-        self._ends: dict[Edge, Any] = {}
-        self._program = self._lower(self.schedule.handle)
-        self._connect()
-        self._executor = self._make_executor(self._program)
-        self._row_orders = RowOrders(schedule if isinstance(schedule, str) else None, self.rank, self.num_ranks)
-        if not self._group.is_thread:
-            self._group.begin()
-
-    def _blocks(self, module: Any, index: int) -> Blocks | None:
-        """The blocks of a stage that units compute again."""
-        chosen = self._options.recompute_blocks
-        return None if chosen is None else Blocks(without_wrapper(module), index, *chosen)
-
-    def _make_stages(self, modules: Sequence[Any], *, is_whole: bool = False) -> dict[int, Stage]:
-        return {
-            index: Stage(
-                module,
-                index,
-                num_stages=self.num_stages,
-                first_cells=self.schedule.first_cells,
-                loss_fn=self._options.loss_fn,
-                device=self.device,
-                order=self.schedule.ranks[self.rank],
-                unchecked=self._options.unchecked,
-                is_whole=is_whole,
-                in_threads=self._group.is_thread,
-                recomputes=has_units(self.schedule, "R"),
-                tier=self._tier,
-                blocks=self._blocks(module, index),
-                spreads_vocabulary=self._options.head is not None,
-            )
-            for index, module in zip(self.stages, modules, strict=True)
-        }
-
-    def _make_tier(self) -> Tier | None:
-        if self._options.offload is None:
-            return None
-        if self.device.type != "cpu":
-            raise ValueError(f"offload= moves what stages on the CPU save, and this one is on {self.device}")
-        return Tier(self._options.offload, self._group.group, self.num_microbatches * self.num_segments)
-
-    def _agree(self) -> None:
-        """Raises, on every rank, unless all were given the same. Collective; once, but again after a failure."""
-        if self._agreement is not None:
-            check_agreement(self._group.all_gather_object(self._agreement))
-            self._agreement = None
+        agreement = Agreement(group, agreement_of(options, self.schedule, schedule))
+        if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
+            agreement.check()
+        pipeline = self._pipeline = Pipeline(modules, self.device, options, group, self.schedule, agreement)
+        self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
+        self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
+        build = partial(build_schedule, schedule) if isinstance(schedule, str) else None
+        self._runner = Runner(pipeline, options, self.schedule, build)
+        pipeline.connect(pipeline.lower(self.schedule), self._device_edges_class)
+        self.edges = pipeline.edges
+        self._runner.order(training=True)
+        if not group.is_thread:
+            group.begin()
 
     def _make_schedule(self, schedule: str | Schedule, stages_per_rank: int) -> Schedule:
         if isinstance(schedule, str):
@@ -584,74 +477,6 @@ class PipelineEngine:
         schedule.check()
         return with_options(schedule, self._options)
 
-    def _connect(self) -> None:
-        """Opens every edge; all ranks in the same order."""
-        edges, is_receiver = [], {}
-        for source, destination, source_rank, destination_rank, channel, *_ in _C.program_edges(self._program):
-            edge, text = (
-                Edge(source, destination, channel),
-                f"{_CHANNELS[channel]} of stage {source} to stage {destination}",
-            )
-            if self.rank in (source_rank, destination_rank):
-                receiver = self.rank == destination_rank
-                peer = source_rank if receiver else destination_rank
-                is_receiver[edge] = receiver
-                self._ends[edge] = self._group.edge_end(edge, peer, receiver, text)
-                transport = self._options.device_transport or self._group.transport_to(peer)
-                edges.append(EdgeReport(source, destination, peer, transport))
-        self.edges = tuple(edges)
-        if self._options.device_transport is not None:
-            self._device_edges = self._device_edges_class(self._options.device_transport, self._group, self.device)
-            self._ends = self._device_edges.open(self._ends, is_receiver)
-
-    def _lower(self, schedule: Any) -> Any:
-        return _C.program_lower(schedule, self._options.prefetch, self._options.device_transport is not None)
-
-    def _make_executor(self, program: Any) -> Any:
-        ends = [self._ends.get(Edge(edge[0], edge[1], edge[4])) for edge in _C.program_edges(program)]
-        executor = _C.executor_create(
-            program,
-            self.rank,
-            self._group.group,
-            self._cache,
-            ends,
-            self._group.is_thread,
-            _DTYPE_CODES,
-            self._options.weights == "fill",
-            leave_place,
-        )
-        if self._device_edges is not None:
-            self._device_edges.set_on(executor)
-        if self._tier is not None:
-            _C.executor_set_tier(executor, self._tier.handle)
-        return executor
-
-    def _make_parts(self, schedule: Schedule, training: bool) -> tuple[Any, Any]:
-        """The program of an order, and its executor."""
-        program = self._lower(schedule.handle if training else _C.schedule_forward_only(schedule.handle))
-        return program, self._make_executor(program)
-
-    def _complete(self, schedule: Schedule) -> Schedule:
-        """The order of a step of rows, with what the engine's options add. It runs over the edges that are open."""
-        found = (schedule.num_ranks, schedule.rank_of_stage)
-        expected = (self.num_ranks, self.schedule.rank_of_stage)
-        if found != expected:
-            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
-        return with_options(schedule, self._options)
-
-    def _order_of(self, arguments: StepArguments) -> RankOrder:
-        """The order of a step."""
-        if arguments.rows is not None:
-            check_rows(arguments.rows, self.shard[1])
-            return self._row_orders.find(
-                arguments.rows, arguments.plan, arguments.training, self._stages, self._complete, self._make_parts
-            )
-        if arguments.training:
-            return RankOrder(self.schedule, self._stages, self._program, self._executor)
-        if self._eval_parts is None:
-            self._eval_parts = self._make_parts(self.schedule, training=False)
-        return RankOrder(self.schedule, self._stages, *self._eval_parts)
-
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
@@ -660,152 +485,7 @@ class PipelineEngine:
 
     def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
         """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""
-        self._check_idle()
-        self._running = True
-        entered = None  # the executor, once the step has begun
-        try:
-            order = self._order_of(arguments)
-            step = Step(
-                replace(arguments, divides=self._divides),
-                self._options,
-                order.stages,
-                self.num_stages,
-                self.device,
-                self._enter_shape,
-                self.rank,
-                *self._shard_steps(arguments.training, order.schedule),
-            )
-            program, executor = order.program, order.executor
-            if self._tier is not None:
-                self._tier.num_cells = order.schedule.first_cells[-1]
-            self._set_limits(shape_known=False)  # until the length is learnt
-            step.prepare()
-            self._step = self._group.begin_step(step.training)
-            self._agree()
-            if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
-                check_equal_rows(self._group, arguments.rows, arguments.plan)
-                self._has_had_rows = True
-            samples = self._tied.meet(lambda: self._samples(arguments))
-            if self.has_last:
-                look_at_targets(samples)
-            place_views = self._group.place_views
-            if self._device_edges is not None:
-                self._device_edges.begin_step(self._group.timeout_s)
-                place_views = self._device_edges.place_views()
-            run_unit = self._choose_run(step)
-            entered = executor
-            gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
-            start = time.perf_counter()
-            try:
-                with inside_step(), step_on(self.device), step.changed_layers():
-                    _C.executor_step(
-                        executor,
-                        self._step,
-                        step.training,
-                        step.length,
-                        step.sizes,
-                        run_unit,
-                        step.fill,
-                        step.learn,
-                        place_views,
-                    )
-                elapsed = time.perf_counter() - start
-                factor = self._divide(step) if gradients is not None and self._divides is not False else 1.0
-                step.propagate(factor)
-                if gradients is not None:
-                    self._tied.end_step(gradients)
-                    gradients.end(factor)
-            except BaseException:
-                if gradients is not None:
-                    gradients.fail()
-                raise
-            finally:
-                if self._tier is not None:
-                    self._tier.reset()
-                step.end()
-            self._group.end_step(failed=False)
-        except BaseException as error:
-            explained = self._end_failed_step(error, entered)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self._running = False
-        self._known_shapes.add((step.training, step.length))
-        self._activations |= step.activations()
-        self.last_step = StepRecord(
-            step.training,
-            self._step,
-            step.sizes,
-            elapsed,
-            program,
-            executor,
-            self.stages,
-            self.num_stages,
-            dict(self._activations),
-            step.deferred_weights(),
-            step.moved_bytes(),
-            step.blocks_again(),
-            step.logit_bytes(),
-            step.length,
-            order.schedule if arguments.rows is not None else None,
-        )
-        return step.losses(), step.outputs() if arguments.return_outputs else None
-
-    def _divide(self, step: Step) -> float:
-        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
-        mine = step.divides()
-        everyones = [mine] if self.num_ranks == 1 else self._group.all_gather_object(mine)
-        last = everyones[self.schedule.rank_of_stage[-1]]
-        self._divides = last[0]
-        if not self._divides:
-            return 1.0
-        refused = ""
-        if not self._options.scale_grads:
-            refused = "scale_grads=False, as in torch's schedules, leaves gradients undivided"
-        elif any(has_auxiliary for *_, has_auxiliary in everyones):
-            refused = "an auxiliary loss (add_loss) has no part in that divisor"
-        if refused:
-            raise Disagreement(
-                f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
-                "loss_weight="
-            )
-        return float(last[1])
-
-    def _samples(self, arguments: StepArguments) -> list[Any]:
-        """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
-        if self.num_segments == 1 and arguments.rows is None:
-            return [None, None]
-        tokens = sample_of(arguments.inputs, self.seq_dim) if self.has_first else None
-        return [tokens, sample_of(arguments.target, self.seq_dim) if self.has_last else None]
-
-    def _shard_steps(self, training: bool, schedule: Schedule) -> tuple[HeadStep | None, EmbeddingStep | None]:
-        """What the shards of the output layer and of the embedding do in a step; None for a layer that is whole."""
-        options, order, first = self._options, schedule.ranks[self.rank], schedule.first_cells
-        head = embedding = None
-        if options.head is not None:
-            assert isinstance(options.loss_fn, nn.Module)
-            head = HeadStep(
-                options.loss_fn,
-                self.schedule.rank_of_stage[-1],
-                first_cells=first,
-                training=training,
-                is_mean=options.loss_reduction == "mean",
-                order=order,
-            )
-        if options.embedding is not None:
-            embedding = EmbeddingStep(options.embedding, first_cells=first, training=training, order=order)
-        return head, embedding
-
-    def _check_idle(self) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        if self._running:
-            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
-
-    def _choose_run(self, step: Step) -> Callable[..., Any]:
-        """Returns what the executor calls for every unit of a step."""
-        return step.choose_run(host_messages=self._device_edges is None)
+        return self._runner.run(arguments)
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
@@ -813,98 +493,6 @@ class PipelineEngine:
         finite = all(bool(torch.isfinite(g).all()) for g in gradients)
         if not all(self._group.all_gather_object(finite)) and finite and gradients:
             gradients[0].fill_(float("inf"))
-
-    def _set_limits(self, shape_known: bool) -> None:
-        """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        options = self._options
-        limit = options.timeout if shape_known else max(options.timeout, options.first_step_timeout)
-        self._group.set_limits(limit, options.spin_us)
-
-    def _enter_shape(self, shape: tuple[bool, int]) -> bool:
-        """Called once a step's (training, tokens) are known. Returns whether such a step has run before."""
-        is_known = shape in self._known_shapes
-        self._set_limits(is_known)
-        return is_known
-
-    def _step_gradients(self, divisor: int) -> StepGradients:
-        """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
-        dtype, wide = self._options.grad_dtype, set[int]()
-        if dtype is not None:
-            wide = set().union(*(growing_wide(m) for m in self._wrapped_modules() if data_parallel(m) is None))
-        tied = {id(p): p for p in self._tied.parameters()}  # a stage may list one that it has not registered
-        is_apart = self._divides is not False
-        needs_all = bool(wide) or divisor > 1 or is_apart
-        parameters = ({id(p): p for p in self.parameters()} if needs_all else {}) | tied
-        return StepGradients(list(parameters.values()), wide, dtype, tied, divisor, is_apart=is_apart)
-
-    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
-        """Ends the step on every rank, and gives the error its place: stage and unit.
-
-        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
-        """
-        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
-            self._group.end_step(failed=False)
-            return error
-        unit = _last_unit(executor)
-        explained = error
-        if not isinstance(error, _C.PipelineError):
-            explained = _explain(error, unit, self._hint(error, executor))
-            place = f"{unit}: " if unit else ""
-            self._group.fail(f"{place}{type(explained).__name__}: {str(explained).removeprefix(place)}")
-        self._group.end_step(failed=True)
-        return explained
-
-    def _hint(self, error: BaseException, executor: Any) -> str:
-        """What an error in a forward is likely to mean."""
-        unit = unit_of(_C.executor_last_unit(executor)) if executor is not None else None
-        if (
-            unit is None
-            or unit.kind != "F"
-            or unit.stage == 0
-            or not any(text in str(error) for text in _TOKENS_WANTED)
-        ):
-            return ""
-        stage = self._stages[unit.stage]
-        if not any(isinstance(part, nn.Embedding) for module in stage.modules for part in module.modules()):
-            return ""
-        return (
-            f". Stage {unit.stage} received hidden states from stage {unit.stage - 1} and treats them as tokens: did "
-            "every rank build the whole model? Give each rank the layers of its own stages"
-        )
-
-
-# What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
-_TOKENS_WANTED = (
-    "for argument #1 'indices'",
-    "used as indices must be",
-    "values to unpack",
-    "one_hot is only applicable",
-)
-
-
-def _last_unit(executor: Any) -> str:
-    """The unit at which the executor left the step, with its stage, "" where the step did not begin."""
-    if executor is None:
-        return ""
-    unit = unit_of(_C.executor_last_unit(executor))
-    return f"[{unit.stage}]{unit}"
-
-
-def _explain(error: BaseException, unit: str, hint: str) -> BaseException:
-    """The error with its unit in front, and a hint behind it.
-
-    An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
-    """
-    failure = _C.take_op_failure()
-    if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
-        error = failure
-    if type(error) is RuntimeError and _IN_PLACE_ON_LEAF in str(error):
-        error.args = (
-            f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
-        )
-    if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
-        error.args = (f"{unit}: {error}{hint}",)
-    return error
 
 
 def _norm(gradient: Tensor, norm_type: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,6 +105,15 @@ class StepGradients:
                 parameter.grad = before
             if before is not None and copy is not None and copy is not before:
                 before.copy_(copy)
+
+    @contextmanager
+    def kept_on_errors(self) -> Iterator[None]:
+        """Within, an error puts back what was there."""
+        try:
+            yield
+        except BaseException:
+            self.fail()
+            raise
 
     @torch.no_grad()
     def fail(self) -> None:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.runtime.saved_bytes import SavedBytes
+from seq1f1b.runtime.measure import SavedBytes
+from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.transport.group import holders
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.arguments import Options
+    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 
@@ -47,9 +54,9 @@ class Tier:
                 stacklevel=5,  # where the engine is made
             )
 
-    def number(self, stage: int, key: int) -> int:
+    def number(self, stage: int, cell: int) -> int:
         """The unit's cell of all stages, by which the executor waits for it as well."""
-        return stage * self.num_cells + key
+        return stage * self.num_cells + cell
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
         _C.tier_out(self.handle, number, [s.data_ptr() for s in storages], [s.nbytes() for s in storages])
@@ -71,6 +78,62 @@ class Tier:
     def reset(self) -> None:
         """Ends what is under way. Until then memory that was given to it must stay."""
         _C.tier_reset(self.handle)
+
+
+class Offloading(Feature):
+    """Moves what the units of a stage have saved to the rank's tier, and back."""
+
+    def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
+        self._tier = tier
+
+    def begin(self, step: StageStep) -> Moves | None:
+        if not step.order.moved:
+            return None
+        assert self._tier is not None
+        return Moves(step, self._tier)
+
+
+class Moves(Part):
+    """O, A and L of one stage."""
+
+    def __init__(self, step: StageStep, tier: Tier) -> None:
+        self._step, self._stage, self._tier = step, step.stage, tier
+        self._bytes = 0  # of all units, on their way out
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"O": self.move_out, "A": self.wait_until_out, "L": self.load}
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        if unit.cell not in self._step.order.moved:
+            return None
+        unit.aside = Aside(self._stage.modules if self._step.measure is not None else (), inputs)
+        return unit.aside  # type: ignore[no-any-return]
+
+    def move_out(self, cell: int, received: Received) -> None:
+        """O(m.s): what F has saved begins to go to the tier."""
+        aside: Aside = self._step.units[cell].aside
+        aside.out(self._tier, self._number(cell))
+        self._bytes += aside.moved_bytes
+
+    def wait_until_out(self, cell: int, received: Received) -> None:
+        """A(m.s): it has gone."""
+        self._step.units[cell].aside.gone(self._tier, self._number(cell))
+
+    def load(self, cell: int, received: Received) -> None:
+        """L(m.s): there is room for it, and it begins to come back."""
+        self._step.units[cell].aside.load(self._tier, self._number(cell))
+        if self._step.measure is not None:
+            self._step.measure.note()
+
+    def before_backward(self, unit: LiveUnit) -> None:
+        if unit.aside is not None:
+            unit.aside.back()
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"moved_bytes": self._bytes}
+
+    def _number(self, cell: int) -> int:
+        return self._tier.number(self._stage.index, cell)
 
 
 class Saved:
@@ -111,6 +174,7 @@ class Aside(SavedBytes):
         self._saved: list[weakref.ref[Saved]] = []
         self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
         self.moved_bytes = 0
+        self.away_bytes = 0  # of these, that are in the tier alone
 
     def pack(self, tensor: Tensor) -> Any:
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -153,6 +217,7 @@ class Aside(SavedBytes):
     def gone(self, tier: Tier, number: int) -> None:
         """A: waits until it is out, and lets go of its memory."""
         tier.wait(number)
+        self.away_bytes = self.moved_bytes
         for _, own in self._moved:
             for saved in own:
                 saved.look()
@@ -161,6 +226,7 @@ class Aside(SavedBytes):
     def load(self, tier: Tier, number: int) -> None:
         """L: asks for memory, and begins to read."""
         addresses = []
+        self.away_bytes = 0
         for size, own in self._moved:
             room = torch.empty(size + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8, device="cpu")
             skipped = -room.data_ptr() % _C.TIER_ALIGNMENT

@@ -8,16 +8,89 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from seq1f1b.ops.context import enter
+from seq1f1b.runtime.nested import tensors_of
+from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.unit import LiveUnit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.arguments import Options
+    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 _generators = threading.RLock()  # torch's default ones belong to the whole process
+
+
+class Recomputing(Feature):
+    """Runs a stage again for the units whose F is to keep its arguments alone."""
+
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        self._compares = options.check_recompute
+
+    def begin(self, step: StageStep) -> Recompute | None:
+        return Recompute(step, self._compares and step.arguments.is_new) if step.order.recomputed else None
+
+
+class Recompute(Part):
+    """F without a graph, and R.
+
+    Args:
+        compares: whether R has to compute what F did, bit for bit.
+    """
+
+    def __init__(self, step: StageStep, compares: bool) -> None:
+        self._step, self._stage, self._compares = step, step.stage, compares
+        trained = (p.requires_grad for module in self._stage.modules for p in module.parameters())
+        self._trains = not isinstance(self._stage.module, nn.Module) or any(trained)
+
+    def passes(self) -> Mapping[str, Pass]:
+        return {"R": self.recompute}
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        if unit.is_again or unit.cell not in self._step.order.recomputed:
+            return None
+        unit.kept = Kept(inputs, self._step.kwargs_of(unit), self._stage.device, self._trains)
+        return unit.kept.first()  # type: ignore[no-any-return]
+
+    def returned(self, unit: LiveUnit, output: Any) -> None:
+        if not self._compares or (unit.kept is None and not unit.is_again):
+            return
+        found = digest([*tensors_of(output), *(unit.carried_out or {}).values()])
+        if not unit.is_again:
+            unit.digest = found
+        elif found != unit.digest:
+            raise RuntimeError(
+                f"stage {self._stage.index} has computed something else in R{unit.microbatch}.{unit.segment} than in "
+                "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
+                "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
+                "unit out of recompute="
+            )
+
+    def recompute(self, cell: int, received: Received) -> None:
+        """R(m.s): what F would have saved, from what it kept. The loss and the outputs are F's."""
+        unit = self._step.units[cell]
+        kept, unit.kept = unit.kept, None
+        left, unit.carried_out = unit.carried_out or {}, None  # the same states are left again, with their graphs
+        unit.auxiliary = None
+        unit.is_again = True
+        enter(unit)
+        with kept.again():
+            self._step.run(unit, kept.inputs)
+        unit.is_again = False
+        again: dict[int, Tensor] = unit.carried_out or {}
+        if left.keys() != again.keys():
+            raise RuntimeError(
+                f"stage {self._stage.index} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
+                "a stage that is recomputed must do the same both times"
+            )
 
 
 class Kept:

@@ -15,7 +15,8 @@ from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
-from seq1f1b.runtime.saved_bytes import Activations
+from seq1f1b.runtime.measure import Activations
+from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
 from seq1f1b.transport.values import pack, sendable, unpack
 
@@ -28,23 +29,31 @@ sendable(Unit)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The last step, kept by the engine until the next one."""
+    """The last step, kept by the engine until the next one.
+
+    Attributes:
+        sizes: tokens of segments, as the executor took them.
+        length: tokens of the longest micro-batch.
+        seconds: that all units took.
+        activations: of the stages where they were measured, in this step or before.
+        figures: of each stage, what its parts tell, by name.
+        logit_bytes: of this rank's shard of the vocabulary, at their peak.
+    """
 
     training: bool
     number: int
     sizes: list[int]
+    length: int
     seconds: float
-    program: Any
-    executor: Any
-    stages: list[int]
+    order: RankOrder
     num_stages: int
-    activations: dict[int, Activations]  # by stage; empty where not measured
-    deferred_weights: dict[int, int]  # by stage
-    moved_bytes: int
-    blocks_again: int
-    logit_bytes: int = 0  # of this rank's shard of the vocabulary, at their peak
-    length: int = 0  # tokens of the longest micro-batch
-    schedule: Schedule | None = None  # of a step of rows
+    activations: dict[int, Activations]
+    figures: dict[int, dict[str, Any]]
+    logit_bytes: int
+
+    def total(self, name: str) -> int:
+        """Sum of a figure over this rank's stages."""
+        return sum(own.get(name, 0) for own in self.figures.values())
 
 
 @sendable
@@ -108,7 +117,7 @@ class Report:
         busy: in the units, parts of W in waits included.
         wait: for messages, without what filled the waits.
         send: for credits and copies.
-        tier: for what moves to the tier and back, in G and before the backwards that read it.
+        tier: for what moves to the tier and back, in A and before the backwards that read it.
         moved_bytes: sent to the tier, and brought back.
         recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
@@ -314,7 +323,6 @@ def make_report(
     record: StepRecord | None,
     *,
     rank: int,
-    schedule: Schedule,
     cache: Any,
     edges: tuple[EdgeReport, ...],
     trained: Mapping[int, int],
@@ -330,11 +338,7 @@ def make_report(
     own = _rank_report(record, rank, cache, edges, trained)
     if gather is None:
         return own
-    ranks = tuple(gather(own))
-    schedule = record.schedule or schedule
-    if not record.training:
-        schedule = schedule.forward_only()
-    return _of_ranks(ranks, schedule)
+    return _of_ranks(tuple(gather(own)), record.order.schedule)
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
@@ -357,7 +361,7 @@ def _sizes_of(schedule: Schedule, flat: Sequence[int]) -> Sequence[Any] | None:
 
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
-    """Seconds of every unit in run order, in and out of waits. G only waits."""
+    """Seconds of every unit in run order, in and out of waits. A only waits."""
     seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in report.timeline}
     for unit, start, end in report.fills:
         seconds[unit] += end - start
@@ -367,22 +371,22 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
-    start, end, run, wait, send, tier = _C.executor_totals(record.executor, rank)
+    start, end, run, wait, send, tier = _C.executor_totals(record.order.executor, rank)
     seconds = (end - start) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9)
-        for opcode, unit, first, last in _C.executor_timeline(record.executor, rank)
+        for opcode, unit, first, last in _C.executor_timeline(record.order.executor, rank)
         if opcode == _RUN
     )
     fills = tuple(
-        (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.executor)
+        (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
     )
     filled = sum(last - first for _, first, last in fills)
     layers = Counter(stage for stage, *_ in _C.kv_cache_layers(cache))
-    stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.stages)
+    stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, record.length, cache)
-    places = sum(edge[5] for edge in _C.program_edges(record.program) if edge[3] == rank)
+    places = sum(edge[5] for edge in _C.program_edges(record.order.program) if edge[3] == rank)
     return Report(
         rank=rank,
         step=record.number,
@@ -405,9 +409,9 @@ def _rank_report(
         fills=fills,
         edges=edges,
         tier=tier * 1e-9,
-        moved_bytes=record.moved_bytes,
+        moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
-        recomputed_blocks=record.blocks_again,
+        recomputed_blocks=record.total("blocks_again"),
     )
 
 
@@ -424,8 +428,8 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
 
 
 def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layers: int) -> StageReport:
-    live_units, live_tokens = _C.executor_stage_measure(record.executor, stage)
-    planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.program, stage)
+    live_units, live_tokens = _C.executor_stage_measure(record.order.executor, stage)
+    planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.order.program, stage)
     measured = record.activations.get(stage)
     planned = (None, None) if measured is None else _planned_bytes(record, stage, rank, measured)
     return StageReport(
@@ -433,14 +437,14 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layer
         peak_live_units=live_units,
         planned_live_units=planned_units,
         peak_live_tokens=live_tokens,
-        planned_live_tokens=_C.program_peak_tokens(record.program, stage, record.sizes),
+        planned_live_tokens=_C.program_peak_tokens(record.order.program, stage, record.sizes),
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
         activation_bytes=None if measured is None else measured.peak_saved,
         planned_activation_bytes=planned[0],
         gradient_bytes=None if measured is None else measured.peak_gradients,
         planned_gradient_bytes=planned[1],
-        deferred_weights=record.deferred_weights.get(stage, 0),
+        deferred_weights=record.figures[stage].get("deferred_weights", 0),
         trained_weights=trained,
         attention_layers=layers,
     )
@@ -456,5 +460,5 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         ]
 
     saved, kept, gradients, head = map(of_units, (measured.saved, measured.kept, measured.gradients, measured.head))
-    activations = _C.program_memory(record.program, (saved, kept, *[None] * 6, head))[rank][-1]
-    return activations, _C.program_memory(record.program, (saved, kept, gradients))[rank][2]
+    activations = _C.program_memory(record.order.program, (saved, kept, *[None] * 6, head))[rank][-1]
+    return activations, _C.program_memory(record.order.program, (saved, kept, gradients))[rank][2]

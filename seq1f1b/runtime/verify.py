@@ -1,35 +1,31 @@
 """Does the pipeline compute what the whole model does? Runs both on one batch and compares every gradient.
 
-The whole model is a second engine over the same stages, ranks and edges, with one segment and an order that runs one
+The whole model is a second runner over the same stages, ranks and edges, with one segment and an order that runs one
 micro-batch after the other; its units count as outside a step, so ``causal_attention`` is plain attention there.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.runtime import looks
 from seq1f1b.runtime.aside import RandomState, modules_aside
+from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_hooks
+from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING, Finding
 from seq1f1b.runtime.nested import mapped, tensors_of
+from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.steady import Steady
-from seq1f1b.runtime.step import StepArguments
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import LoopbackGroup
 
-if TYPE_CHECKING:
-    from seq1f1b.runtime.engine import PipelineEngine
-
-__all__ = ["Verification", "verify_stage"]
+__all__ = ["Verification"]
 
 NOT_FINITE = "not finite"
 _SHOWN = 8  # parameters in the printed table
@@ -106,24 +102,24 @@ class _Pass:
     gradients: list[Tensor | None]  # of the compared tensors
     draws: bool  # random numbers, dropout apart
     dropout: bool
-    findings: list[looks.Finding]
+    findings: list[Finding]
     sizes: list[int]  # of the segments
     not_finite: list[Any]  # where its loss or gradients became so: a key to sort by, and a text; [] if they did not
 
 
-def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
+def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
     """What ``engine.verify`` does; ``dtype`` of the reference, None: float64 if it fits."""
-    everyones = engine.all_gather_object([_refusal(engine), str(_own_dtype(engine)), _fits(engine)])
+    everyones = runner.pipeline.group.all_gather_object([_refusal(runner), str(_own_dtype(runner)), _fits(runner)])
     for rank, (text, *_) in enumerate(everyones):
         if text:
             raise ValueError(f"rank {rank}: {text}")
-    engine._tied.meet()  # makes copies equal, before they are aside
+    runner.pipeline.tied.meet()  # makes copies equal, before they are aside
     own = sorted({name for _, name, _ in everyones})
     wide = dtype if dtype is not None else torch.float64 if all(fits for *_, fits in everyones) else None
     if [str(wide)] == own:
         wide = None
     notes = []
-    session = _Session(engine, arguments)
+    session = _Session(runner, arguments)
     try:
         if wide is not None:
             try:
@@ -132,28 +128,28 @@ def verify(engine: PipelineEngine, arguments: StepArguments, dtype: torch.dtype 
                 notes.append(f"The whole model does not run in {wide}: {session.recover(error)}")
                 wide = None
             else:
-                if where := _first_not_finite(engine, truth):
+                if where := _first_not_finite(runner, truth):
                     notes.append(f"The whole model is not finite in {wide}: {where}.")
                     wide = None
         plain = session.run(whole=True, dtype=None)
-        where = _first_not_finite(engine, plain)
+        where = _first_not_finite(runner, plain)
         found = session.run(whole=False, dtype=None)
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
     finally:
         session.end()
-    comparison = _Comparison(engine, truth if wide is not None else plain, plain, found, exact)
+    comparison = _Comparison(runner, truth if wide is not None else plain, plain, found, exact)
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
-    if engine._tied.equal:
-        more = f" and {len(engine._tied.equal) - 1} more pairs" if len(engine._tied.equal) > 1 else ""
-        notes.append(f"Assumed not to be tied, though bit-equal: {engine._tied.equal[0]}{more}.")
+    if runner.pipeline.tied.equal:
+        more = f" and {len(runner.pipeline.tied.equal) - 1} more pairs" if len(runner.pipeline.tied.equal) > 1 else ""
+        notes.append(f"Assumed not to be tied, though bit-equal: {runner.pipeline.tied.equal[0]}{more}.")
     notes.insert(0, f"Reference: the stages in a chain, one segment, one micro-batch at a time, in {shown}.")
     cause = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with" if where else ""
     return comparison.verdict(notes, cause)
 
 
-def _first_not_finite(engine: PipelineEngine, run: _Pass) -> str:
+def _first_not_finite(runner: Runner, run: _Pass) -> str:
     """The place, of all ranks, where the run's loss or gradients became infinite or NaN; "" if they are finite."""
-    found = [place for place in engine.all_gather_object(run.not_finite) if place]
+    found = [place for place in runner.pipeline.group.all_gather_object(run.not_finite) if place]
     return str(min(found)[1]) if found else ""
 
 
@@ -163,39 +159,42 @@ def _first_not_finite(engine: PipelineEngine, run: _Pass) -> str:
 class _Session:
     """Runs one batch several times from one state, which :meth:`end` restores."""
 
-    def __init__(self, engine: PipelineEngine, arguments: StepArguments) -> None:
-        self._engine, self._arguments = engine, arguments
-        self._state = RandomState(engine.device)
+    def __init__(self, runner: Runner, arguments: StepArguments) -> None:
+        self._runner, self._arguments = runner, arguments
+        self._state = RandomState(runner.pipeline.device)
 
     def run(self, *, whole: bool, dtype: torch.dtype | None) -> _Pass:
         """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none."""
-        engine = self._engine
+        pipeline = self._runner.pipeline
         try:
-            engine.all_gather_object(True)  # tensors that ranks share: nobody takes them before all gave them back
+            pipeline.group.all_gather_object(
+                True
+            )  # tensors that ranks share: nobody takes them before all gave them back
             with ExitStack() as stack:
-                stack.enter_context(without_hooks(list(engine.parameters())))
-                stack.enter_context(modules_aside(engine.modules(), dtype))
-                result = self._run(_variant(engine, whole), dtype)
-                engine.all_gather_object(True)
+                stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
+                stack.enter_context(modules_aside(pipeline.bare_modules(), dtype))
+                result = self._run(_variant(self._runner, whole), dtype)
+                pipeline.group.all_gather_object(True)
             return result
         except BaseException as error:
             if not isinstance(error, _C.PipelineError):
-                engine._group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
-            engine._group.end_step(failed=True)
+                pipeline.group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
+            pipeline.group.end_step(failed=True)
             raise
 
     def recover(self, error: Exception) -> str:
         """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
-        self._engine._group.begin_step()  # waits until all ranks have left the failed run
-        self._engine._group.end_step(failed=False)
+        group = self._runner.pipeline.group
+        group.begin_step()  # waits until all ranks have left the failed run
+        group.end_step(failed=False)
         text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
-        texts = self._engine.all_gather_object([isinstance(error, _C.PipelineError), text])
+        texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
         return min(texts)[1]  # type: ignore[no-any-return]
 
     def end(self) -> None:
         self._state.restore()
 
-    def _run(self, engine: PipelineEngine, dtype: torch.dtype | None) -> _Pass:
+    def _run(self, runner: Runner, dtype: torch.dtype | None) -> _Pass:
         leaves: list[Tensor] = []
 
         def prepared(value: Any) -> Any:
@@ -208,25 +207,25 @@ class _Session:
             given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
         )
         self._state.restore()
-        with Steady(dtype) as steady, _Origin(engine) as origin:
-            losses, outputs = engine.run(arguments)
+        with Steady(dtype) as steady, _Origin(runner) as origin:
+            losses, outputs = runner.run(arguments)
         draws = not self._state.is_current()
-        compared = [*(p for p in engine.parameters() if p.requires_grad), *tracked]
+        compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
         gradients = [None if t.grad is None else t.grad.detach() for t in compared]
-        findings = [finding for stage in engine._stages.values() for finding in stage.looks.findings]
+        findings = [finding for stage in runner.stages.values() for finding in stage.findings.found]
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
-        assert engine.last_step is not None
-        sizes = engine.last_step.sizes
+        assert runner.last_step is not None
+        sizes = runner.last_step.sizes
         result = _Pass(losses, floating, gradients, draws, steady.dropout, findings, sizes, [])
-        result.not_finite += origin.of(engine, result)
+        result.not_finite += origin.of(runner, result)
         return result
 
 
 class _Origin:
     """Notes the first module whose output is not finite."""
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._modules, self._first = engine._placed_modules(), ""
+    def __init__(self, runner: Runner) -> None:
+        self._modules, self._first = runner.pipeline.placed_modules(), ""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> _Origin:
@@ -249,17 +248,17 @@ class _Origin:
         for hook in self._hooks:
             hook.remove()
 
-    def of(self, engine: PipelineEngine, run: _Pass) -> list[Any]:
+    def of(self, runner: Runner, run: _Pass) -> list[Any]:
         """What :attr:`_Pass.not_finite` says: a module, if one is the cause, else a loss, else a gradient."""
         losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
-        names = zip(_names(engine, run), run.gradients, strict=True)
+        names = zip(_names(runner, run), run.gradients, strict=True)
         gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
         if not losses and not gradients:
             return []
         if self._first:
-            return [[0, engine.stages[0]], self._first]
+            return [[0, min(runner.stages)], self._first]
         # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
-        return [[1, 0], losses[0]] if losses else [[2, -engine.stages[-1]], gradients[-1]]
+        return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
 
 
 def _kind(tensor: Tensor) -> str:
@@ -269,22 +268,14 @@ def _kind(tensor: Tensor) -> str:
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
-def _variant(engine: PipelineEngine, whole: bool) -> PipelineEngine:
-    """A second engine over the same stages, ranks and edges, with memory of its own."""
-    options = replace(engine._options, unchecked=True)
-    schedule = engine.schedule
+def _variant(runner: Runner, whole: bool) -> Runner:
+    """A second runner over the same pipeline, with memory of its own."""
+    options, schedule = replace(runner.options, unchecked=True), runner.schedule
     if whole:
         options = replace(options, num_segments=1, segment_sizes=None, weights="planned")
-        schedule = _one_by_one(engine.schedule)
-    other = copy.copy(engine)
-    other._options, other.schedule, other.num_segments = options, schedule, schedule.num_segments
-    other._cache, other._known_shapes, other._activations = _C.kv_cache_create(), set(), {}
-    other._stages = other._make_stages([stage.module for stage in engine._stages.values()], is_whole=whole)
-    for stage in other._stages.values():
-        stage.looks.tells = False
-    other._program = other._lower(schedule.handle)
-    other._executor = other._make_executor(other._program)
-    other._eval_parts = None
+        schedule = _one_by_one(schedule)
+    other = Runner(runner.pipeline, options, schedule, is_whole=whole, tells=False)
+    other.divides = runner.divides
     return other
 
 
@@ -323,38 +314,38 @@ def _tensors(output: Any) -> list[Tensor]:
 # -- what can be verified ----------------------------------------------------------------------------------------------
 
 
-def _refusal(engine: PipelineEngine) -> str:
-    if engine.shard != (0, 1):
+def _refusal(runner: Runner) -> str:
+    if runner.options.shard != (0, 1):
         return "verify compares whole segments: verify an engine without shard= first, then share the tokens"
-    for module in engine._wrapped_modules():
+    for _, module in runner.pipeline.placed_modules():
         if data_parallel(module) is not None:
             return (
                 "verify runs a stage by itself, and this one is under DDP or FSDP2: verify an engine over the bare "
                 "modules first, then wrap them"
             )
-    for name, parameter in engine.named_parameters():
+    for name, parameter in runner.pipeline.named_parameters():
         if hasattr(parameter, "to_local"):
             return f"parameter {name!r} is a DTensor: verify an engine over the modules before they are sharded"
     return ""
 
 
-def _own_dtype(engine: PipelineEngine) -> torch.dtype:
-    dtypes = [p.dtype for p in engine.parameters() if p.is_floating_point()]
+def _own_dtype(runner: Runner) -> torch.dtype:
+    dtypes = [p.dtype for _, p in runner.pipeline.named_parameters() if p.is_floating_point()]
     return min(dtypes, key=lambda d: torch.finfo(d).bits, default=torch.get_default_dtype())
 
 
-def _fits(engine: PipelineEngine) -> bool:
+def _fits(runner: Runner) -> bool:
     """Whether float64 fits in the memory that is free: values, gradients twice, and one micro-batch's activations."""
     activations = 0.0
-    if engine.last_step is not None:
-        measured = sum(stage.saved for stage in engine.last_step.activations.values())  # bytes per token
-        activations = measured * sum(engine.last_step.sizes) * 64 / torch.finfo(_own_dtype(engine)).bits
-    wanted = 3 * 8 * sum(p.numel() for p in engine.parameters()) + activations
-    if engine.device.type == "cuda":
-        return wanted < torch.cuda.mem_get_info(engine.device)[0]
+    if runner.last_step is not None:
+        measured = sum(stage.saved for stage in runner.last_step.activations.values())  # bytes per token
+        activations = measured * sum(runner.last_step.sizes) * 64 / torch.finfo(_own_dtype(runner)).bits
+    wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
+    if runner.pipeline.device.type == "cuda":
+        return wanted < torch.cuda.mem_get_info(runner.pipeline.device)[0]
     with open("/proc/meminfo") as file:
         free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
-    return wanted < free / engine.num_ranks  # as if all ranks shared this machine
+    return wanted < free / runner.pipeline.num_ranks  # as if all ranks shared this machine
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -368,25 +359,27 @@ class _Comparison:
             dtype; exact: in the reference's, None if that is the engine's.
     """
 
-    def __init__(self, engine: PipelineEngine, truth: _Pass, plain: _Pass, found: _Pass, exact: _Pass | None) -> None:
-        self._engine, self._has_exact = engine, exact is not None
+    def __init__(self, runner: Runner, truth: _Pass, plain: _Pass, found: _Pass, exact: _Pass | None) -> None:
+        self._options, self._has_exact = runner.options, exact is not None
         runs = [plain, found, exact or found]
-        self._tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(engine)).eps)
+        self._tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(runner)).eps)
         rows = [
             [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
-            for i, (name, value) in enumerate(zip(_names(engine, truth), truth.gradients, strict=True))
+            for i, (name, value) in enumerate(zip(_names(runner, truth), truth.gradients, strict=True))
         ]
         losses = [_worst(run.losses, truth.losses) for run in runs]
         outputs = [_worst(run.outputs, truth.outputs) for run in runs]
         start = self._first_difference(runs[2], truth)
         findings = [str(finding) for finding in dict.fromkeys(found.findings)]
         draws, dropout = truth.draws or found.draws, truth.dropout or found.dropout
-        eps = torch.finfo(_own_dtype(engine)).eps
-        self._ranks = engine.all_gather_object([rows, losses, outputs, start, findings, draws, dropout, eps])
+        eps = torch.finfo(_own_dtype(runner)).eps
+        self._ranks = runner.pipeline.group.all_gather_object(
+            [rows, losses, outputs, start, findings, draws, dropout, eps]
+        )
 
     def _first_difference(self, found: _Pass, truth: _Pass) -> int:
         """The first segment whose output differs; k if none does."""
-        k, dim, first = self._engine.num_segments, self._engine.seq_dim, self._engine.num_segments
+        k, dim, first = self._options.num_segments, self._options.seq_dim, self._options.num_segments
         for mine, theirs in zip(found.outputs, truth.outputs, strict=True):
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
@@ -425,7 +418,7 @@ class _Comparison:
         causes = list(seen)
         if any(rank[5] for rank in ranks):
             causes.append(
-                f"{looks.RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a "
+                f"{RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a "
                 "whole sequence; verify without them"
             )
         if causes:
@@ -433,39 +426,40 @@ class _Comparison:
         start = min(rank[3] for rank in ranks)
         if right["output"] and not right["loss"]:
             causes.append(
-                f"{looks.WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
+                f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
                 "divisor, (sum, divisor), or the mean over the targets that loss_weight counts (default: those that "
                 'are not -100), or their sum with loss_reduction="sum"; labels are shifted before the step'
             )
         elif right["output"]:
             causes.append(
-                f"{looks.STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
+                f"{STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
                 "tokens in the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, "
                 "without detach"
             )
-        elif self._engine.num_segments == 1:
+        elif self._options.num_segments == 1:
             causes.append("state across micro-batches: one segment differs, too, when micro-batches run in this order")
         elif start == 0:
             causes.append(
-                f"{looks.STATISTICS}: the first segment differs, so a token depends on later ones or on the whole "
+                f"{STATISTICS}: the first segment differs, so a token depends on later ones or on the whole "
                 "sequence: a norm, a mean, pooling or attention over all tokens"
             )
         else:
             causes.append(
-                f"{looks.STATE}: the first segment agrees and segment {start} does not, so something begins anew in "
+                f"{STATE}: the first segment agrees and segment {start} does not, so something begins anew in "
                 "each segment: attention, positions, a recurrence, a convolution, a shift"
             )
         return tuple(causes)
 
 
-def _names(engine: PipelineEngine, run: _Pass) -> list[str]:
+def _names(runner: Runner, run: _Pass) -> list[str]:
     """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
-    places = [f"stage {index}: " if engine.num_stages > 1 else "" for index in engine.stages]
-    if engine._options.embedding is not None:
-        places.insert(0, f"shard {engine.rank}: ")
+    pipeline, options = runner.pipeline, runner.options
+    places = [f"stage {index}: " if pipeline.num_stages > 1 else "" for index in pipeline.modules]
+    if options.embedding is not None:
+        places.insert(0, f"shard {pipeline.rank}: ")
     names: dict[int, str] = {}
-    loss = "loss: " if engine._options.head is None else f"shard {engine.rank}: "
-    for place, module in zip([*places, loss], engine.modules(), strict=False):
+    loss = "loss: " if options.head is None else f"shard {pipeline.rank}: "
+    for place, module in zip([*places, loss], pipeline.bare_modules(), strict=False):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 names.setdefault(id(parameter), place + name)
@@ -498,54 +492,3 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
     return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0)
-
-
-# -- one module --------------------------------------------------------------------------------------------------------
-
-
-def verify_stage(
-    module: nn.Module, sample: Tensor, segments: int | Sequence[int] = 2, *, seq_dim: int = 1, show: bool = True
-) -> Verification:
-    """Runs one module on a whole sample and in segments, and compares its output and gradients. Needs no group.
-
-    The loss is half the squared distance of the output from fixed values that look random. The state of the module
-    does not change.
-
-    Args:
-        module: takes ``sample`` and returns a tensor, both with the tokens along ``seq_dim``: (batch, tokens, ...).
-        sample: if it is floating, its gradient is compared, too.
-        segments: their number, or the tokens of each.
-        show: prints the result.
-    """
-    from seq1f1b.runtime.engine import PipelineEngine
-
-    count, sizes = (segments, None) if isinstance(segments, int) else (len(segments), list(segments))
-    engine = PipelineEngine(
-        module,
-        num_microbatches=1,
-        num_segments=count,
-        segment_sizes=sizes,
-        seq_dim=seq_dim,
-        loss_fn=_distance_from_fixed,
-        loss_reduction="sum",
-        group=LoopbackGroup(1)[0],
-        unchecked=True,
-    )
-    if sample.is_floating_point():
-        sample = sample.detach().requires_grad_()
-    tokens = torch.arange(sample.shape[seq_dim], dtype=torch.float64, device=sample.device)
-    target = tokens.view([-1 if dim == seq_dim else 1 for dim in range(seq_dim + 1)])
-    try:
-        return engine.verify(sample, target=target, show=show)
-    finally:
-        engine.close()
-
-
-def _distance_from_fixed(output: Tensor, positions: Tensor) -> Tensor:
-    """Half the squared distance from values that look random and depend on a token's position in the sequence."""
-    rest = output.dim() - positions.dim()
-    others = math.prod(output.shape) // output.shape[positions.dim() - 1]
-    shape = [1 if dim == positions.dim() - 1 else size for dim, size in enumerate(output.shape)]
-    numbers = torch.arange(others, dtype=torch.float64, device=output.device).view(shape)
-    values = torch.cos(positions.double().view(*positions.shape, *[1] * rest) * 12.9898 + numbers * 78.233)
-    return 0.5 * (output - values.to(output.dtype)).square().sum()

@@ -9,17 +9,157 @@ Lists are by [micro-batch][segment]; micro-batches may have a number of segments
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seq1f1b.runtime.arguments import Options
+from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.divided import sum_divisors
+from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.splitting import split_sequence
+from seq1f1b.runtime.rows import Rows
+from seq1f1b.runtime.splitting import shard_sizes, split_sequence
+
+__all__: list[str] = []
 
 IGNORED = -100  # torch's ignore_index
+
+
+class Weighting:
+    """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
+
+    Args:
+        rows: tokens of the segments of every micro-batch.
+    """
+
+    def __init__(self, batch: Batch, rows: Rows, options: Options, device: torch.device) -> None:
+        self._batch, self.rows, self._options, self._device = batch, rows, options, device
+        self._arguments = batch.arguments
+        self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
+        self.shares: list[list[float]] = []  # of this rank's segments in their micro-batch's loss
+
+    def auxiliary_seeds(self) -> list[tuple[float, float]]:
+        """By cell, gradients of an auxiliary loss of a segment, and of one of its micro-batch's whole sequence."""
+        options, arguments = self._options, self._arguments
+        averages = options.scale_grads and arguments.loss_weight is None
+        num_microbatches = len(self.rows)
+        if options.loss_reduction == "sum":
+            scale = arguments.gradient_scale / (num_microbatches if averages else 1.0) * options.shard[1]
+            return [(scale, scale)] * sum(map(len, self.rows))
+        num_tokens = sum(map(sum, self.rows))
+        seeds = []
+        for row in self.rows:
+            parts = num_microbatches if arguments.rows is None else num_tokens / sum(row)
+            scale = arguments.gradient_scale / (parts if averages else 1.0)
+            seeds += [(scale * size / sum(row), scale) for size in row]
+        return seeds
+
+    def seeds(self, last: Any) -> list[Tensor]:
+        """By cell, the seeds of the backwards of this rank's segments; finds their shares.
+
+        Where segments are cut into shards, each rank's share counts as many times as there are shards: the mean over
+        the shards is to be the loss.
+
+        Args:
+            last: the last stage.
+        """
+        options, arguments = self._options, self._arguments
+        rank, num_shards = options.shard
+        if options.loss_reduction == "sum":
+            counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
+        else:
+            pieces = [shard_sizes(row, options.shard) for row in self.rows]
+            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count)
+            counts, segment_shares = (
+                [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
+            )
+            self._counts = [sum(row) for row in all_counts]
+        self.shares = [[num_shards * share for share in row] for row in segment_shares]
+        divisor = last.gradient_divisor
+        if arguments.loss_weight is not None:
+            scale = arguments.gradient_scale * (num_shards if divisor is None else divisor)
+            seeds = [scale * count / arguments.loss_weight for row in counts for count in row]
+        elif self._by_targets():
+            total = sum(map(sum, all_counts))
+            scale = arguments.gradient_scale * num_shards
+            if options.loss_weight == "targets" and arguments.training and last.wrappers:
+                # Every shard counts all shards' targets, and so do the replicas of each.
+                scale *= last.wrappers[0].divisor
+                total = last.wrappers[0].sum(total, self._device)
+            seeds = [scale * count / (total or 1.0) for row in counts for count in row]
+        else:
+            scale = arguments.gradient_scale / (len(self.rows) if options.scale_grads else 1.0)
+            seeds = [weight * scale for row in self.shares for weight in row]
+        return list(torch.tensor(seeds, dtype=torch.float64, device=self._device).unbind())
+
+    def _by_targets(self) -> bool:
+        """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
+        options = self._options
+        is_asked = options.loss_weight == "targets" or self._arguments.rows is not None
+        return is_asked and options.scale_grads and options.loss_reduction == "mean"
+
+    def sum_seed(self, last: Any) -> float:
+        """The gradient of a segment's loss that comes with its divisor; :meth:`factor` does the rest."""
+        arguments, divisor = self._arguments, last.gradient_divisor
+        if arguments.loss_weight is None:
+            return arguments.gradient_scale
+        return (
+            arguments.gradient_scale * (self._options.shard[1] if divisor is None else divisor) / arguments.loss_weight
+        )
+
+    def factor(self, last: Any, divisors: Mapping[int, Tensor | float]) -> float:
+        """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
+        replicas."""
+        if self._arguments.loss_weight is not None:
+            return 1.0
+        total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
+        if divisor is not None:
+            total = last.wrappers[0].sum(total, self._device)
+        elif self._options.shard[1] > 1:
+            raise ValueError(
+                "loss_fn returned its sum and its divisor; with shard= they are added up over the ranks of DDP or "
+                "FSDP2: put the stage under one of them"
+            )
+        if not total:
+            last.findings.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
+        return (divisor or 1.0) / total if total else 0.0
+
+    def look(self) -> LossLook | None:
+        """What looks at the loss in the first step of a shape."""
+        options = self._options
+        if options.head is not None:
+            return None
+        m = choose_microbatch(self._batch.target, self.shares, least=1 if self._by_targets() else 2)
+        if m < 0:
+            return None
+        count = None if options.loss_reduction == "sum" else options.count or count_default
+        num_parts = sum(share > 0.0 for share in self.shares[m])
+        return LossLook(m, count, options.seq_dim, num_parts, options.shard[1])
+
+    def tell_of_counts(self, last: Any) -> None:
+        """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
+        options, arguments, counts = self._options, self._arguments, self._counts
+        says_nothing = options.loss_weight is None and arguments.loss_weight is None and options.scale_grads
+        if not counts:
+            return
+        if not sum(counts):
+            last.findings.say(
+                "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
+                "nothing to gradients"
+            )
+        elif arguments.training and len(set(counts)) > 1 and says_nothing and not self._by_targets():
+            last.findings.say(
+                f"micro-batches count different numbers of targets, {_short_list(counts)}, and the loss is the mean of "
+                'their means, in which a target among few weighs more. Pass loss_weight="targets" to the engine for '
+                'the mean over all targets of a step, or "microbatches" if this is meant'
+            )
+
+
+def _short_list(counts: list[float]) -> str:
+    shown = [f"{count:g}" for count in counts[:8]]
+    return ", ".join([*shown, *(["..."] if len(counts) > 8 else [])])
 
 
 def count_targets(
@@ -83,13 +223,6 @@ def shares(counts: list[list[float]]) -> list[list[float]]:
     return [
         [value / total if total else 0.0 for value in segments] for segments, total in zip(counts, totals, strict=True)
     ]
-
-
-def make_seeds(values: list[list[float]], device: torch.device) -> list[list[Tensor]]:
-    """Scalars on the device by [micro-batch][segment], made by one call."""
-    seeds = torch.tensor([value for row in values for value in row], dtype=torch.float64, device=device).unbind()
-    ends = [*accumulate(map(len, values), initial=0)]
-    return [list(seeds[begin:end]) for begin, end in pairwise(ends)]
 
 
 def divide(losses: dict[int, Tensor], divisors: Mapping[int, Tensor | float], rows: Sequence[Any]) -> list[Tensor]:

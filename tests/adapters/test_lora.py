@@ -111,8 +111,8 @@ def test_what_lies_below_the_first_adapter_costs_nothing(monkeypatch, first, sch
     sent: dict[int, list[Any]] = {0: [], 1: [], 2: []}
     backward = StageStep.backward
 
-    def watched(step: StageStep, m: int, s: int, received: Any) -> Any:
-        gradients = backward(step, m, s, received)
+    def watched(step: StageStep, cell: int, received: Any) -> Any:
+        gradients = backward(step, cell, received)
         sent[step.stage.index].append(gradients)
         return gradients
 

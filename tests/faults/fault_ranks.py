@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import PipelineEngine
+from seq1f1b.runtime.deferred import Deferred
 
 P, M, K = 3, 3, 2
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -343,22 +345,21 @@ class Rank:
 
     def _trap_weights(self, engine: PipelineEngine) -> None:
         """The stage calls its trap in W of a unit, too."""
-        runtime = engine._stages[engine.rank]
+        runtime = engine._runner.stages[engine.rank]
         begin = runtime.begin
 
-        def begin_with_trap(arguments: Any) -> Any:
-            part = begin(arguments)
-            weight = part.weight
-
-            def trapped(m: int, s: int, received: Any) -> Any:
-                if self.stage.at == f"W{m}.{s}":
-                    self.stage.trap()
-                return weight(m, s, received)
-
-            part.weight = trapped  # type: ignore[method-assign]
-            return part
+        def begin_with_trap(*arguments: Any) -> Any:
+            step = begin(*arguments)
+            for part in (part for part in step.parts if isinstance(part, Deferred)):
+                part.weight = functools.partial(self._trapped, part.weight)  # type: ignore[method-assign]
+            return step
 
         runtime.begin = begin_with_trap  # type: ignore[method-assign]
+
+    def _trapped(self, weight: Any, cell: int, received: Any) -> None:
+        if self.stage.at == f"W{cell // K}.{cell % K}":
+            self.stage.trap()
+        weight(cell, received)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         unit = f"F{self.calls_of_loss // K}.{self.calls_of_loss % K}"

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.runtime import deferred
-from seq1f1b.runtime.stage import StageStep
 from seq1f1b.testing import run_ranks
 
 SPLIT = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 W1.1 W1.0")
@@ -490,7 +489,7 @@ def test_products_are_dropped_as_they_are_done(monkeypatch):
 def test_a_tape_that_no_w_takes_is_named(monkeypatch):
     module, (x, target) = mlp(), data()
     engine = engine_of(module)
-    monkeypatch.setattr("seq1f1b.runtime.stage.StageStep.weight", lambda *_: None)
+    monkeypatch.setattr("seq1f1b.runtime.deferred.Deferred.weight", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"stage 0: no W0.0 has taken what I0.0 left"):
         engine_of(module).step(x, target=target)
     monkeypatch.undo()
@@ -500,8 +499,8 @@ def test_a_tape_that_no_w_takes_is_named(monkeypatch):
 
 def test_a_tape_is_taken_once(monkeypatch):
     module, (x, target) = mlp(), data()
-    weight = StageStep.weight
-    monkeypatch.setattr(StageStep, "weight", lambda *arguments: (weight(*arguments), weight(*arguments))[0])
+    weight = deferred.Deferred.weight
+    monkeypatch.setattr(deferred.Deferred, "weight", lambda *arguments: (weight(*arguments), weight(*arguments))[0])
     with pytest.raises(RuntimeError, match=r"W0.1: W finds nothing that I has left"):
         engine_of(module).step(x, target=target)
 

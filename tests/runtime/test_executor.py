@@ -12,7 +12,8 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import _C, PipelineEngine
-from seq1f1b.ops.context import LiveUnit, current
+from seq1f1b.ops.context import current
+from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -36,7 +37,7 @@ class Recorded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.stage(x)
         self.outputs.append(weakref.ref(y))
-        unit = current()
+        unit = live_unit()
         assert unit is not None
         self.units.append(weakref.ref(unit))
         return y
@@ -65,7 +66,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
             (engine.step if training else engine.eval)(tokens, target=target)
 
         order = [str(unit) for unit in engine.schedule.ranks[rank] if training or unit.kind == "F"]
-        walked = _C.executor_timeline(engine.last_step.executor, rank)
+        walked = _C.executor_timeline(engine.last_step.order.executor, rank)
         units = ["FB"[unit[0]] + f"{unit[2]}.{unit[3]}" for opcode, unit, _, _ in walked if opcode == RUN]
         assert units == order, "not the schedule's order"
 
@@ -85,7 +86,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         into, out = int(rank > 0) + training * int(rank < P - 1), int(rank < P - 1) + training * int(rank > 0)
         assert (waits, sends, opcodes.count(POST)) == (into * M * k, out * M * k, into * M * k)
 
-        peak, _ = _C.executor_stage_measure(engine.last_step.executor, rank)
+        peak, _ = _C.executor_stage_measure(engine.last_step.order.executor, rank)
         forwards = backwards = most = 0
         for unit in units:
             forwards += unit[0] == "F"
@@ -108,8 +109,9 @@ def test_a_timeline_of_a_failed_step_ends_where_it_failed() -> None:
     engine = PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=lambda output, target: output)
     with pytest.raises(ValueError, match=r"\[0\]F0.0: loss_fn must return a scalar"):
         engine.step(tokens, target=target)
-    walked = _C.executor_timeline(engine._executor, 0)
-    assert walked[0][1] == _C.executor_last_unit(engine._executor) and walked[0][3] > 0
+    executor = engine._runner.order(training=True).executor
+    walked = _C.executor_timeline(executor, 0)
+    assert walked[0][1] == _C.executor_last_unit(executor) and walked[0][3] > 0
     assert all((start, end) == (0, 0) for _, _, start, end in walked[1:])
     gc.collect()
     assert all(ref() is None for ref in stage.outputs), "a failed step holds its outputs"
@@ -121,7 +123,7 @@ def test_an_executor_is_not_entered_twice() -> None:
     engine: PipelineEngine
 
     def again(output: Tensor, target: Tensor) -> Tensor:
-        _C.executor_step(engine._executor, 1, True, 0, [], None, None, None, None)
+        _C.executor_step(engine._runner.order(training=True).executor, 1, True, 0, [], None, None, None, None)
         return cross_entropy(output, target)
 
     engine = PipelineEngine(Recorded(0, 1), num_microbatches=1, loss_fn=again)

@@ -20,6 +20,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, PipelineError, build_schedule
+from seq1f1b.runtime import deferred
 from seq1f1b.testing import run_ranks
 
 P, M, K, LENGTH = 3, 3, 2, 8
@@ -63,21 +64,20 @@ class Trapped(nn.Module):
 
 def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
     """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
-    runtime = engine._stages[engine.rank]
+    runtime = engine._runner.stages[engine.rank]
     begin = runtime.begin
 
-    def begin_with_trap(arguments: Any) -> Any:
-        part = begin(arguments)
-        weight = part.weight
+    def begin_with_trap(*arguments: Any) -> Any:
+        step = begin(*arguments)
+        for part in (part for part in step.parts if isinstance(part, deferred.Deferred)):
+            part.weight = partial(trapped, part, part.weight)
+        return step
 
-        def trapped(m: int, s: int, received: Any) -> None:
-            if stage.at == f"W{m}.{s}":
-                assert part.units[m * K + s].tape.products
-                stage.trap()
-            weight(m, s, received)
-
-        part.weight = trapped
-        return part
+    def trapped(part: Any, weight: Any, cell: int, received: Any) -> None:
+        if stage.at == f"W{cell // K}.{cell % K}":
+            assert part._step.units[cell].tape.products
+            stage.trap()
+        weight(cell, received)
 
     runtime.begin = begin_with_trap
 

@@ -291,7 +291,7 @@ def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -
         found.append(leave(views))
         return found[-1]
 
-    monkeypatch.setattr("seq1f1b.runtime.engine.leave_place", counting)
+    monkeypatch.setattr("seq1f1b.runtime.pipeline.leave_place", counting)
     stages = [Keeps(0), Keeps(1)]
     x = torch.randn(M, LENGTH, HIDDEN)
 

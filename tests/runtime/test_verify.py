@@ -69,11 +69,11 @@ def test_the_whole_model_is_the_truth():
     model = whole_model(CONFIG)
     losses, truth = run_whole(model, tokens, target, M)
     from seq1f1b.runtime import verify as module
-    from seq1f1b.runtime.step import StepArguments
+    from seq1f1b.runtime.batch import StepArguments
 
     def run(group):
         engine = engine_for(group, [stage_of(model, CONFIG, group.rank, 2)])
-        session = module._Session(engine, StepArguments(True, tokens, target, None))
+        session = module._Session(engine._runner, StepArguments(True, tokens, target, None))
         result = session.run(whole=True, dtype=torch.float64)
         names = [name for name, _ in engine.named_parameters()]
         return result.losses, dict(zip(names, result.gradients, strict=True))

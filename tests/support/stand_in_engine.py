@@ -15,6 +15,17 @@ class StandInEdges(DeviceEdges):
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
         super().__init__(*arguments)
+        self.num_waits = 0
+        self._kept: list[Any] = []
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def after_the_stream(*arguments: Any) -> Any:
+            stand_in().synchronise()
+            self.num_waits += 1
+            self._kept.append(run(*arguments))
+            return self._kept[-1]
+
+        return after_the_stream
 
     def ordinal(self) -> int:
         return self._group.rank
@@ -36,18 +47,8 @@ class StandInEngine(PipelineEngine):
 
     _device_edges_class = StandInEdges
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.num_waits = 0
-        self._kept: list[Any] = []
-
-    def _choose_run(self, step: Any) -> Callable[..., Any]:
-        run = super()._choose_run(step)
-
-        def after_the_stream(*arguments: Any) -> Any:
-            stand_in().synchronise()
-            self.num_waits += 1
-            self._kept.append(run(*arguments))
-            return self._kept[-1]
-
-        return after_the_stream
+    @property
+    def num_waits(self) -> int:
+        edges = self._pipeline.device_edges
+        assert isinstance(edges, StandInEdges)
+        return edges.num_waits

@@ -286,7 +286,7 @@ def lose_a_rank(rank: int, pipe: Connection) -> Any:
     assert step(made)[0] == ""
     pipe.send(os.getpid())
     if rank == 2:
-        made._stages[2].module.register_forward_pre_hook(lambda *_: os._exit(1))
+        made._runner.stages[2].module.register_forward_pre_hook(lambda *_: os._exit(1))
     ended = step(made)[0]
     made.close()
     if rank == 1:  # its end would end them

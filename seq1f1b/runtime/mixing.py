@@ -13,112 +13,100 @@ weights. A module that calls ``carry_in`` or ``carry_out`` is believed, with all
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from seq1f1b.runtime.findings import ATTENTION, POSITIONS, RANDOMNESS, STATE, STATISTICS, Finding, Findings
 from seq1f1b.runtime.lengths import Lengths
+from seq1f1b.runtime.measure import is_compiled
+from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.steady import uncompiled
+from seq1f1b.runtime.unit import LiveUnit
 
-__all__ = ["SegmentWarning"]
+if TYPE_CHECKING:
+    from seq1f1b.runtime.stage import StageStep
 
-ATTENTION = "attention not in segments"
-POSITIONS = "positions from zero"
-STATE = "state across tokens"
-STATISTICS = "batch statistics"
-RANDOMNESS = "randomness that differs"
-WEIGHTING = "loss weighting"
-
-_REMEDIES = {
-    ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
-    POSITIONS: "use seq1f1b.positions(x), or add seq1f1b.token_offset()",
-    STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
-    STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
-    RANDOMNESS: "use nn.Dropout, which draws a number for every token",
-    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by loss_weight=, or "
-    'return a sum with loss_reduction="sum"',
-}
+__all__: list[str] = []
 
 
-class SegmentWarning(UserWarning):
-    """A stage does something that comes out otherwise in segments than over the whole sequence."""
+class Watching(Feature):
+    """Watches the first unit of a step's first shape that follows another."""
+
+    def begin(self, step: StageStep) -> WatchedUnit | None:
+        arguments = step.arguments
+        if not arguments.is_new or any(map(is_compiled, step.stage.modules)):
+            return None
+        # F0.1, or that of the first micro-batch of several segments.
+        several = (m for m, row in enumerate(arguments.rows) if len(row) > 1)
+        m = next(several, None)
+        return None if m is None else WatchedUnit(step, sum(map(len, arguments.rows[:m])) + 1)
 
 
-@dataclass(frozen=True)
-class Finding:
-    cause: str
-    place: str  # stage and module
-    what: str
+class WatchedUnit(Part):
+    """Looks at one unit's forward for what mixes tokens without the engine's knowledge."""
 
-    def __str__(self) -> str:
-        return f"{self.cause}: {self.place} {self.what}; {_REMEDIES[self.cause]}"
+    def __init__(self, step: StageStep, cell: int) -> None:
+        self._step, self._cell = step, cell
 
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        return self._watch(unit, inputs) if unit.cell == self._cell and not unit.is_again else None
 
-class Looks:
-    """What was found in one stage, for the life of an engine: each finding is told once."""
-
-    def __init__(self, index: int, modules: Sequence[nn.Module], unchecked: bool, *, tells: bool = True) -> None:
-        self.index, self.modules, self.unchecked = index, modules, unchecked
-        self.tells = tells
-        self.findings: dict[Finding, None] = {}
-        self._said: set[str] = set()
-
-    def say(self, text: str) -> None:
-        """A word on the data: once in an engine's life, though its numbers may differ."""
-        if self.tells and (kind := text[:30]) not in self._said:
-            self._said.add(kind)
-            warnings.warn(text, UserWarning, stacklevel=3)
-
-    def watch(self, given: Iterable[tuple[Any, int | None]], offset: int, length: int) -> Watch:
-        return Watch(self, given, offset, length)
-
-    def judge(self, found: Sequence[Finding], attends: bool) -> None:
-        """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
-        foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
-        if foreign is not None and not attends and not self.unchecked:
-            raise ValueError(
-                f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
-                "that is meant, pass unchecked=True to the engine"
-            )
-        new = [finding for finding in dict.fromkeys(found) if finding not in self.findings]
-        self.findings |= dict.fromkeys(new)
-        for finding in new if self.tells else ():
-            warnings.warn(f"{finding}. engine.verify compares with the whole model", SegmentWarning, stacklevel=3)
+    @contextmanager
+    def _watch(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
+        stage, arguments = self._step.stage, self._step.arguments
+        sizes, dim = arguments.rows[unit.microbatch], arguments.seq_dim
+        given: list[tuple[Any, int | None]] = [(value, dim) for value in inputs]
+        kwargs = self._step.kwargs_of(unit)
+        given += [(v, dim if arguments.arg_rules.get(k) == "slice" else None) for k, v in kwargs.items()]
+        given += [(arguments.targets[unit.cell], dim)] if arguments.targets is not None else []
+        with Watch(stage.index, stage.modules, stage.findings, given, sizes[0], sizes[1]) as unit.watch:
+            yield
+        unit.watch = None
 
 
 class Watch(TorchFunctionMode):
     """Around one forward of one stage.
 
     Args:
+        index, modules: of the stage.
+        findings: gets what was found.
         given: arguments of the unit, each with the dimension of its tokens, None if it has none. The first tensor's
             first dimension is the batch.
         offset, length: of the segment, in tokens.
     """
 
-    def __init__(self, looks: Looks, given: Iterable[tuple[Any, int | None]], offset: int, length: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        modules: Sequence[nn.Module],
+        findings: Findings,
+        given: Iterable[tuple[Any, int | None]],
+        offset: int,
+        length: int,
+    ) -> None:
         super().__init__()
-        self._looks, self._length, self._end = looks, length, offset + length
+        self._index, self._findings = index, findings
+        self._length, self._end = length, offset + length
         self._offset = offset
         tensors = [(tensor, dim) for value, dim in given for tensor in _flat([value]) if isinstance(tensor, Tensor)]
         self._batch = next((tensor.shape[0] for tensor, _ in tensors if tensor.dim()), 1)
         self._names = {
             id(part): f"{name or 'itself'} ({type(part).__name__})"
-            for module in looks.modules
+            for module in modules
             for name, part in module.named_modules()
         }
-        parts = [part for module in looks.modules for part in module.modules()]
+        parts = [part for module in modules for part in module.modules()]
         self._tables = {
             id(t) for part in parts for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))
         }
         self._tables |= {id(v) for part in parts for v in part.__dict__.values() if isinstance(v, Tensor)}
-        sizes = {size for module in looks.modules for p in module.parameters() for size in p.shape}
+        sizes = {size for module in modules for p in module.parameters() for size in p.shape}
         # Whether a size tells by itself that it is one of tokens.
         self._decides = length > 1 and length != self._batch and not {length, self._end} & sizes
         self._lengths = Lengths(length, {length, self._end, self._batch * length}, self._tables)
@@ -150,7 +138,7 @@ class Watch(TorchFunctionMode):
                 self._find(STATE, f"calls a recurrent cell {calls} times", around)
         found = () if self._is_lost else self._found
         kept = [finding for finding, around in found if not self._believed & set(around)]
-        self._looks.judge(kept, self._attends)
+        self._findings.judge(kept, self._attends)
 
     # -- what operations of ours tell ------------------------------------------------------------------------------
 
@@ -188,7 +176,7 @@ class Watch(TorchFunctionMode):
     def _find(self, cause: str, what: str, around: tuple[int, ...] | None = None) -> None:
         around = self._around() if around is None else around
         place = self._names[around[0]] if around else "the loss"
-        self._found.append((Finding(cause, f"stage {self._looks.index}, {place}", what), around))
+        self._found.append((Finding(cause, f"stage {self._index}, {place}", what), around))
 
     def _around(self) -> tuple[int, ...]:
         """Ids of the modules whose code is running, from the innermost."""
@@ -439,38 +427,3 @@ _LOOKS: dict[str, _Look] = {
     **dict.fromkeys(("roll", "flip"), _look_at_shift),
     **dict.fromkeys(("feature_dropout", "dropout1d", "dropout2d", "dropout3d"), _look_at_shared_dropout),
 }
-
-
-# -- targets -----------------------------------------------------------------------------------------------------------
-
-_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
-
-
-def sample_of(value: Any, dim: int) -> Any:
-    """Some elements of what is given as tokens, or as their targets; None if it is nothing that can be compared.
-
-    Returns:
-        Its shape, whether it changes along its tokens, and the elements.
-    """
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() <= dim:
-        return None
-    changes = bool((value.narrow(dim, 1, value.shape[dim] - 1) != value.narrow(dim, 0, value.shape[dim] - 1)).any())
-    elements = value.reshape(-1)[:: value.numel() // _SAMPLE | 1]  # odd, so that it is in no step with the rows
-    return tuple(value.shape), changes, elements.long().tolist()
-
-
-def look_at_targets(samples: Sequence[Any]) -> None:
-    """Warns where the targets are the tokens themselves. Samples of tokens and targets by rank."""
-    tokens = next((mine for each in samples if each is not None and (mine := each[0]) is not None), None)
-    targets = next((mine for each in samples if each is not None and (mine := each[1]) is not None), None)
-    if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
-        return
-    counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]
-    if len(counted) >= _FEWEST and all(a == b for a, b in counted) and len({b for _, b in counted}) > 1:
-        warnings.warn(
-            "the targets are the tokens themselves, so the model learns to copy: shift them with seq1f1b.shift_labels "
-            "before the step. If each token's own label is what it shall learn, ignore this",
-            stacklevel=3,
-        )

@@ -1,22 +1,29 @@
-"""What a shard of a vocabulary does in one step: passes S and T of the output layer, E and G of the input embedding."""
+"""What a shard of a vocabulary does in one step: passes S and T of the output layer, E and G of the input embedding.
+
+The last stage's outputs go to the shards of all ranks, and the first stage's inputs come from them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.runtime.backward import input_gradients
 from seq1f1b.runtime.data_parallel import data_parallel
+from seq1f1b.runtime.ends import Source, ToStage, detached
+from seq1f1b.runtime.parts import Pass, Received
+from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.vocabulary import embedding_of, head_of
-from seq1f1b.schedule import Unit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
-
-Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"  # as in stage.py
 
 
 class _Replicas:
@@ -46,17 +53,11 @@ class _ShardStep:
 
     Args:
         module: the shard, as it was given to the engine.
-        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
-        order: this rank's units.
-        last_pass: in whose last unit gradients are reduced.
+        last: the cell in whose unit gradients are reduced, -1: none.
     """
 
-    def __init__(self, module: nn.Module, first_cells: Sequence[int], order: Sequence[Unit], last_pass: str) -> None:
-        self._replicas, self._first_cells = _Replicas(module), first_cells
-        self._last = next((self._key(u.microbatch, u.segment) for u in reversed(order) if u.kind == last_pass), -1)
-
-    def _key(self, m: int, s: int) -> int:
-        return self._first_cells[m] + s
+    def __init__(self, module: nn.Module, last: int) -> None:
+        self._replicas, self._last = _Replicas(module), last
 
     def end(self) -> None:
         self._replicas.end_step()
@@ -70,7 +71,7 @@ def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
 
 
 @dataclass
-class _Cell:
+class _Kept:
     """What S of a segment leaves to T."""
 
     hidden: Tensor
@@ -86,35 +87,26 @@ class HeadStep(_ShardStep):
     Args:
         loss_fn: the shard, as it was given to the engine.
         last_rank: the rank of the last stage.
+        last: the cell of this rank's last T.
         is_mean: the loss is a mean over targets, not their sum.
-        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
-        order: this rank's units.
     """
 
-    def __init__(
-        self,
-        loss_fn: nn.Module,
-        last_rank: int,
-        *,
-        first_cells: Sequence[int],
-        training: bool,
-        is_mean: bool,
-        order: Sequence[Unit],
-    ) -> None:
-        super().__init__(loss_fn, first_cells, order, "T")
+    def __init__(self, loss_fn: nn.Module, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
+        super().__init__(loss_fn, last)
         head = head_of(loss_fn)
         assert head is not None
         self._head, self._training, self._is_mean = head, training, is_mean
         self._is_on_last = head.rank == last_rank
-        self._cells: dict[int, _Cell] = {}
+        self._kept: dict[int, _Kept] = {}  # from S to T, by cell
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
         self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
         self.peak_bytes = 0  # of logits between S and T
 
-    def message(
-        self, m: int, s: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def passes(self) -> dict[str, Pass]:
+        return {"S": self.statistics, "T": self.loss}
+
+    def message(self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None) -> tuple[Tensor, ...]:
         """What F of the last stage sends to every shard: its output, the targets, the gradient of a token's loss."""
         hidden = outputs[0]
         if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
@@ -136,51 +128,49 @@ class HeadStep(_ShardStep):
         if seed is not None:
             scale = (seed / counted.sum().clamp(min=1) if self._is_mean else seed).reshape(1).double()
         found = hidden, target.long().contiguous(), scale
-        self._handed[self._key(m, s)] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
+        self._handed[cell] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
         return found
 
-    def statistics(self, m: int, s: int, received: Received) -> tuple[Tensor, ...]:
+    def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
         """S(m.s): the logits of this shard; returns what the others need to know of them."""
-        key = self._key(m, s)
         if received is not None:
             (hidden, target, scale), (requires_grad, *_) = received[0]
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
         else:
-            hidden, target, scale = self._handed.pop(key)
+            hidden, target, scale = self._handed.pop(cell)
         logits = self._replicas.forward(hidden)
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
-        self._cells[key] = _Cell(hidden, logits, target, scale, found)
-        held = sum(cell.logits.numel() * cell.logits.element_size() for cell in self._cells.values())
+        self._kept[cell] = _Kept(hidden, logits, target, scale, found)
+        held = sum(kept.logits.numel() * kept.logits.element_size() for kept in self._kept.values())
         self.peak_bytes = max(self.peak_bytes, held)
         return (found,)
 
-    def loss(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...]:
+    def loss(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
         """T(m.s): the loss, on the rank of the last stage, and the gradients of this shard.
 
         Returns the shard's part of the hidden state's gradient.
         """
-        key = self._key(m, s)
-        cell = self._cells.pop(key)
-        everyones = [tensors[0] for tensors in _by_rank((cell.statistics,), self._head.rank, received)]
+        kept = self._kept.pop(cell)
+        everyones = [tensors[0] for tensors in _by_rank((kept.statistics,), self._head.rank, received)]
         with torch.no_grad():
             found = self._head.combine(everyones)
-            counted = (cell.target != self._head.ignore_index).reshape(-1)
+            counted = (kept.target != self._head.ignore_index).reshape(-1)
             if self._is_on_last and bool(counted.any()):
                 total = (self._head.token_losses(found) * counted).sum()
-                self.losses[key] = total / counted.sum() if self._is_mean else total
+                self.losses[cell] = total / counted.sum() if self._is_mean else total
             if not self._training:
                 return (None,)
-            gradient = self._head.logit_gradients(cell.logits, cell.target, cell.statistics, found, cell.scale)
-        if cell.logits.requires_grad:
-            self._replicas.backward(cell.logits, gradient, key == self._last)
+            gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, kept.scale)
+        if kept.logits.requires_grad:
+            self._replicas.backward(kept.logits, gradient, cell == self._last)
         if self._is_on_last:
-            self._gradients[key] = cell.hidden.grad
-        return (cell.hidden.grad,)
+            self._gradients[cell] = kept.hidden.grad
+        return (kept.hidden.grad,)
 
-    def hidden_gradient(self, m: int, s: int, received: Received) -> tuple[Tensor | None, ...]:
+    def hidden_gradient(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
         """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
-        parts = _by_rank((self._gradients.pop(self._key(m, s)),), self._head.rank, received)
+        parts = _by_rank((self._gradients.pop(cell),), self._head.rank, received)
         present = [part for (part,) in parts if part is not None]
         if not present:
             return (None,)
@@ -195,22 +185,24 @@ class EmbeddingStep(_ShardStep):
 
     Args:
         module: the shard, as it was given to the engine.
-        first_cells: of the order (:attr:`seq1f1b.Schedule.first_cells`).
-        order: this rank's units.
+        last: the cell of this rank's last G.
     """
 
-    def __init__(self, module: nn.Module, *, first_cells: Sequence[int], training: bool, order: Sequence[Unit]) -> None:
-        super().__init__(module, first_cells, order, "G")
+    def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
+        super().__init__(module, last)
         shard = embedding_of(module)
         assert shard is not None
         self._shard, self._training = shard, training
-        self.inputs: Sequence[Sequence[tuple[Any, ...]]] = ()  # of the pipeline, by [micro-batch][segment]
-        self._cells: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
+        self.inputs: Sequence[tuple[Any, ...]] = ()  # of the pipeline, by cell
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
         self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
 
-    def embed(self, m: int, s: int, received: Received) -> tuple[Tensor, ...]:
+    def passes(self) -> dict[str, Pass]:
+        return {"E": self.embed, "G": self.gradient}
+
+    def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
         """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
-        given = self.inputs[m][s]
+        given = self.inputs[cell]
         tokens = given[0]
         if len(given) != 1 or not isinstance(tokens, Tensor) or tokens.is_floating_point():
             raise TypeError(
@@ -222,27 +214,64 @@ class EmbeddingStep(_ShardStep):
         places, own = self._shard.find(tokens)
         rows = self._replicas.forward(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
-            self._cells[self._key(m, s)] = places, rows
+            self._kept[cell] = places, rows
         return places, rows
 
-    def embedded(self, m: int, s: int, received: Received) -> Tensor:
+    def embedded(self, cell: int, received: Received) -> Tensor:
         """What the first stage gets: the rows of all shards in their places."""
-        key, tokens = self._key(m, s), self.inputs[m][s][0]
-        own = self._cells[key] if self._training else self._cells.pop(key)
+        tokens = self.inputs[cell][0]
+        own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])
         for places, rows in _by_rank(own, self._shard.rank, received):
             found[places] = rows.detach()
         trains = own[1].requires_grad or any(any(flags) for _, flags in received or ())
         return found.detach().view(*tokens.shape, -1).requires_grad_(trains and self._training)
 
-    def hand(self, m: int, s: int, gradient: Tensor | None) -> None:
+    def hand(self, cell: int, gradient: Tensor | None) -> None:
         """The gradient of what the first stage got, to G on its own rank."""
-        self._handed[self._key(m, s)] = gradient
+        self._handed[cell] = gradient
 
-    def gradient(self, m: int, s: int, received: Received) -> None:
+    def gradient(self, cell: int, received: Received) -> None:
         """G(m.s): gradients of the rows of this shard."""
-        key = self._key(m, s)
-        gradient = self._handed.pop(key) if received is None else received[0][0][0]
-        places, rows = self._cells.pop(key)
+        gradient = self._handed.pop(cell) if received is None else received[0][0][0]
+        places, rows = self._kept.pop(cell)
         if gradient is not None and rows.requires_grad:
-            self._replicas.backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], key == self._last)
+            self._replicas.backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], cell == self._last)
+
+
+class ToHead(ToStage):
+    """The shards of all ranks, in place of a loss, with what they need beside the hidden state."""
+
+    def __init__(self, step: StageStep, head: HeadStep) -> None:
+        super().__init__(step, None)
+        self._head, self._arguments = head, step.arguments
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        arguments, cell = self._arguments, unit.cell
+        if arguments.keep_outputs and not unit.is_again:
+            unit.output = detached(output)
+        outputs = super().take(unit, output)
+        if outputs is None:
+            return None
+        target = None if arguments.targets is None else arguments.targets[cell]
+        seed = None if arguments.seeds is None else arguments.seeds[cell]
+        return self._head.message(cell, outputs, target, seed)
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        return self._head.hidden_gradient(unit.cell, received)
+
+
+class FromEmbedding(Source):
+    """The shards of all ranks, in place of the batch."""
+
+    def __init__(self, embedding: EmbeddingStep) -> None:
+        self._embedding = embedding
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        unit.leaves = (self._embedding.embedded(unit.cell, received),)
+        return unit.leaves
+
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...]:
+        gradients = input_gradients(unit)
+        self._embedding.hand(unit.cell, gradients[0])
+        return gradients

@@ -1,0 +1,65 @@
+"""Errors of a step, told with the unit at which they arose and what they are likely to mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from seq1f1b import _C
+from seq1f1b.runtime.stage import Stage
+from seq1f1b.schedule import Unit, unit_of
+
+__all__: list[str] = []
+
+_IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
+# What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
+_TOKENS_WANTED = (
+    "for argument #1 'indices'",
+    "used as indices must be",
+    "values to unpack",
+    "one_hot is only applicable",
+)
+
+
+def unit_text(executor: Any) -> str:
+    """The unit at which the executor left the step, with its stage; "" where the step did not begin."""
+    unit = _last_unit(executor)
+    return "" if unit is None else f"[{unit.stage}]{unit}"
+
+
+def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> BaseException:
+    """The error with its unit in front, and a hint behind it.
+
+    An op of ours that failed raises RuntimeError by way of torch: gives back the kind it failed with.
+    """
+    unit = unit_text(executor)
+    failure = _C.take_op_failure()
+    if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
+        error = failure
+    if type(error) is RuntimeError and _IN_PLACE_ON_LEAF in str(error):
+        error.args = (
+            f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
+        )
+    if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
+        error.args = (f"{unit}: {error}{_hint(error, executor, stages)}",)
+    return error
+
+
+def _last_unit(executor: Any) -> Unit | None:
+    return None if executor is None else unit_of(_C.executor_last_unit(executor))
+
+
+def _hint(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> str:
+    """What an error in a forward is likely to mean."""
+    unit = _last_unit(executor)
+    if unit is None or unit.kind != "F" or unit.stage == 0 or not any(text in str(error) for text in _TOKENS_WANTED):
+        return ""
+    modules = stages[unit.stage].modules
+    if not any(isinstance(part, nn.Embedding) for module in modules for part in module.modules()):
+        return ""
+    return (
+        f". Stage {unit.stage} received hidden states from stage {unit.stage - 1} and treats them as tokens: did every "
+        "rank build the whole model? Give each rank the layers of its own stages"
+    )

@@ -1,0 +1,22 @@
+"""The features that an engine has around the units of a stage. A new one is a file, and a line here."""
+
+from __future__ import annotations
+
+from seq1f1b.runtime.blocks import BlockRecomputing
+from seq1f1b.runtime.deferred import Deferring
+from seq1f1b.runtime.measure import Measuring
+from seq1f1b.runtime.mixing import Watching
+from seq1f1b.runtime.offload import Offloading
+from seq1f1b.runtime.parts import Feature
+from seq1f1b.runtime.recompute import Recomputing
+
+__all__: list[str] = []
+
+FEATURES: tuple[type[Feature], ...] = (
+    Deferring,
+    BlockRecomputing,
+    Recomputing,
+    Offloading,
+    Watching,
+    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+)

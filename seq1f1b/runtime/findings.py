@@ -1,0 +1,115 @@
+"""What an engine tells a user of a model, a loss or targets that are likely wrong: causes, remedies, each told once.
+
+Whoever looks hands over what it found: ``mixing.py`` at a stage's forward, ``loss_look.py`` at a loss, ``verify.py`` by
+numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["SegmentWarning"]
+
+ATTENTION = "attention not in segments"
+POSITIONS = "positions from zero"
+STATE = "state across tokens"
+STATISTICS = "batch statistics"
+RANDOMNESS = "randomness that differs"
+WEIGHTING = "loss weighting"
+
+_REMEDIES = {
+    ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
+    POSITIONS: "use seq1f1b.positions(x), or add seq1f1b.token_offset()",
+    STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
+    STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
+    RANDOMNESS: "use nn.Dropout, which draws a number for every token",
+    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by loss_weight=, or "
+    'return a sum with loss_reduction="sum"',
+}
+
+
+class SegmentWarning(UserWarning):
+    """A stage does something that comes out otherwise in segments than over the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    cause: str
+    place: str  # stage and module
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.place} {self.what}; {_REMEDIES[self.cause]}"
+
+
+class Findings:
+    """What was found in one stage, for the life of an engine: each finding is told once.
+
+    Args:
+        unchecked: attention of another kind is a warning in any stage.
+        tells: False: only collects.
+    """
+
+    def __init__(self, unchecked: bool, *, tells: bool = True) -> None:
+        self.unchecked, self.tells = unchecked, tells
+        self.found: dict[Finding, None] = {}
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """A word on the data: once in an engine's life, though its numbers may differ."""
+        if self.tells and (kind := text[:30]) not in self._said:
+            self._said.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+    def judge(self, found: Sequence[Finding], attends: bool) -> None:
+        """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
+        foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
+        if foreign is not None and not attends and not self.unchecked:
+            raise ValueError(
+                f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
+                "that is meant, pass unchecked=True to the engine"
+            )
+        new = [finding for finding in dict.fromkeys(found) if finding not in self.found]
+        self.found |= dict.fromkeys(new)
+        for finding in new if self.tells else ():
+            warnings.warn(f"{finding}. engine.verify compares with the whole model", SegmentWarning, stacklevel=3)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+_SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
+
+
+def sample_of(value: Any, dim: int) -> Any:
+    """Some elements of what is given as tokens, or as their targets; None if it is nothing that can be compared.
+
+    Returns:
+        Its shape, whether it changes along its tokens, and the elements.
+    """
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() <= dim:
+        return None
+    changes = bool((value.narrow(dim, 1, value.shape[dim] - 1) != value.narrow(dim, 0, value.shape[dim] - 1)).any())
+    elements = value.reshape(-1)[:: value.numel() // _SAMPLE | 1]  # odd, so that it is in no step with the rows
+    return tuple(value.shape), changes, elements.long().tolist()
+
+
+def look_at_targets(samples: Sequence[Any]) -> None:
+    """Warns where the targets are the tokens themselves. Samples of tokens and targets by rank."""
+    tokens = next((mine for each in samples if each is not None and (mine := each[0]) is not None), None)
+    targets = next((mine for each in samples if each is not None and (mine := each[1]) is not None), None)
+    if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
+        return
+    counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]
+    if len(counted) >= _FEWEST and all(a == b for a, b in counted) and len({b for _, b in counted}) > 1:
+        warnings.warn(
+            "the targets are the tokens themselves, so the model learns to copy: shift them with seq1f1b.shift_labels "
+            "before the step. If each token's own label is what it shall learn, ignore this",
+            stacklevel=3,
+        )

@@ -1,0 +1,174 @@
+"""The loss of the last stage in one step: one for each segment, and where their backwards start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from seq1f1b.ops.context import enter
+from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
+from seq1f1b.runtime.divided import split_loss
+from seq1f1b.runtime.ends import Sink, detached
+from seq1f1b.runtime.findings import WEIGHTING, Finding
+from seq1f1b.runtime.nested import tensors_of
+from seq1f1b.runtime.parts import Received
+from seq1f1b.runtime.unit import LiveUnit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.stage import StageStep
+
+__all__: list[str] = []
+
+
+class ToLoss(Sink):
+    """Calls ``loss_fn`` on the last stage's outputs.
+
+    Attributes:
+        divides: whether the loss comes with a divisor; None: no loss has told yet.
+        divisors: by cell, of losses that come with one.
+    """
+
+    def __init__(self, step: StageStep) -> None:
+        self._step, self._stage, self._arguments = step, step.stage, step.arguments
+        self.divides = self._arguments.divides
+        self.divisors: dict[int, Tensor | float] = {}
+        self._seeds = self._arguments.seeds
+        self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
+        self._last_head = -1
+        shares = self._arguments.shares
+        if self._stage.head_parallel is not None and shares is not None:
+            self._last_head = next((cell for cell in reversed(step.order.forwards) if shares[cell] != 0.0), -1)
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """Losses of the units that have one, by cell."""
+        return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
+
+    def take(self, unit: LiveUnit, output: Any) -> None:
+        arguments, stage = self._arguments, self._stage
+        if arguments.keep_outputs and not unit.is_again:
+            unit.output = detached(output)
+        if arguments.targets is None:
+            return
+        share = 1.0 if arguments.shares is None else arguments.shares[unit.cell]
+        if share == 0.0 and not self.divides:
+            # No counted target: a mean over none is NaN. B still runs, for later segments' dK and dV.
+            if unit.training and unit.kept is None:
+                unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
+                unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
+            return
+        target = arguments.targets[unit.cell]
+        if stage.loss_is_head and unit.training:
+            if not unit.is_again:
+                with torch.enable_grad():
+                    self._run_head(unit, output, target)
+            elif unit.seeds:  # the head has run, and left the gradient of its input
+                unit.roots = (get_gradient_edge(output),) if output.requires_grad else ()
+                unit.seeds = unit.seeds if unit.roots else ()
+            return
+        loss = self._loss(unit, output, target)
+        if not unit.is_again:
+            unit.loss = loss.detach()
+        if unit.training and loss.requires_grad:
+            unit.roots = (loss,)
+            unit.seeds = (self._seed(unit, loss),)
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        raise AssertionError("units of the last stage have seeds of their own")
+
+    def end(self, unit: LiveUnit) -> None:
+        if self._looked_at is not None:
+            self._look(unit)
+
+    def _run_head(self, unit: LiveUnit, output: Any, target: Any) -> None:
+        """Forward and backward of the head at once: one segment's logits are alive, only the hidden gradient stays."""
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"loss_fn holds parameters, so the last stage must return one tensor, got {type(output).__name__}"
+            )
+        if unit.kept is not None:
+            output = unit.kept.with_gradient(output, unit.carried_in)
+        hidden = output.detach().requires_grad_(output.requires_grad)
+        parallel, measure = self._stage.head_parallel, self._step.measure
+        measured = measure.around_head(hidden) if measure is not None else nullcontext()
+        with measured, parallel.forward() if parallel is not None else nullcontext():
+            loss = self._loss(unit, hidden, target)
+        unit.loss = loss.detach()
+        if not loss.requires_grad:
+            return
+        around = parallel.backward(unit.cell == self._last_head, (loss,)) if parallel is not None else nullcontext()
+        with around, torch.autocast(self._stage.device.type, enabled=False):
+            torch.autograd.backward(loss, self._seed(unit, loss))
+        if hidden.grad is not None:
+            unit.roots = () if unit.kept is not None else (get_gradient_edge(output),)
+            unit.seeds = (hidden.grad,)
+
+    def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor:
+        assert self._stage.loss_fn is not None
+        look = self._arguments.loss_look
+        is_looked_at = look is not None and look.microbatch == unit.microbatch and not unit.is_again
+        left = self._left_by_loss(unit) if is_looked_at else None
+        loss: Any = self._stage.loss_fn(output, target, **self._arguments.loss_kwargs)
+        divisor = None
+        if isinstance(loss, tuple):
+            loss, divisor = split_loss(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
+        records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
+        if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
+            raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+        if divisor is not None or self.divides is not False:
+            self._note_divisor(unit, divisor)
+        if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
+            self._looked_at = output, target, left != self._left_by_loss(unit)
+        return loss
+
+    def _note_divisor(self, unit: LiveUnit, divisor: Tensor | float | None) -> None:
+        if self.divides is None:
+            self.divides = divisor is not None
+        if self.divides != (divisor is not None):
+            raise ValueError(
+                "loss_fn returned a sum and its divisor for some segments, and one loss for others: let it return the "
+                "same for all"
+            )
+        if divisor is not None:
+            self.divisors[unit.cell] = divisor
+
+    def _left_by_loss(self, unit: LiveUnit) -> Any:
+        """What a loss may change beside what it returns: carried state, or gradients by a backward of its own."""
+        parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
+        gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
+        return unit.carried_in, len(unit.carried_out or ()), gradients
+
+    def _look(self, unit: LiveUnit) -> None:
+        """Tells of a divisor that is not what the engine counts; outside of all that looks at the stage's own pass."""
+        assert self._looked_at is not None
+        (output, target, leaves), self._looked_at = self._looked_at, None
+        look, loss_fn = self._arguments.loss_look, self._stage.loss_fn
+        assert look is not None and loss_fn is not None
+        if isinstance(loss_fn, nn.Module):  # DDP would count its forward
+            loss_fn = without_wrapper(loss_fn)
+        if not look.take(output, target, self._step.lengths[unit.cell], leaves):
+            return
+        enter(None)
+        found = look.difference(loss_fn, self._arguments.loss_kwargs, self._stage.device)
+        enter(unit)
+        if found:
+            place = f"stage {self._stage.index}, the loss"
+            self._stage.findings.judge([Finding(WEIGHTING, place, found)], attends=True)
+
+    def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
+        if self.divides:
+            return torch.full_like(loss, self._arguments.sum_seed)
+        assert self._seeds is not None
+        seed = self._seeds[unit.cell]
+        if seed.dtype != loss.dtype:  # the first loss of the step tells the dtype
+            self._seeds = [seed.to(loss.dtype) for seed in self._seeds]
+            seed = self._seeds[unit.cell]
+        return seed if seed.shape == loss.shape else seed.reshape(loss.shape)

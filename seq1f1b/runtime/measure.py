@@ -1,0 +1,186 @@
+"""Bytes that autograd keeps for a backward, measured while a forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.runtime.data_parallel import Fsdp
+from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.unit import LiveUnit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.stage import StageStep
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that the units of one stage held in a step: for each token, and at the peak of each kind.
+
+    Attributes:
+        saved: by graphs, from F to the end of B, or of I.
+        kept: of these, the inputs of layers that W reads, where the backward is split.
+        gradients: what else I leaves to W: gradients of layers' outputs, and inputs that a recomputation made.
+        head: by the graph of a head within the loss, which is gone at the end of its F.
+        peak_saved: most of ``saved``, of ``kept`` after I, and of ``head``, at once.
+    """
+
+    saved: float
+    kept: float
+    gradients: float
+    head: float
+    peak_saved: int
+    peak_gradients: int
+
+
+class SavedBytes:
+    """Counts the storages that the graph built inside saves, each once; parameters and given tensors do not count.
+
+    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+        known = [t for t in excluded if isinstance(t, Tensor)]
+        for module in modules:
+            known += [*module.parameters(), *module.buffers()]
+        self._seen = {_storage(t).data_ptr() for t in known}
+        self.bytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """Counts its storage. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
+        storage = _storage(tensor)
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor.detach()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What the graph keeps in place of the tensor."""
+        return self.count(tensor), tensor._version
+
+    def unpack(self, kept: Any) -> Tensor:
+        """The tensor, for a backward. Under hooks torch does not look whether it has been changed in place."""
+        tensor, version = kept
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+            )
+        return tensor  # type: ignore[no-any-return]
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """The tensor's storage; for a DTensor, that of its own shard."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    storage: torch.UntypedStorage = local.untyped_storage()
+    return storage
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module or a part of it runs as compiled code: as a module, or by a method that was compiled."""
+    return any(
+        hasattr(part, "_orig_mod")
+        or part._compiled_call_impl is not None
+        or any(hasattr(value, "_torchdynamo_orig_callable") for value in (type(part).forward, *vars(part).values()))
+        for part in module.modules()
+    )
+
+
+class Measuring(Feature):
+    """Measures the bytes of a stage's units in the first step of a shape."""
+
+    def begin(self, step: StageStep) -> Measure | None:
+        stage, arguments = step.stage, step.arguments
+        # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
+        is_hidden = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules))
+        return Measure(step) if arguments.training and arguments.is_new and not is_hidden else None
+
+
+class Measure(Part):
+    """Counts what the graphs of units keep, and what I leaves to W."""
+
+    def __init__(self, step: StageStep) -> None:
+        self._step, self._modules = step, step.stage.modules
+        self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
+        self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
+        self._head = self._head_tokens = 0
+        self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
+
+    @contextmanager
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
+        self._head_now = 0
+        saved = SavedBytes(self._modules, inputs) if unit.aside is None else unit.aside
+        with saved if unit.aside is None else nullcontext():
+            yield
+        tokens = self._step.lengths[unit.cell]
+        if unit.kept is None:  # else R saves
+            unit.saved_bytes = saved.bytes
+            self._saved += saved.bytes
+            self._saved_tokens += tokens
+        if self._head_now:
+            self._head += self._head_now
+            self._head_tokens += tokens
+        self.note(self._head_now)
+
+    @contextmanager
+    def around_head(self, hidden: Tensor) -> Iterator[None]:
+        """Around the forward of a head that runs within F."""
+        with SavedBytes(self._modules, (hidden,)) as saved:
+            yield
+        self._head_now = saved.bytes
+
+    def after_backward(self, unit: LiveUnit, received: Received) -> None:
+        if unit.tape is None:
+            return
+        # What is in places of receivers does not count.
+        given = [*unit.leaves, *(received[0][0] if received is not None else ())]
+        places = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        kept, gradients = unit.tape.held_bytes(places)
+        unit.kept_bytes = min(kept, unit.saved_bytes)  # what a recomputation made, F has not saved
+        unit.gradient_bytes = gradients + kept - unit.kept_bytes
+        self._kept += unit.kept_bytes
+        self._gradients += unit.gradient_bytes
+        self._kept_tokens += self._step.lengths[unit.cell]
+        pending = sum(other.gradient_bytes for other in self._step.units.values() if other.tape is not None)
+        self._peak_gradients = max(self._peak_gradients, pending)
+
+    def note(self, more: int = 0) -> None:
+        """Units hold more than before."""
+        live = more
+        for unit in self._step.units.values():
+            live += unit.saved_bytes - (0 if unit.aside is None else unit.aside.away_bytes)
+            live += unit.kept_bytes if unit.tape is not None else 0
+        self._peak_saved = max(self._peak_saved, live)
+
+    def figures(self) -> dict[str, Any]:
+        if not self._saved_tokens:
+            return {}
+        tokens = max(1, self._kept_tokens)
+        return {
+            "activations": Activations(
+                saved=self._saved / self._saved_tokens,
+                kept=self._kept / tokens,
+                gradients=self._gradients / tokens,
+                head=self._head / max(1, self._head_tokens),
+                peak_saved=self._peak_saved,
+                peak_gradients=self._peak_gradients,
+            )
+        }

@@ -1,0 +1,89 @@
+"""What an engine does around the units of a stage, beyond running them: each such feature is one file.
+
+A :class:`Feature` belongs to a stage for the engine's life. In each step it may put a :class:`Part` around the stage's
+units. ``features.py`` lists all of them; a stage without parts runs as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from seq1f1b.runtime.unit import LiveUnit
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.arguments import Options
+    from seq1f1b.runtime.stage import Stage, StageStep
+
+__all__: list[str] = []
+
+Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
+"""Messages that came for a unit from other ranks, in the order in which the program waits for them: the tensors of each
+(None for a gradient that does not exist), and which of them require grad. None if no message comes."""
+
+Pass: TypeAlias = Callable[[int, Received], "tuple[Any, ...] | None"]
+"""What runs a unit, given its cell and what came for it; returns what it sends to other stages."""
+
+
+class Part:
+    """What surrounds the units of one stage in one step. Each method here does nothing; a part has those it needs."""
+
+    def passes(self) -> Mapping[str, Pass]:
+        """Units that the part runs itself, by the letter of their pass."""
+        return {}
+
+    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+        """Around all units of the step; ``others``: modules of this rank's other stages."""
+
+    def begin(self, unit: LiveUnit) -> None:
+        """At the begin of F."""
+
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
+        """Around the module and what becomes of its output, in F and in R."""
+
+    def returned(self, unit: LiveUnit, output: Any) -> None:
+        """In F and in R, once the module has returned."""
+
+    def end(self, unit: LiveUnit) -> None:
+        """At the end of F."""
+
+    def before_backward(self, unit: LiveUnit) -> None:
+        """In B or I, before the backward."""
+
+    def after_backward(self, unit: LiveUnit, received: Received) -> None:
+        """The same, behind it; the unit still has its inputs."""
+
+    def fill(self, cell: int) -> bool:
+        """While the rank waits, a piece of the W of a cell whose I has run. Returns whether any is left."""
+        return False
+
+    def finish(self) -> None:
+        """After the last unit. Raises where something is missing."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """What the report tells of it, by name."""
+        return {}
+
+
+class Feature:
+    """One thing that an engine may do around a stage's units. The stage holds it, so it must not hold the stage.
+
+    Args:
+        options: the engine's.
+        tier: where units of this rank may move what they saved; None: nowhere.
+    """
+
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        pass
+
+    def begin(self, step: StageStep) -> Part | None:
+        """The part of a step; None: there is nothing to do in this one."""
+        raise NotImplementedError
+
+
+def hooks(parts: Iterable[Part], name: str) -> tuple[Callable[..., Any], ...]:
+    """The methods of this name that any of the parts has itself: an empty tuple costs nothing."""
+    return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(Part, name))

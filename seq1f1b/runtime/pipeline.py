@@ -1,0 +1,192 @@
+"""One rank's place in a pipeline: its stages' modules, and what all orders of units share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from seq1f1b import _C
+from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.runtime.arguments import Agreement, Options
+from seq1f1b.runtime.data_parallel import without_wrapper
+from seq1f1b.runtime.offload import Tier
+from seq1f1b.runtime.report import EdgeReport
+from seq1f1b.runtime.tied import TiedParameters
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport import DTYPES, RankGroup
+from seq1f1b.transport.group import Edge, leave_place
+
+__all__: list[str] = []
+
+_CHANNELS = (  # what edges carry
+    "activations",
+    "gradients",
+    "the hidden state",
+    "statistics",
+    "gradients of the hidden state",
+    "embedded tokens",
+    "gradients of embedded tokens",
+)
+_DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+class Pipeline:
+    """This rank's place in a pipeline, the same for every order: its modules, its edges, its tier, its tied copies.
+
+    Args:
+        modules: of this rank's stages, in ascending order.
+        schedule: says which rank holds which stage.
+        agreement: of what all ranks were given.
+    Attributes:
+        modules: by stage.
+        edges: of this rank, once they are open.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        options: Options,
+        group: RankGroup,
+        schedule: Schedule,
+        agreement: Agreement,
+    ) -> None:
+        self.group, self.device, self._options, self.agreement = group, device, options, agreement
+        self.rank, self.num_ranks = group.rank, group.size
+        self.num_stages, self.rank_of_stage = schedule.num_stages, schedule.rank_of_stage
+        stages = [i for i, rank in enumerate(self.rank_of_stage) if rank == self.rank]
+        if len(stages) != len(modules):
+            raise ValueError(
+                f"rank {self.rank} holds stages {stages} in this schedule, {len(modules)} modules were given"
+            )
+        self.modules = dict(zip(stages, modules, strict=True))
+        for shard in (options.head, options.embedding_shard):
+            if shard is not None:
+                shard.check_place(self.rank, self.num_ranks)
+        self.tier = self._make_tier()
+        self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
+        self.edges: tuple[EdgeReport, ...] = ()
+        self.device_edges: DeviceEdges | None = None
+        self._ends: dict[Edge, Any] = {}
+        self._closed = self._running = False
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.modules
+
+    @property
+    def has_last(self) -> bool:
+        return self.num_stages - 1 in self.modules
+
+    def placed_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
+        stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
+        options = self._options
+        modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
+        if options.embedding is not None:
+            modules.insert(0, ("the embedding", options.embedding))
+        if (self.has_last or options.head is not None) and isinstance(options.loss_fn, nn.Module):
+            modules.append(("the loss", options.loss_fn))
+        return modules
+
+    def bare_modules(self) -> list[nn.Module]:
+        """The same modules, without what wraps them."""
+        return [without_wrapper(module) for _, module in self.placed_modules()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank under their modules' own names, each once."""
+        seen: set[int] = set()
+        for module in self.bare_modules():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def _make_tier(self) -> Tier | None:
+        options = self._options
+        if options.offload is None:
+            return None
+        if self.device.type != "cpu":
+            raise ValueError(f"offload= moves what stages on the CPU save, and this one is on {self.device}")
+        return Tier(options.offload, self.group.group, options.num_microbatches * options.num_segments)
+
+    def lower(self, schedule: Schedule) -> Any:
+        """The program of an order, as ranks with these edges run it."""
+        return _C.program_lower(schedule.handle, self._options.prefetch, self._options.device_transport is not None)
+
+    def connect(self, program: Any, device_edges: type[DeviceEdges]) -> None:
+        """Opens every edge of the program; all ranks in the same order."""
+        edges, is_receiver = [], {}
+        for source, destination, source_rank, destination_rank, channel, *_ in _C.program_edges(program):
+            edge, text = (
+                Edge(source, destination, channel),
+                f"{_CHANNELS[channel]} of stage {source} to stage {destination}",
+            )
+            if self.rank in (source_rank, destination_rank):
+                receiver = self.rank == destination_rank
+                peer = source_rank if receiver else destination_rank
+                is_receiver[edge] = receiver
+                self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
+                transport = self._options.device_transport or self.group.transport_to(peer)
+                edges.append(EdgeReport(source, destination, peer, transport))
+        self.edges = tuple(edges)
+        if self._options.device_transport is not None:
+            self.device_edges = device_edges(self._options.device_transport, self.group, self.device)
+            self._ends = self.device_edges.open(self._ends, is_receiver)
+
+    def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
+        """What walks a program over the open edges.
+
+        Args:
+            cache: of keys and values.
+            fills: whether W runs in waits.
+        """
+        ends = [self._ends.get(Edge(edge[0], edge[1], edge[4])) for edge in _C.program_edges(program)]
+        is_thread = self.group.is_thread
+        executor = _C.executor_create(
+            program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
+        )
+        if self.device_edges is not None:
+            self.device_edges.set_on(executor)
+        if self.tier is not None:
+            _C.executor_set_tier(executor, self.tier.handle)
+        return executor
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """Raises if the pipeline is closed, or inside a step."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._running:
+            raise RuntimeError("the engine is inside a step already: a stage or a loss called step or eval again")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around a step: there is one at a time."""
+        self.check_idle()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def fail(self, reason: str) -> None:
+        """Ends what the other ranks do or wait for."""
+        if not self._closed:
+            self.group.fail(reason)
+            self.group.end_step(failed=True)
+
+    def close(self) -> None:
+        """Leaves the transports, once nobody holds an executor."""
+        self._closed = True
+        if self.tier is not None:
+            self.tier.close()
+        self._ends.clear()
+        if self.device_edges is not None:
+            self.device_edges.close()
+        self.group.close()

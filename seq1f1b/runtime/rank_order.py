@@ -1,0 +1,82 @@
+"""An order of units as one rank runs it, and the orders that its steps have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from seq1f1b.runtime.orders import has_units
+from seq1f1b.schedule import Schedule
+
+__all__: list[str] = []
+
+MOST_ORDERS = 16  # kept with their programs
+
+
+class StageOrder:
+    """What becomes of the cells of one stage. A cell is a segment, numbered within its stage over all micro-batches.
+
+    Attributes:
+        places: micro-batch and segment of each cell, and whether it is the last of its micro-batch.
+        forwards: cells in the order of their F.
+        split: those whose backward is I and W.
+        recomputed, moved: those with an R, and with O, A and L.
+        last_gradients: the pass, B or W, and the cell after which all gradients of weights are there.
+    """
+
+    def __init__(self, units: Iterable[tuple[str, int]], places: list[tuple[int, int, bool]]) -> None:
+        self.places = places
+        of: dict[str, list[int]] = {letter: [] for letter in "FWRO"}
+        self.last_gradients = ("", -1)
+        for letter, cell in units:
+            if letter in of:
+                of[letter].append(cell)
+            if letter in "BW":
+                self.last_gradients = (letter, cell)
+        self.forwards = of["F"]
+        self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
+
+
+class RankOrder:
+    """An order as one rank runs it: the lowered program, the executor that walks it, and this rank's cells.
+
+    Attributes:
+        recomputes: whether any rank recomputes a unit.
+        stages: of this rank's stages, what becomes of their cells.
+        last_cells: by the letter of a pass, the cell of this rank's last unit of it.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
+        self.schedule, self.program, self.executor = schedule, program, executor
+        segments, first = schedule.segments_of, schedule.first_cells
+        self.num_cells = first[-1]
+        self.recomputes = has_units(schedule, "R")
+        places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
+        own: dict[int, list[tuple[str, int]]] = {}
+        self.last_cells: dict[str, int] = {}
+        for letter, stage, microbatch, segment in schedule.ranks[rank]:
+            cell = first[microbatch] + segment
+            own.setdefault(stage, []).append((letter, cell))
+            self.last_cells[letter] = cell
+        self.stages = {stage: StageOrder(units, places) for stage, units in own.items()}
+
+
+class RankOrders:
+    """The orders that a rank's steps have had, by what makes a step's order its own."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, RankOrder] = {}  # the one that was used last at the end
+
+    def find(self, key: Hashable, make: Callable[[], RankOrder]) -> RankOrder:
+        """The order of a key, made once and kept."""
+        found = self._known.pop(key, None)
+        if found is None:
+            found = make()
+            if len(self._known) == MOST_ORDERS:
+                del self._known[next(iter(self._known))]
+        self._known[key] = found
+        return found
+
+    def clear(self) -> None:
+        """Forgets them all."""
+        self._known.clear()

@@ -1,0 +1,324 @@
+"""Runs steps over this rank's stages: what comes before the units, around them and after them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.device.placement import step_on, through_host
+from seq1f1b.ops.context import inside_step
+from seq1f1b.runtime.arguments import Disagreement, Options
+from seq1f1b.runtime.batch import Batch, StepArguments
+from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.explain import explained, unit_text
+from seq1f1b.runtime.findings import look_at_targets, sample_of
+from seq1f1b.runtime.gradients import StepGradients, growing_wide
+from seq1f1b.runtime.measure import Activations
+from seq1f1b.runtime.orders import with_options
+from seq1f1b.runtime.pipeline import Pipeline
+from seq1f1b.runtime.rank_order import RankOrder, RankOrders
+from seq1f1b.runtime.report import StepRecord
+from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
+from seq1f1b.runtime.stage import Stage
+from seq1f1b.runtime.step import Step
+from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep
+from seq1f1b.schedule import Schedule
+
+__all__: list[str] = []
+
+
+class Runner:
+    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, those of the whole model.
+
+    Args:
+        schedule: of plain training steps, complete.
+        build: makes the order of a step of rows, from num_ranks, num_microbatches, num_segments (one for each
+            micro-batch) and stages_per_rank; None: only a plan brings one.
+        is_whole: units are whole micro-batches, as outside a step.
+        tells: whether what is found wrong is told, not only collected.
+    Attributes:
+        divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
+        last_step: what the last step measured.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        options: Options,
+        schedule: Schedule,
+        build: Callable[..., Schedule] | None = None,
+        *,
+        is_whole: bool = False,
+        tells: bool = True,
+    ) -> None:
+        self.pipeline, self.options, self.schedule = pipeline, options, schedule
+        self.cache = _C.kv_cache_create()
+        self.stages = {
+            index: Stage(
+                module,
+                index,
+                options,
+                num_stages=pipeline.num_stages,
+                device=pipeline.device,
+                tier=pipeline.tier,
+                in_threads=pipeline.group.is_thread,
+                is_whole=is_whole,
+                tells=tells,
+            )
+            for index, module in pipeline.modules.items()
+        }
+        self.orders, self._build = RankOrders(), build
+        can_divide = options.head is None and options.loss_reduction == "mean"
+        self.divides: bool | None = None if can_divide else False
+        self.last_step: StepRecord | None = None
+        self._known_shapes: set[tuple[bool, int]] = set()
+        self._activations: dict[int, Activations] = {}  # by stage, where they were measured
+        self._has_had_rows = False
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def order(self, training: bool, rows: Rows | None = None, plan: PlannedRows | None = None) -> RankOrder:
+        """The order of a step.
+
+        Args:
+            rows: of a step of rows; None: a plain step.
+            plan: brings the order of a step of rows.
+        """
+        counts = None if rows is None else tuple(map(len, rows))
+        key = training, counts if plan is None else plan.digest
+        return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, plan)))
+
+    def _enter(self, training: bool, schedule: Schedule) -> RankOrder:
+        pipeline = self.pipeline
+        schedule = schedule if training else schedule.forward_only()
+        program = pipeline.lower(schedule)
+        executor = pipeline.make_executor(program, self.cache, fills=self.options.weights == "fill")
+        return RankOrder(schedule, pipeline.rank, program, executor)
+
+    def _schedule_of(self, counts: tuple[int, ...] | None, plan: PlannedRows | None) -> Schedule:
+        """The order of a step, with what the options add. It runs over the edges that are open.
+
+        Args:
+            counts: segments of every micro-batch in a step of rows.
+        """
+        pipeline = self.pipeline
+        if counts is None:
+            return self.schedule
+        if plan is not None:
+            schedule = plan.schedule
+            if schedule.segments_of != counts:
+                raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
+            schedule.check()
+        elif self._build is None:
+            raise ValueError("a step of rows builds an order of its own: give the engine the name of a schedule")
+        else:
+            schedule = self._build(
+                num_ranks=pipeline.num_ranks,
+                num_microbatches=len(counts),
+                num_segments=counts,
+                stages_per_rank=len(self.stages),
+            )
+        found = (schedule.num_ranks, schedule.rank_of_stage)
+        expected = (pipeline.num_ranks, pipeline.rank_of_stage)
+        if found != expected:
+            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
+        return with_options(schedule, self.options)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
+        """Runs one step, or one evaluation.
+
+        Returns:
+            losses, and the outputs of the M micro-batches if asked for.
+        """
+        with self.pipeline.in_use():
+            executor = None  # once the units have begun
+            try:
+                # 1. What this rank was given: an order, and a batch.
+                if arguments.rows is not None:
+                    check_rows(arguments.rows, self.options.shard[1])
+                order = self.order(arguments.training, arguments.rows, arguments.plan)
+                self._set_limits(shape_known=False)  # until the length is learnt
+                step = self._begin(order, replace(arguments, divides=self.divides))
+                # 2. All ranks have come, with the same.
+                number = self._meet(arguments)
+                # 3. The units, and what surrounds them all.
+                gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
+                with ExitStack() as stack:
+                    stack.callback(step.end)
+                    if self.pipeline.tier is not None:
+                        self.pipeline.tier.num_cells = order.num_cells
+                        stack.callback(self.pipeline.tier.reset)
+                    if gradients is not None:
+                        stack.enter_context(gradients.kept_on_errors())
+                    executor = order.executor
+                    seconds = self._run_units(step, executor, number)
+                    # 4. Gradients, where they start anew after all units.
+                    factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
+                    step.finish(factor)
+                    if gradients is not None:
+                        self.pipeline.tied.end_step(gradients)
+                        gradients.end(factor)
+                self.pipeline.group.end_step(failed=False)
+            except BaseException as error:
+                told = self._end_failed_step(error, executor)
+                if told is error:
+                    raise
+                raise told from error
+        # 5. What the step leaves behind.
+        self._record(step, order, number, seconds)
+        return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
+        pipeline, options = self.pipeline, self.options
+        batch = Batch(
+            arguments,
+            options,
+            rank=pipeline.rank,
+            has_first=pipeline.has_first,
+            has_last=pipeline.has_last,
+            num_stages=pipeline.num_stages,
+            device=pipeline.device,
+        )
+        batch.check()
+        training, head, embedding = arguments.training, None, None
+        if options.head is not None:
+            assert isinstance(options.loss_fn, nn.Module)
+            last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss_reduction == "mean"
+            last = order.last_cells.get("T", -1)
+            head = HeadStep(options.loss_fn, last_rank, last, training=training, is_mean=is_mean)
+        if options.embedding is not None:
+            embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=training)
+        return Step(batch, order, options, self.stages, pipeline.device, self._enter_shape, head, embedding)
+
+    def _meet(self, arguments: StepArguments) -> int:
+        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step."""
+        group = self.pipeline.group
+        number = group.begin_step(arguments.training)
+        self.pipeline.agreement.check()
+        if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
+            check_equal_rows(group, arguments.rows, arguments.plan)
+            self._has_had_rows = True
+        samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        if self.pipeline.has_last:
+            look_at_targets(samples)
+        return number
+
+    def _run_units(self, step: Step, executor: Any, number: int) -> float:
+        """Returns the seconds that all units took."""
+        pipeline = self.pipeline
+        run, place_views = step.run, pipeline.group.place_views
+        if pipeline.device_edges is not None:
+            pipeline.device_edges.begin_step(pipeline.group.timeout_s)
+            run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
+        elif pipeline.device.type != "cpu":
+            run = through_host(run, pipeline.device)
+        start = time.perf_counter()
+        with inside_step(), step_on(pipeline.device), step.around_units():
+            _C.executor_step(
+                executor,
+                number,
+                step.training,
+                step.length,
+                step.sizes,
+                run,
+                step.fill,
+                step.learn,
+                place_views,
+            )
+        return time.perf_counter() - start
+
+    def _divide(self, step: Step) -> float:
+        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
+        pipeline, mine = self.pipeline, step.divides()
+        everyones = [mine] if pipeline.num_ranks == 1 else pipeline.group.all_gather_object(mine)
+        last = everyones[pipeline.rank_of_stage[-1]]
+        self.divides = last[0]
+        if not self.divides:
+            return 1.0
+        refused = ""
+        if not self.options.scale_grads:
+            refused = "scale_grads=False, as in torch's schedules, leaves gradients undivided"
+        elif any(has_auxiliary for *_, has_auxiliary in everyones):
+            refused = "an auxiliary loss (add_loss) has no part in that divisor"
+        if refused:
+            raise Disagreement(
+                f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
+                "loss_weight="
+            )
+        return float(last[1])
+
+    def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
+        self._known_shapes.add((step.training, step.length))
+        figures = step.figures()
+        self._activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
+        self.last_step = StepRecord(
+            training=step.training,
+            number=number,
+            sizes=step.sizes,
+            length=step.length,
+            seconds=seconds,
+            order=order,
+            num_stages=self.pipeline.num_stages,
+            activations=dict(self._activations),
+            figures=figures,
+            logit_bytes=step.logit_bytes(),
+        )
+
+    def _samples(self, arguments: StepArguments) -> list[Any]:
+        """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
+        options, pipeline = self.options, self.pipeline
+        if options.num_segments == 1 and arguments.rows is None:
+            return [None, None]
+        tokens = sample_of(arguments.inputs, options.seq_dim) if pipeline.has_first else None
+        return [tokens, sample_of(arguments.target, options.seq_dim) if pipeline.has_last else None]
+
+    def _set_limits(self, shape_known: bool) -> None:
+        """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
+        options = self.options
+        limit = options.timeout if shape_known else max(options.timeout, options.first_step_timeout)
+        self.pipeline.group.set_limits(limit, options.spin_us)
+
+    def _enter_shape(self, shape: tuple[bool, int]) -> bool:
+        """Called once a step's (training, tokens) are known. Returns whether such a step has run before."""
+        is_known = shape in self._known_shapes
+        self._set_limits(is_known)
+        return is_known
+
+    def _step_gradients(self, divisor: int) -> StepGradients:
+        """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
+        modules = [module for _, module in self.pipeline.placed_modules()]
+        dtype, wide = self.options.grad_dtype, set[int]()
+        if dtype is not None:
+            wide = set().union(*(growing_wide(m) for m in modules if data_parallel(m) is None))
+        tied = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
+        is_apart = self.divides is not False
+        needs_all = bool(wide) or divisor > 1 or is_apart
+        own = {id(p): p for m in modules for p in without_wrapper(m).parameters()} if needs_all else {}
+        parameters = own | tied
+        return StepGradients(list(parameters.values()), wide, dtype, tied, divisor, is_apart=is_apart)
+
+    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
+        """Ends the step on every rank, and gives the error its place: stage and unit.
+
+        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
+        """
+        group = self.pipeline.group
+        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+            group.end_step(failed=False)
+            return error
+        found = error
+        if not isinstance(error, _C.PipelineError):
+            unit = unit_text(executor)
+            found = explained(error, executor, self.stages)
+            place = f"{unit}: " if unit else ""
+            group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
+        group.end_step(failed=True)
+        return found
