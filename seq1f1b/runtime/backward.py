@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,3 +55,11 @@ def input_gradients(unit: LiveUnit) -> tuple[Tensor | None, ...]:
 
 def _contiguous(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()
+
+
+def import_backward() -> None:
+    """What torch imports in its first backward that is given gradients, sympy among it: half a second and more.
+
+    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")

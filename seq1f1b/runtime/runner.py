@@ -14,6 +14,7 @@ from seq1f1b import _C
 from seq1f1b.device.placement import step_on, through_host
 from seq1f1b.ops.context import inside_step
 from seq1f1b.runtime.arguments import Disagreement, Options
+from seq1f1b.runtime.backward import import_backward
 from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.explain import explained, unit_text
@@ -189,6 +190,8 @@ class Runner:
         )
         batch.check()
         training, head, embedding = arguments.training, None, None
+        if training and not self._known_shapes:
+            import_backward()
         if options.head is not None:
             assert isinstance(options.loss_fn, nn.Module)
             last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss_reduction == "mean"
