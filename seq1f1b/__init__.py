@@ -61,7 +61,7 @@ __all__ = [
     "ulysses_attention",
     "verify_stage",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
