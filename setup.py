@@ -126,7 +126,7 @@ def cuda_source_hash(source: str | Path) -> str:
 
 
 def architectures_of(source: str, architectures: list[str]) -> list[str]:
-    """Of one file: instructions that one architecture alone has are in a file named after it, sm90a_..."""
+    """Architectures of a file; one that is named sm90a_... is compiled for sm_90a alone."""
     only = re.match(r"sm(\d+a)_", Path(source).name)
     return [f"sm_{only[1]}"] if only else architectures
 

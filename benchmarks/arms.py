@@ -272,7 +272,7 @@ def _unit_costs(
     arm.engine.close()
 
     def of(*kinds: str) -> list[list[float]]:
-        """Of shards, stage r stands for rank r, and the stages above have none."""
+        """Bytes by stage and segment; for shards, stage r stands for rank r, and the stages above have none."""
         return [
             [sum(everyones.get((kind, i, s), 0.0) for kind in kinds) for s in range(spec.segments)]
             for i in range(2 * case.ranks)

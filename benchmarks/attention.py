@@ -94,11 +94,11 @@ class Data:
         self.truth = in_fp64(*self.first_head(self.q, self.k, self.v, self.dout), case.prefix)
 
     def first_head(self, *tensors: Tensor) -> list[Tensor]:
-        """Of each tensor the heads that belong to the first kv head, (heads, tokens, dim)."""
+        """Heads of each tensor that belong to the first kv head, (heads, tokens, dim)."""
         return [t[0, : t.shape[1] // self.k.shape[1]] for t in tensors]
 
     def errors(self, results: Sequence[Tensor]) -> tuple[float, float]:
-        """Of the forward and of the backward, from (out, dq, dk, dv)."""
+        """Errors of the forward and of the backward, from (out, dq, dk, dv)."""
         errors = [
             float((got.double() - exact).abs().max() / exact.abs().max())
             for got, exact in zip(self.first_head(*(t.detach() for t in results)), self.truth, strict=True)

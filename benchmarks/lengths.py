@@ -207,7 +207,7 @@ def exact(options: argparse.Namespace) -> None:
 
 
 def shortest_makespan(plan: StepPlan, whole: Sequence[Any]) -> int:
-    """Of the plan's own order, in the whole numbers that the solver has."""
+    """Makespan of the plan's own order, in the whole numbers that the solver has."""
     forward, inputs, weight = whole
     backward = [
         [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*stages, strict=True)]
@@ -316,7 +316,7 @@ class Arms:
             engine.close()
 
     def gradients(self, arm: str, batch: Batch) -> dict[str, Tensor]:
-        """Of the mean over the step's tokens, and none afterwards."""
+        """Gradients of the mean over the step's tokens; afterwards there are none."""
         engine = self.planned if arm == "ours" else self._fixed.get(len(batch.packing.rows))
         modules, scale = (engine.modules(), 1.0) if engine and arm != "torchs" else ([self._stage], 1 / batch.tokens)
         found = {}

@@ -120,7 +120,7 @@ def bubble_formula(row: dict[str, Any], column: str) -> float:
 
 
 def features(row: dict[str, Any], column: str, hardware: Hardware) -> list[tuple[float, float, float]]:
-    """Of each rank, in GiB: weights and optimizer; live activations at factor 1; the longest segment's hidden states
+    """For each rank, in GiB: weights and optimizer; live activations at factor 1; the longest segment's hidden states
     gathered from all tensor-parallel ranks."""
     case = make_case(row, column, replace(hardware, activation_factor=1.0))
     gathered = max(case.sizes) * case.cost.model.hidden * hardware.element_bytes if row["tensor"] > 1 else 0.0

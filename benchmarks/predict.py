@@ -499,7 +499,7 @@ def take_blocks(world: World, group: Any, step: Callable[[], float], seconds: fl
 
 @dataclass
 class Tally:
-    """Of the configurations so far: half widths of their intervals, as shares; how many were measured and inside."""
+    """Figures so far: half widths of the intervals, as shares; how many configurations were measured and inside."""
 
     widths: list[float] = field(default_factory=list)
     measured: int = 0

@@ -37,7 +37,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where documents come from.
+    """Source of documents.
 
     path: folder, text file, or JSON lines (.jsonl, .json); None: the Python standard library.
     field: text field of a JSON line.

@@ -104,7 +104,7 @@ class Documents:
         return torch.from_numpy(self.text[begin : begin + length].astype(np.int64))
 
     def state(self) -> dict[str, Any] | None:
-        """Where the documents are, for a checkpoint."""
+        """Position in the documents, for a checkpoint."""
         return self.steps.state_dict()
 
 

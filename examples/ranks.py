@@ -36,7 +36,7 @@ class PlaceError(ValueError):
 
 
 class Place:
-    """Where this process stands among replicas and stages: ranks count stages first, so that neighbours are near.
+    """Place of this process among replicas and stages: ranks count stages first, so that neighbours are near.
 
     group: of the pipeline; None: all processes.
     """

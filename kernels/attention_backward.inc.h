@@ -10,7 +10,7 @@
 enum {
     BACKWARD_ROWS = 2 * ROWS, /* of P and dS at a time, 96 operands deep for dk and dv */
     BACKWARD_TASKS = 8,       /* that the ranges of keys are cut for, where they are long enough */
-    /* Where there are fewer heads than this, one in FINER comes last and is cut into FINER times the ranges: nobody
+    /* If there are fewer heads than this, one in FINER comes last and is cut into FINER times the ranges: nobody
      * waits long for a slower core that has one of these small tasks. */
     FEW_HEADS = 32,
     FINER = 4,

@@ -522,7 +522,7 @@ class Schedule:
             return [1.0 / rate for rate in rates]
 
     def _tier_seconds(self, tier: Costs) -> list[float] | None:
-        """Of every unit, flat; None where moving takes no time."""
+        """Seconds that the tier needs for each unit, flat; None if moving is free."""
         seconds = self._per_unit(tier, "tier")
         return seconds if any(seconds) else None
 

@@ -378,7 +378,7 @@ static int by_end(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* Where the documents end in their rows; *num_rows: how many rows they fill. */
+/* Sets the end of each document in its row; *num_rows: how many rows they fill. */
 static s1f_status place_documents(int64_t seq_len, const int64_t *lengths, int64_t num_documents, document *documents,
                                   int64_t *num_rows)
 {

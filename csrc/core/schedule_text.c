@@ -214,7 +214,7 @@ static int32_t larger(int32_t a, int32_t b)
     return a > b ? a : b;
 }
 
-/* Where micro-batches differ in the segments that they name, each has its own. */
+/* Gives each micro-batch its own segments, if micro-batches differ in those that they name. */
 static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *units, int64_t count)
 {
     int32_t M = s1f_schedule_num_microbatches(schedule), differ = 0;

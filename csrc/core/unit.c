@@ -135,7 +135,7 @@ static int32_t first_maker(s1f_product product)
 
 /* -- inputs -------------------------------------------------------------------------------------------------------- */
 
-/* Where the maker of an input is, seen from the unit that waits. */
+/* Place of an input's maker, seen from the unit that waits. */
 typedef enum {
     SAME_CELL,
     SAME_CELL_IF_RECOMPUTED,

@@ -263,7 +263,7 @@ typedef struct {
     s1f_lifetimes of[S1F_NUM_CELL_KINDS][S1F_MAX_PASSES][2][2]; /* [kind of cell][pass][is first][is last] */
 } s1f_lifetime_table;
 
-/* Where an order does not go back, what F saved ends with F, and keys and values with F of the last segment. What the
+/* If an order has no backward, what F saved ends with F, and keys and values with F of the last segment. What the
  * shape borrows must outlive the table. */
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
 static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)

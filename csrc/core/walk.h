@@ -96,7 +96,7 @@ static inline __attribute__((always_inline)) void s1f_walk_post(s1f_walk *walk, 
     }
 }
 
-/* Where a rank stands within a unit, written back when it stands still. */
+/* Writes back the rank's place within a unit when it stands still. */
 static inline int s1f_walk_stop(s1f_walker *own, const s1f_unit *unit, int32_t has_run, int32_t sent, int32_t posted)
 {
     own->next = unit;

@@ -18,7 +18,7 @@ typedef struct {
     int64_t live[S1F_NUM_HOLDINGS], units, total;
 } ledger;
 
-/* Where the bytes of a unit are: [stage], [column] and, as `cell`, [stage][column]. */
+/* Indices of a unit's bytes: [stage], [column] and, as `cell`, [stage][column]. */
 typedef struct {
     int64_t stage, column, cell;
     int32_t segment;
@@ -152,7 +152,7 @@ static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes
     return S1F_OK;
 }
 
-/* Where the messages of all edges lie: a message takes the place that was freed last. */
+/* Places of the messages of all edges: a message takes the place that was freed last. */
 typedef struct {
     int64_t num_cells;
     int64_t *num_sent, *num_freed; /* [edge] */

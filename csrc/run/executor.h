@@ -67,7 +67,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
 /* The GPU on which units compute, borrowed; NULL, as at first: none. */
 void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
-/* Where moved units are, borrowed: BACK waits for the load whose number is the unit's cell of all stages. NULL, as at
+/* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages. NULL, as at
  * first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 

@@ -569,7 +569,7 @@ static int may_place(const s1f_request *request, int32_t placement)
                             &least);
 }
 
-/* Where the placement is left open, the shorter of both; the V among equals, whose turns need no transfer. */
+/* If no placement is given, builds both and takes the shorter; V wins ties: its turns need no transfer. */
 static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
     double in_v = INFINITY, in_loop = INFINITY;

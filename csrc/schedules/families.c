@@ -163,7 +163,7 @@ static s1f_status check_options(const s1f_request *request)
     return check_sum(request);
 }
 
-/* Where micro-batches have each their own segments, a column is a cell. */
+/* Counts the cells of micro-batches that differ in their segments: there, a column is a cell. */
 static s1f_status count_cells(s1f_request *request)
 {
     int32_t most = 0;

@@ -16,8 +16,8 @@
  * round trip. */
 #include "families.h"
 
-/* Where the i-th unit of a walk in rounds lies: which stage of the rank, counted from its first, and the unit's number
- * in plain order of the stage. A rank takes a round of micro-batches through all its stages, one stage after the other.
+/* Finds the i-th unit of a walk in rounds: its stage, counted from the rank's first, and its number in plain order of
+ * the stage. A rank takes a round of micro-batches through all its stages, one stage after the other.
  * Rounds are as even as possible: the first M % num_rounds of them hold one micro-batch more than the others. */
 static void find_in_rounds(const s1f_schedule *schedule, int64_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
 {

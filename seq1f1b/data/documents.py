@@ -95,9 +95,9 @@ class DocumentBatches(Sampler[PlannedStep]):
             )
         self._digest = hashlib.sha256(repr(self._lengths).encode()).hexdigest()[:16]
         self.epoch = 0
-        """Of the next step."""
+        """Epoch of the next step."""
         self.steps = 0
-        """That were handed out, over all epochs."""
+        """Number of steps handed out so far, over all epochs."""
         self._begin = 0  # documents of this epoch that were handed out
 
     def __iter__(self) -> Iterator[PlannedStep]:
@@ -130,7 +130,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         return len(self._ends(self._order(self.epoch), self._begin))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is, after the steps that were handed out: plain numbers and texts.
+        """Position of the sampler after the steps that were handed out: plain numbers and texts.
 
         It does not depend on ranks or replicas. A DataLoader with workers takes steps ahead of training: take the state
         without one, or from a step's own numbers.
@@ -181,7 +181,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         return list(torch.randperm(len(self._lengths), generator=generator, device="cpu").tolist())
 
     def _ends(self, order: Sequence[int], begin: int) -> list[int]:
-        """Where the steps of an epoch end, from one that begins there on."""
+        """Ends of an epoch's steps, in places of its order; the first of them begins at ``begin``."""
         ends, tokens = [], 0
         for place in range(begin, len(order)):
             length = self._lengths[order[place]]

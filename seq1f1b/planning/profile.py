@@ -215,8 +215,8 @@ class Profile:
         return spread / whole if whole > 0 else 0.0
 
     def move_spread(self, name: str) -> float:
-        """Of ``move_out`` or ``move_in``, in seconds per byte: twice that from run to run, of a difference of two
-        times of F, or of B."""
+        """Spread of ``move_out`` or ``move_in`` in seconds per byte: twice the noise between runs, for it is the
+        difference of two times of F, or of B."""
         fit = self.layer.forward if name == "move_out" else self.layer.backward
         moved = self.layer.moved_token_bytes * self.seq_len
         seconds = fit.seconds(self.seq_len, visible_pairs(0, self.seq_len))

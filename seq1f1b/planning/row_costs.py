@@ -50,7 +50,7 @@ class RowCosts:
         each: dict[int, list[list[float]]] = {}  # equal stages are one list: it is spread once
         nested: list[Any] = [[self._spread(row, places, each) for row in table] for table in found]
         self.seconds: Any = UnitSeconds(*nested)
-        """Of every pass, [stage][row][segment]."""
+        """Seconds of each pass, [stage][row][segment]."""
 
     def _spread(self, values: list[float], places: list[int], each: dict[int, list[list[float]]]) -> list[list[float]]:
         spread = each.get(id(values))

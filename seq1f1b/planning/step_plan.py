@@ -245,7 +245,7 @@ def _rates(cost: CostModel) -> _Rates:
 
 
 _Rows = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Of each row the indices of its documents, and the tokens of its segments."""
+"""For each row, the indices of its documents and the tokens of its segments."""
 
 
 def _rows_of(lengths: Sequence[int], work: Sequence[float], unit: float, most: int, rates: _Rates) -> _Rows:

@@ -213,7 +213,7 @@ class Lengths:
         return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
     def _indexed(self, args: Any, first: _Shape, known: list[_Shape | None]) -> _Shape | None:
-        """Of ``x[i]`` and ``x[i, j]`` with indices that are tensors of integers, and ``index_select``."""
+        """Shape of ``x[i]`` and ``x[i, j]``, indexed by tensors of integers, and of ``index_select``."""
         index = (args[2],) if len(args) > 2 else args[1] if isinstance(args[1], tuple) else (args[1],)
         others = known[1:]
         if None in others or not all(isinstance(i, Tensor) and i.dtype != torch.bool for i in index):

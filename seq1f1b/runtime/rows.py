@@ -41,7 +41,7 @@ class PlannedRows(Protocol):
 
     @property
     def segment_sizes(self) -> Rows:
-        """Of every micro-batch the tokens of its segments."""
+        """Tokens of the segments, for each micro-batch."""
 
     @property
     def schedule(self) -> Schedule:

@@ -273,7 +273,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
         return embedded
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where, of all tokens in a row, those of this shard are, and which of its rows they take."""
+        """Finds the tokens whose rows this shard holds: their positions, and their rows in it."""
         flat = tokens.reshape(-1)
         places = ((flat >= self.rows.start) & (flat < self.rows.stop)).nonzero()[:, 0]
         return places, flat[places] - self.first_row

@@ -276,7 +276,7 @@ switch (format) {
   case "time": return `${+left[i].toPrecision(6)} to ${+right[i].toPrecision(6)} ${unit_name}`
 }
 """
-# Of the units in view, those with room for a label get one; white edges would hide units of a pixel. Bokeh would draw
+# A unit in view with room for a label gets one; white edges would hide units of a pixel. Bokeh would draw
 # what lies outside the view too, so filters keep to what does not.
 _FOLLOW_ZOOM = """
 const {left, right, top, bottom, microbatch, segment, ink} = units.data

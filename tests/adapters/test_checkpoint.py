@@ -26,8 +26,8 @@ from seq1f1b.testing import run_ranks
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=13)
 MICROBATCHES, LENGTH, STEPS, SAVED_AT = 4, 9, 4, 2  # micro-batches of a step, over all replicas
 WORLD = 4
-# Of weights after the steps, relative, in fp64: sums over replicas are taken in another order. Where a gradient is zero
-# but for that (a key bias), Adam divides 1e-17 by its eps of 1e-8.
+# Relative error of weights after the steps, in fp64: sums over replicas are taken in another order. If a gradient is
+# zero but for that (a key bias), Adam divides 1e-17 by its eps of 1e-8.
 LIMIT = 1e-10
 
 

@@ -50,7 +50,7 @@ def make_model(lora: dict[str, Any] | None = None, **options: Any) -> Any:
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Of 5 to 40 tokens, the first third without labels; the last row has fewer tokens than there are segments."""
+    """Rows of 5 to 40 tokens, the first third without labels; the last row has fewer tokens than there are segments."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):

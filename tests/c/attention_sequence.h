@@ -35,7 +35,7 @@ enum { SPARE_ROWS = 5 };
 
 typedef struct { /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
     double *out, *lse, *dq, *dk, *dv;
-    /* Where products are of bf16: the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
+    /* For products of bf16, the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
      * multiplied, each by up to 2^-8 of itself, so that a sum is off by up to 2^-8 of this. */
     double *out_terms, *dq_terms, *dk_terms, *dv_terms;
 } naive_results;

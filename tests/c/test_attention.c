@@ -233,7 +233,7 @@ static void test_chosen(shape s, int bits)
     double rounded = eps + sums + stretch;
     /* lse is as large as the logits and as exact; under a cap it is no larger than the cap, and off by as much still. */
     double lse_tolerance = s.dtype == S1F_FLOAT64 ? eps : 1e-6 + (s.softcap > 0 ? stretch / s.softcap : 0);
-    /* Where all keys are one, dq is that key times the sum of ds, which is about 0: the error is that of its terms. */
+    /* If all keys are one, dq is that key times the sum of ds, which is about 0: the error is that of its terms. */
     double cancelled = s.same_keys && s.logits > 1 ? sqrt(s.logits) : 1;
 
     run_segments(&x, 1, s1f_attention_forward, s1f_attention_backward, NULL);

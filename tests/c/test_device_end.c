@@ -130,7 +130,7 @@ static void release(void *context, void *keep)
     state->unused[state->num_unused++] = (CUdeviceptr)(uintptr_t)keep;
 }
 
-/* Where the unit's input comes from: the neighbouring stage, or -1. */
+/* The neighbouring stage from which the unit's input comes, or -1. */
 static int32_t source_stage(const pipeline *p, s1f_unit unit)
 {
     if (unit.pass == S1F_PASS_FORWARD)

@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def small_counts(name: str) -> Iterator[dict[str, Any]]:
-    """Of every order of the family for few ranks, with its stages per rank, segments and options."""
+    """Counts of every order of the family for few ranks, with its stages per rank, segments and options."""
     family = FAMILIES[name]
     options = [{}, *(given for option in family.options for given in OPTIONS.get(option, []))]
     for P, M, k, v, given in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 4), (1, 2, 3), options):

@@ -70,7 +70,7 @@ class Inputs:
         logits, slope = logits.detach(), slope.detach()
         self.lse = logits.masked_fill(hidden, -math.inf).logsumexp(-1).float()
         self.reference = self._reference(case, logits, slope, hidden)
-        # Where dS is 0 but for the rounding of sums: dP and delta are sums of head_dim terms in fp32, 16 at a step; dQ
+        # If dS is 0 but for the rounding of sums: dP and delta are sums of head_dim terms in fp32, 16 at a step; dQ
         # has such errors times the keys, weighted by P, which sums to 1, and dK times the queries.
         size = (self.dout.double().abs() @ values.detach().abs().mT).max() * self.scale
         self.floor = size.item() * case.head_dim / 8 * 2**-23 * max(t.abs().max().item() for t in (self.q, self.k))

@@ -57,7 +57,7 @@ def find_next(payload: int, patience_s: float) -> int:
 
 
 def _places(first: int, last: int) -> set[int]:
-    """Where a message may lie in an arena: it has one page of control, then equal places, at most 16 of them here."""
+    """Places of a message in an arena, which has one page of control, then equal places, at most 16 of them here."""
     pages = (last - first) // _PAGE - 1
     return {first + _PAGE * (1 + i * (pages // count)) for count in range(1, 17) for i in range(count)}
 

@@ -36,6 +36,7 @@ FILLED = re.compile(r"^<!-- fill: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 COMMANDS = {"seq1f1b": ["-m", "seq1f1b"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
 # Without a profile, which would have to be measured, and without files that only the reader has.
 READS_ONLY = re.compile(r"seq1f1b (compare|draw|simulate|plan|doctor)\b(?!.*(--profile|\.txt|\.json))")
+SOURCES = (".py", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh")
 FORM = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -136,6 +137,31 @@ def test_the_pages_hold_what_is_made_for_them() -> None:
     command = [sys.executable, ROOT / "docs/fill.py", "--check"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def opening_words(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring and every block of comments."""
+    text = file.read_text()
+    blocks = r"/\*+\s*(\S[^\n]*)" if file.suffix not in (".py", ".pyi") else r"^(?! *#)[^\n]*\n *# *(\S[^\n]*)"
+    for block in re.finditer(blocks, text, re.MULTILINE):
+        yield text.count("\n", 0, block.start(1)) + 1, block[1]
+    for node in ast.walk(ast.parse(text)) if file.suffix in (".py", ".pyi") else ():
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
+    """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun."""
+    folders = ("seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
+    assert len(files) > 300
+    dangling = [
+        f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for file in (ROOT / "setup.py", *files)
+        for line, text in opening_words(file)
+        if re.match(r"(Of|Where)\b", text)
+    ]
+    assert not dangling, "\n".join(dangling)
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:

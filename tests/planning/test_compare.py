@@ -165,7 +165,7 @@ def test_a_cap_in_bytes() -> None:
 
 
 def test_auto_is_made_for_a_cap_in_bytes() -> None:
-    """Of uneven segments, so that bytes say another thing than units; the tighter of two caps counts."""
+    """Segments are uneven, so that bytes say another thing than units; the tighter of two caps counts."""
     sizes = {"num_segments": 4, "segment_sizes": [16, 8, 4, 4], "token_bytes": 10}
     free = row("auto", **sizes)
     for cap in (free.peak_bytes - 1, 500, 320):  # a micro-batch has 320

@@ -357,7 +357,7 @@ def test_a_plan_file_says_the_same_again(tmp_path):
 
 
 def small_length(**changes):
-    """Of a plan's mix, as its file has it."""
+    """A length of a plan's mix, as its file has it."""
     plan = small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1})
     return {**json.loads(plan.to_json())["lengths"][1], **changes}
 

@@ -360,7 +360,7 @@ def test_moving_takes_the_time_that_was_measured():
 
 
 def test_what_never_moves_has_no_rates(tmp_path):
-    """Of an embedding only the tokens are saved, and those are the stage's input."""
+    """An embedding saves its tokens only, and those are the stage's input."""
     torch = pytest.importorskip("torch", reason="measuring needs torch")
     from seq1f1b.planning.profiler import measure_stage
 

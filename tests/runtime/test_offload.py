@@ -66,7 +66,7 @@ def check_equal(one, other) -> None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 GRID = [case for case in dict.fromkeys(cases()) if case[2] * case[3] >= 4]
-# Of each family what lies in the middle of its list, every other one with uneven segments.
+# A case from the middle of each family's list; every other family has uneven segments.
 BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
 SLICE = [(own if i % 2 else [c for c in own if c[5]] or own)[-1 - len(own) // 4] for i, own in enumerate(BY_FAMILY)]
 
@@ -335,7 +335,7 @@ def test_a_saved_tensor_that_is_changed_is_an_error(tmp_path: Path, late: bool) 
 
 
 def test_measured_bytes_fall_as_planned(tmp_path: Path) -> None:
-    """Of 8 units three are here at a time: one that runs, one on its way, and near the turn one that stays."""
+    """Three of 8 units are here at a time: one that runs, one on its way, and near the turn one that stays."""
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2)
     kept, moved_ = results(schedule)[2], results(schedule, tmp_path)[2]
     for one, other in zip(kept, moved_, strict=True):

@@ -101,7 +101,7 @@ def test_which_units() -> None:
 
 
 def test_measured_bytes_fall_as_planned() -> None:
-    """Of 8 units one is held at a time; keys and values stay. Eight times the tokens fit where one did."""
+    """One of 8 units is held at a time; keys and values stay. Eight times the tokens fit where one did."""
     found = {}
     for recompute in ("none", "all"):
         schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=4, num_segments=2, recompute=recompute)

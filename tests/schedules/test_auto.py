@@ -33,7 +33,7 @@ def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
 
 
 def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
-    """Of every other family, with the options that it takes: all of them, or none."""
+    """Orders of every other family, with the options that it takes: all of them, or none."""
     for family in families():
         if family.name == "auto":
             continue

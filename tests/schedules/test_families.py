@@ -23,7 +23,7 @@ FAMILIES = {family.name: family for family in families()}
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one family, in P, M, k, v: where it can be built, makespan - 3 M, peak, and span - 3 M where claimed."""
+    """Claims about a family, in P, M, k, v: valid counts, makespan - 3 M, peak, and span - 3 M if it claims one."""
 
     valid: Callable[..., bool]
     fill: Callable[..., float]
@@ -45,7 +45,7 @@ def interleaved_peak(P, M, k, v):
 
 
 def split_claims(name: str, valid: Callable[..., bool], *formulas: Any, **more: Any) -> list[tuple[str, Claim]]:
-    """Of a family with split backward: over whole micro-batches, and its relative over segments."""
+    """Claims of a family with split backward, over whole micro-batches, and of its relative over segments."""
     whole = Claim(lambda P, M, k, v: k == 1 and valid(P, M, k, v), *formulas, segments=(1, 2), **more)
     return [(name, whole), (f"seq-{name}", Claim(valid, *formulas, **more))]
 

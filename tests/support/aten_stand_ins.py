@@ -213,7 +213,7 @@ SCHEMAS = {
 
 
 def schema_drift(name: str) -> str:
-    """Where the op of the installed torch differs from what device/cuda.py passes and takes; "" where it does not."""
+    """Says how the op of the installed torch differs from what device/cuda.py passes and takes; "" if it does not."""
     by_position, by_name, results = SCHEMAS[name]
     op = getattr(torch.ops.aten, name, None)
     if op is None:

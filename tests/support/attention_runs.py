@@ -81,7 +81,7 @@ def gradients(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout:
 
 
 def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """Of out, dq, dk, dv: the norm of the difference over the norm. They are of one size, or zero: dq, window 1."""
+    """Norm of the difference over the norm, for out, dq, dk and dv. They are of one size, or zero: dq, window 1."""
     norms = torch.stack([t.double().norm() for t in truth])
     floor = 0.1 * norms.square().mean().sqrt()
     differences = torch.stack([(a.double() - b.double()).norm() for a, b in zip(got, truth, strict=True)])

@@ -47,14 +47,14 @@ def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
 
 
 def shared_memory_names() -> set[str]:
-    """Of segments and semaphores on this machine, but those of Python's own locks, which tests run beside may hold."""
+    """Names of shared segments and semaphores, but for Python's own locks, which other tests may hold."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def join_and_run(
     rank: int, pipe: Connection, join: Callable[[int], None], fn: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Of :class:`PipedProcesses`: ``join(rank)``, then sends what ``fn(rank, pipe, *arguments)`` returns."""
+    """Part of :class:`PipedProcesses`: ``join(rank)``, then sends what ``fn(rank, pipe, *arguments)`` returns."""
     torch.set_num_threads(1)
     try:
         join(rank)

@@ -171,7 +171,7 @@ def summed(parallelize: Callable[..., Any], model: Any, **arguments: Any) -> Any
 
 
 def train_config(case: Case, pp: int) -> Trainer.Config:
-    """Of the stock model where pp is 1."""
+    """Configuration of the stock model if pp is 1, else of the model in segments."""
     config = llama3_debugmodel()
     config.model_spec = model_spec(case.model)
     if pp > 1:
@@ -247,7 +247,7 @@ def run_trainer(case: Case, rank: int, world: int, pp: int, state: dict[str, Ten
 
 
 def true_gradients(case: Case, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the first step, clipped, by the stock model with parameters in fp64. Its rotations and losses are fp32."""
+    """Clipped gradients of the stock model's first step, with parameters in fp64; its rotations and losses are fp32."""
     config = train_config(case, 1)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):

@@ -98,7 +98,7 @@ def test_a_label_leaves_room_for_the_pass() -> None:
 
 
 def test_units_narrower_than_a_column_have_their_shares() -> None:
-    """Of every rank: forwards, backwards and bubble, within one column, over any stretch from the start."""
+    """Forwards, backwards and bubble of every rank, within one column, over any stretch from the start."""
     run = build_schedule("seq1f1b", num_ranks=8, num_microbatches=16, num_segments=4).simulate(0.25, 0.5)
     lines = run.to_text(80).splitlines()
     columns = 72
