@@ -9,7 +9,7 @@ from typing import Any
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same reader for argparse, which shows the message of this error alone."""
+    """Makes a reader for argparse, which shows the message of this error alone."""
 
     def read_argument(text: str) -> Any:
         try:

@@ -96,7 +96,7 @@ class Arrival:
         return None if rank == self.rank else _error_of(rank, text)
 
     def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
-        """The same over the group's own connection, where this rank's is gone."""
+        """Ends this attempt over the group's own connection, if this rank's is gone."""
         try:
             store = _part_of(self._life, self._group_store, error)
             if store is None:
