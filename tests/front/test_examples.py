@@ -1,6 +1,6 @@
 """Do the examples do what they say: train, compare, stop, resume, refuse damaged checkpoints, generate?
 
-Short forms of the real commands, each rank a process of its own.
+Short forms of the real commands, each rank a process of its own. Two of them run as a user would start them.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the examples train torch modules")
 pytest.importorskip("tokenizers", reason="the examples tokenise text")
+from scripts import Script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -53,39 +54,25 @@ def free_port() -> int:
             return port
 
 
-def start(folder: Path, num_ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def start(folder: Path, num_ranks: int, *arguments: str) -> list[Script]:
     """Starts train_gpt.py on every rank as torchrun would, but leaves the signals and exit codes to the test."""
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLES / "train_gpt.py"), *arguments],
-            cwd=folder,
-            env=environment(rank, num_ranks, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    script = EXAMPLES / "train_gpt.py"
+    return [Script(script, arguments, folder, environment(rank, num_ranks, port)) for rank in range(num_ranks)]
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]:
+def finish(processes: list[Script]) -> tuple[list[int], str, str]:
     """Exit codes of all ranks, and what they wrote."""
-    try:
-        written = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    return codes, "".join(out for out, _ in written), "".join(err for _, err in written)
+    ended = [process.finish() for process in processes]
+    return [code for code, _, _ in ended], "".join(out for _, out, _ in ended), "".join(err for _, _, err in ended)
 
 
-def wait_for_rows(processes: list[subprocess.Popen[str]], folder: Path, count: int) -> None:
+def wait_for_rows(processes: list[Script], folder: Path, count: int) -> None:
     file = folder / "runs/gpt/log.jsonl"
     while not (file.exists() and file.read_text().count("\n") >= count):
         if any(process.poll() is not None for process in processes):
             for process in processes:
-                process.terminate()
+                process.send_signal(signal.SIGTERM)
             codes, _, err = finish(processes)
             pytest.fail(f"ended with {codes} before row {count} of the log: {err[-4000:]}")
         time.sleep(0.002)
@@ -189,7 +176,7 @@ def test_a_killed_run_that_always_resumes_is_bit_equal(whole_run: tuple[Path, st
     for killed, rows in ((1, 3), (0, 13)):
         processes = start(tmp_path, 2, *SHORT, "--resume")
         wait_for_rows(processes, tmp_path, rows)
-        processes[killed].kill()
+        processes[killed].send_signal(signal.SIGKILL)
         codes, _, _ = finish(processes)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, -signal.SIGKILL)
     train(tmp_path, 2, *SHORT, "--resume")
@@ -286,9 +273,11 @@ def test_a_finished_run_says_so(whole_run: tuple[Path, str]) -> None:
 
 
 def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> None:
-    command = [sys.executable, str(EXAMPLES / "generate.py"), "--prompt", "import os", "--tokens", "20"]
-    options: dict[str, Any] = {"cwd": whole_run[0], "env": environment(0, 1, 0), "capture_output": True, "text": True}
-    first, again = (subprocess.run(command, check=True, **options).stdout for _ in range(2))
+    script, arguments = EXAMPLES / "generate.py", ("--prompt", "import os", "--tokens", "20")
+    runs = [Script(script, arguments, whole_run[0], environment(0, 1, 0)) for _ in range(2)]
+    codes, written, errors = zip(*(run.finish() for run in runs), strict=True)
+    assert codes == (0, 0), errors
+    first, again = written
     assert first.startswith("import os") and len(first) > len("import os\n") and first == again
 
 
