@@ -1,0 +1,15 @@
+"""The order of test files: those that take longest begin first, so that no worker is left alone with one at the end."""
+
+import pytest
+
+LONGEST_FIRST = (
+    *("front/test_examples.py", "transport/test_arrival.py", "front/test_docs.py", "ops/test_compile.py"),
+    *("transport/test_restarts.py", "runtime/test_failures.py", "front/test_benchmarks.py", "runtime/test_verify.py"),
+    *("transport/test_machines.py", "runtime/test_engine_compile.py", "front/test_gpu_benchmark.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For ``--dist loadfile --no-loadscope-reorder``; without the latter the files with most tests come first."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
