@@ -164,8 +164,14 @@ def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
     assert not dangling, "\n".join(dangling)
 
 
+def test_the_index_of_benchmarks_has_them_all() -> None:
+    named = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "benchmarks/README.md").read_text()))
+    there = {file.name for file in (ROOT / "benchmarks").glob("*.py") if not file.name.startswith("gpu_")}
+    assert named == there
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+    for page in (*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"):
         for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", FENCE.sub("", page.read_text())):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
