@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from processes import start_processes
+from scripts import Script, environment, start_ranks
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,10 +57,9 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
-def run_page(page: Path) -> Iterator[tuple[Block, str, str]]:
+def run_page(page: Path, fork: bool = False) -> Iterator[tuple[Block, str, str]]:
     """Runs the blocks; gives those that say what is printed, with the wanted and the printed text."""
     scripts = page.with_suffix("")
-    sys.path.insert(0, str(ROOT / "examples"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed: str | None = None
     for block in blocks_of(page):
@@ -79,13 +79,13 @@ def run_page(page: Path) -> Iterator[tuple[Block, str, str]]:
                 command = re.match(r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n", part)
                 assert command is not None
                 output = part[command.end() :]
-                result = run_command(command[1].replace("\\\n", " "), where, scripts)
+                result = run_command(command[1].replace("\\\n", " "), where, scripts, fork)
                 wanted += part
                 found += command[0] + (result if output else "")
             yield block, wanted, found
         elif block.kind == "bash":
             for line in filter(READS_ONLY.match, block.body.splitlines()):
-                run_command(line.partition("  #")[0], where, scripts)
+                run_command(line.partition("  #")[0], where, scripts, fork)
 
 
 def runs(block: Block) -> bool:
@@ -100,22 +100,36 @@ def run_python(block: Block, where: str, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def run_command(command: str, where: str, scripts: Path) -> str:
+def run_command(command: str, where: str, scripts: Path, fork: bool) -> str:
     """Standard output. A page's scripts lie in a folder of its name."""
     program, *arguments = shlex.split(command)
     assert program in COMMANDS, f"{where}: {command}"
     arguments = [str(scripts / a) if (scripts / a).is_file() else a for a in arguments]
+    if fork and program != "seq1f1b":
+        return run_forked(program, arguments, f"{where}: {command}")
     run = subprocess.run([sys.executable, *COMMANDS[program], *arguments], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, f"{where}: {command}\n{run.stdout}{run.stderr}"
     return run.stdout.rstrip("\n") + "\n"
+
+
+def run_forked(program: str, arguments: list[str], what: str) -> str:
+    """As ``python`` and ``torchrun`` would run a script, but from a process that has imported torch already."""
+    if program == "torchrun":
+        assert arguments[:2] == ["--standalone", "--nproc-per-node"], what
+        started = start_ranks(int(arguments[2]), Path(arguments[3]), arguments[4:], Path.cwd())
+    else:
+        started = [Script(Path(arguments[0]), arguments[1:], Path.cwd(), environment())]
+    ended = [script.finish() for script in started]
+    assert all(code == 0 for code, _, _ in ended), f"{what}\n{ended}"
+    return ended[-1][1].rstrip("\n") + "\n"  # of all ranks
 
 
 def is_as_wanted(wanted: str, found: str) -> bool:
     return doctest.OutputChecker().check_output(wanted, found, FORM)
 
 
-def check(page: Path) -> None:
-    for block, wanted, found in run_page(page):
+def check(page: Path, fork: bool = False) -> None:
+    for block, wanted, found in run_page(page, fork):
         if not is_as_wanted(wanted, found):
             text = doctest.OutputChecker().output_difference(doctest.Example("", wanted), found, FORM)
             raise AssertionError(f"{page.relative_to(ROOT)}:{block.line}\n{text}")
@@ -182,15 +196,21 @@ def check_in(rank: int, page: Path, folder: Path) -> None:
     paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     torch.set_num_threads(1)
+    sys.path.insert(0, str(ROOT / "examples"))
     os.chdir(folder)
     check(page)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path, tmp_path: Path) -> None:
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem == "hugging-face":
         for name in ("transformers", "accelerate", "peft"):
             pytest.importorskip(name, reason="the page is about it; .ci/run comes back with the extra")
+    if all(block.kind != "python" for block in blocks_of(page)):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]))
+        check(page, fork=True)  # what it runs is forked
+        return
     processes = start_processes(1, check_in, page, tmp_path)
     try:
         assert processes.join(280), f"{page.name} takes more than 280 s"
@@ -200,4 +220,5 @@ def test_page(page: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "examples"))
     (write if "--write" in sys.argv else check)(Path(sys.argv[1]).resolve())

@@ -3,15 +3,11 @@
 Short forms of the real commands, each rank a process of its own. Two of them run as a user would start them.
 """
 
-import contextlib
 import json
-import os
-import random
 import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +18,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the examples train torch modules")
 pytest.importorskip("tokenizers", reason="the examples tokenise text")
-from scripts import Script
+from scripts import Script, environment, start_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -35,36 +31,18 @@ SHORT = f"""--steps {STEPS} --save-every 10 --eval-every 10 --eval-batches 2 --s
     --max-bytes 200000""".split()
 
 
-def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if num_ranks > 1:
-        variables |= {"RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": f"{rank}"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    return variables
-
-
-def free_port() -> int:
-    """Not of those that the kernel gives out: another process would be given it before rank 0 listens there."""
-    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, max(given_out, 20_000))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def start(folder: Path, num_ranks: int, *arguments: str) -> list[Script]:
     """Starts train_gpt.py on every rank as torchrun would, but leaves the signals and exit codes to the test."""
-    port = free_port()
     script = EXAMPLES / "train_gpt.py"
-    return [Script(script, arguments, folder, environment(rank, num_ranks, port)) for rank in range(num_ranks)]
+    if num_ranks == 1:
+        return [Script(script, arguments, folder, environment())]
+    return start_ranks(num_ranks, script, arguments, folder)
 
 
 def finish(processes: list[Script]) -> tuple[list[int], str, str]:
     """Exit codes of all ranks, and what they wrote."""
     ended = [process.finish() for process in processes]
-    return [code for code, _, _ in ended], "".join(out for _, out, _ in ended), "".join(err for _, _, err in ended)
+    return [code for code, _, _ in ended], *ended[-1][1:]
 
 
 def wait_for_rows(processes: list[Script], folder: Path, count: int) -> None:
@@ -274,7 +252,7 @@ def test_a_finished_run_says_so(whole_run: tuple[Path, str]) -> None:
 
 def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> None:
     script, arguments = EXAMPLES / "generate.py", ("--prompt", "import os", "--tokens", "20")
-    runs = [Script(script, arguments, whole_run[0], environment(0, 1, 0)) for _ in range(2)]
+    runs = [Script(script, arguments, whole_run[0], environment()) for _ in range(2)]
     codes, written, errors = zip(*(run.finish() for run in runs), strict=True)
     assert codes == (0, 0), errors
     first, again = written
@@ -283,7 +261,7 @@ def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> 
 
 def test_two_stages_checks_itself() -> None:
     command = [sys.executable, str(EXAMPLES / "two_stages.py")]
-    done = subprocess.run(command, env=environment(0, 1, 0), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "whole model" in done.stdout
     assert len((EXAMPLES / "two_stages.py").read_text().splitlines()) < 80
@@ -292,7 +270,7 @@ def test_two_stages_checks_itself() -> None:
 def test_use_trains_and_tells_what_it_measured() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "use.py")]
-    done = subprocess.run(command, env=environment(0, 1, 0), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
