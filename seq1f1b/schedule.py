@@ -7,7 +7,8 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from functools import cached_property
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
@@ -80,6 +81,10 @@ Costs = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
 """Seconds per unit: one number, or ``[stage][segment]``; ``[stage][micro-batch][segment]`` in an order of rows."""
 
 
+_CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, moved
+_CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.encode())
+
+
 class Schedule:
     """The order in which every rank runs its units.
 
@@ -101,7 +106,7 @@ class Schedule:
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
         rows = _C.schedule_rows(handle)
         self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
-        self._ranks: tuple[tuple[Unit, ...], ...] | None = None
+        self._units: dict[int, tuple[Unit, ...]] = {}
         self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
 
     @classmethod
@@ -120,20 +125,33 @@ class Schedule:
         """For each micro-batch the number of its first segment, if those of all are counted on; at the end, of all."""
         return tuple(accumulate(self.segments_of, initial=0))
 
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Letters of the passes that the order has: those of an order with whole backwards are F and B."""
+        return frozenset(_C.schedule_kinds(self.handle))
+
+    def units_of(self, rank: int) -> tuple[Unit, ...]:
+        """The units of one rank in run order."""
+        units = self._units.get(rank)
+        if units is None:
+            units = self._units[rank] = tuple(map(unit_of, _C.schedule_units(self.handle, rank)))
+        return units
+
     @property
     def ranks(self) -> tuple[tuple[Unit, ...], ...]:
         """The units of every rank in run order."""
-        if self._ranks is None:
-            self._ranks = tuple(
-                tuple(map(unit_of, _C.schedule_units(self.handle, rank))) for rank in range(self.num_ranks)
-            )
-        return self._ranks
+        return tuple(map(self.units_of, range(self.num_ranks)))
+
+    @property
+    def digest(self) -> str:
+        """16 digits of the units and their order: alike in equal schedules of any process, and by chance in others."""
+        return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.ranks == other.ranks
+        return isinstance(other, Schedule) and _C.schedule_equal(self.handle, other.handle)
 
     def __hash__(self) -> int:
-        return hash(self.ranks)
+        return hash(_C.schedule_digest(self.handle))
 
     def __repr__(self) -> str:
         return (
@@ -262,12 +280,10 @@ class Schedule:
 
         :meth:`with_cell_kinds` is the way back.
         """
-        rows = [[["."] * count for count in self.segments_of] for _ in range(self.num_stages)]
-        for units in self.ranks:
-            for unit in units:
-                if unit.kind in "RL":
-                    rows[unit.stage][unit.microbatch][unit.segment] = unit.kind
-        return tuple(" ".join(map("".join, row)) for row in rows)
+        letters = _C.schedule_cell_kinds(self.handle).translate(_CELL_LETTERS).decode()
+        cells = self.first_cells
+        starts = range(0, len(letters), cells[-1])
+        return tuple(" ".join(letters[at + a : at + b] for a, b in pairwise(cells)) for at in starts)
 
     def with_cell_kinds(self, rows: Sequence[str]) -> Schedule:
         """The same order with an R, or with O, A and L, of the units that :meth:`cell_kinds` names so.
@@ -282,9 +298,9 @@ class Schedule:
             each = counts[0] if len(set(counts)) == 1 else counts
             raise ValueError(f"units must be {S} texts, one per stage, each of {M} words of {each} letters")
         letters = "".join(map("".join, words))
-        if not set(letters) <= set(".RL"):
+        if not set(letters) <= set(_CELL_KINDS):
             raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
-        return self._with_kinds(bytes(".RL".index(letter) for letter in letters))
+        return self._with_kinds(bytes(map(_CELL_KINDS.index, letters)))
 
     def _cells(self) -> Iterator[tuple[int, int, int]]:
         """Stage, micro-batch and segment of each cell of all stages, as the core numbers them."""
@@ -717,6 +733,7 @@ class Family:
         validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
         stages_per_rank: least v that it builds.
         options: names of the options that it takes.
+        splits_backward: whether its orders have I and W, unless an option says otherwise.
     """
 
     name: str
@@ -725,6 +742,7 @@ class Family:
     validity: str
     stages_per_rank: int
     options: tuple[str, ...]
+    splits_backward: bool
 
     @property
     def has_segments(self) -> bool:
@@ -752,8 +770,8 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
     return tuple(
-        Family(name, description, source, validity, stages_per_rank, tuple(options))
-        for name, description, source, validity, stages_per_rank, options in _C.schedule_families()
+        Family(name, description, source, validity, stages_per_rank, tuple(options), splits)
+        for name, description, source, validity, stages_per_rank, options, splits in _C.schedule_families()
     )
 
 

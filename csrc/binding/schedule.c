@@ -30,8 +30,8 @@ static PyObject *family_item(const void *unused, int64_t i)
 {
     (void)unused;
     const s1f_family_facts *facts = s1f_schedule_family((int32_t)i);
-    return Py_BuildValue("(ssssiN)", facts->name, facts->description, facts->source, facts->validity,
-                         facts->stages_per_rank, option_names(facts->options));
+    return Py_BuildValue("(ssssiNN)", facts->name, facts->description, facts->source, facts->validity,
+                         facts->stages_per_rank, option_names(facts->options), PyBool_FromLong(facts->splits));
 }
 
 static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
@@ -324,6 +324,59 @@ static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments
     return s1f_list_of(num_units, unit_item, units);
 }
 
+/* Letters of the passes that occur. */
+static PyObject *schedule_kinds(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    const s1f_schedule *schedule;
+    if (!s1f_to_schedule(handle, &schedule))
+        return NULL;
+    char letters[S1F_MAX_PASSES];
+    Py_ssize_t count = 0;
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+        if (s1f_schedule_passes(schedule) >> pass & 1)
+            letters[count++] = s1f_pass_letter(pass);
+    return PyUnicode_FromStringAndSize(letters, count);
+}
+
+static PyObject *schedule_equal(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *a, *b;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_schedule, &a, s1f_to_schedule, &b))
+        return NULL;
+    return PyBool_FromLong(s1f_schedule_equal(a, b));
+}
+
+static PyObject *schedule_digest(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    const s1f_schedule *schedule;
+    if (!s1f_to_schedule(handle, &schedule))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(s1f_schedule_digest(schedule));
+}
+
+/* A byte for each cell of all stages, as program_fit gives them and change_cells takes them. */
+static PyObject *schedule_cell_kinds(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    const s1f_schedule *schedule;
+    if (!s1f_to_schedule(handle, &schedule))
+        return NULL;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    uint16_t *optional = NULL;
+    s1f_status status = s1f_schedule_find_optional(schedule, &optional);
+    if (status != S1F_OK)
+        return s1f_raise(status);
+    shape.optional = optional;
+    int64_t of_stage = s1f_num_cells(&shape), count = shape.num_stages * of_stage;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+    char *kinds = bytes == NULL ? NULL : PyBytes_AsString(bytes);
+    for (int64_t i = 0; kinds != NULL && i < count; i++) {
+        int32_t stage = (int32_t)(i / of_stage);
+        kinds[i] = (char)s1f_kind_of_cell(&shape, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i % of_stage));
+    }
+    free(optional);
+    return bytes;
+}
+
 static PyObject *schedule_check(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
@@ -569,7 +622,8 @@ static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *argu
 
 PyMethodDef s1f_schedule_methods[] = {
     {"schedule_families", schedule_families, METH_NOARGS,
-     "(name, description, source, validity, least stages_per_rank, names of options) of every family."},
+     "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split) of "
+     "every family."},
     {"schedule_build", schedule_build, METH_VARARGS,
      "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. num_segments: a "
      "number, or one for each micro-batch."},
@@ -580,6 +634,12 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_placement", schedule_placement, METH_O, "The rank of every stage."},
     {"schedule_units", schedule_units, METH_VARARGS,
      "schedule_units(schedule, rank): units in run order, as (pass, stage, microbatch, segment)."},
+    {"schedule_kinds", schedule_kinds, METH_O, "The letters of the passes that the order has."},
+    {"schedule_equal", schedule_equal, METH_VARARGS,
+     "schedule_equal(a, b): whether both have the same units in the same order on every rank."},
+    {"schedule_digest", schedule_digest, METH_O, "64 bits of the units and their order: equal in equal schedules."},
+    {"schedule_cell_kinds", schedule_cell_kinds, METH_O,
+     "A byte for each cell of all stages: 0 what F saves is kept, 1 recomputed, 2 moved away."},
     {"schedule_check", schedule_check, METH_VARARGS,
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
     {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,

@@ -210,6 +210,45 @@ const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, i
     return schedule->orders[rank].units;
 }
 
+uint32_t s1f_schedule_passes(const s1f_schedule *schedule)
+{
+    return schedule->passes;
+}
+
+int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b)
+{
+    int are_equal = a->num_ranks == b->num_ranks;
+    for (int32_t rank = 0; are_equal && rank < a->num_ranks; rank++) {
+        const order *own = &a->orders[rank], *other = &b->orders[rank];
+        are_equal = own->count == other->count &&
+                    (own->count == 0 || memcmp(own->units, other->units, (size_t)own->count * sizeof *own->units) == 0);
+    }
+    return are_equal;
+}
+
+/* A step of a hash: every bit of both changes about half of the result's [MurmurHash3, finalizer]. */
+static uint64_t mix(uint64_t hash, uint64_t word)
+{
+    hash = (hash ^ word) + 0x9e3779b97f4a7c15u; /* else zeros would stay zeros */
+    hash = (hash ^ hash >> 33) * 0xff51afd7ed558ccdu;
+    hash = (hash ^ hash >> 33) * 0xc4ceb9fe1a85ec53u;
+    return hash ^ hash >> 33;
+}
+
+uint64_t s1f_schedule_digest(const s1f_schedule *schedule)
+{
+    uint64_t hash = mix(0, (uint64_t)schedule->num_ranks);
+    for (int32_t rank = 0; rank < schedule->num_ranks; rank++) {
+        const order *own = &schedule->orders[rank];
+        hash = mix(hash, (uint64_t)own->count);
+        for (const s1f_unit *unit = own->units; unit != own->units + own->count; unit++) {
+            hash = mix(hash, (uint64_t)unit->pass << 32 | (uint32_t)unit->stage);
+            hash = mix(hash, (uint64_t)unit->microbatch << 32 | (uint32_t)unit->segment);
+        }
+    }
+    return hash;
+}
+
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
 {
     return (s1f_shape){

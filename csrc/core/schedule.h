@@ -76,6 +76,7 @@ typedef struct {
     const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
     int32_t stages_per_rank; /* least v that it builds */
     uint32_t options;        /* bits */
+    int32_t splits;          /* 1: its orders have I and W, unless option backward says otherwise */
 } s1f_family_facts;
 
 /* Facts of family i, NULL past the last; of the family of that name, NULL if there is none. */
@@ -102,6 +103,12 @@ int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
 int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
+/* Bits (1 << s1f_pass) of the passes that occur. */
+uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
+/* 1 where both have the same units in the same order on every rank. */
+int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
+/* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
+uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
 /* Counts, placement and products of the order as it stands. What it points to is borrowed; `optional` is for the caller. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
 /* Which optional products the order makes for which cells of all stages, for a shape's `optional`. *out: free(); NULL: none

@@ -56,7 +56,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 const s1f_family s1f_family_v_half = {
     .facts = {"v-half", "half of 1f1b's memory, half of its bubble: two stages per rank in a V",
               "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362", "M >= floor(P / 2) + 1, k = 1, v = 2",
-              2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .over_segments = &s1f_family_seq_v_half,
@@ -66,7 +66,7 @@ const s1f_family s1f_family_v_half = {
 const s1f_family s1f_family_v_min = {
     .facts = {"v-min", "a third of 1f1b's memory, two thirds of its bubble: two stages per rank in a V",
               "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-              "M >= floor((P + 4) / 3), k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "M >= floor((P + 4) / 3), k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .over_segments = &s1f_family_seq_v_min,
@@ -76,7 +76,7 @@ const s1f_family s1f_family_v_min = {
 const s1f_family s1f_family_seq_v_half = {
     .facts = {"seq-v-half", "v-half over segments",
               "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
-              "M k >= floor(P / 2) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "M k >= floor(P / 2) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,
@@ -86,7 +86,7 @@ const s1f_family s1f_family_seq_v_half = {
 const s1f_family s1f_family_seq_v_min = {
     .facts = {"seq-v-min", "v-min over segments",
               "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
-              "M k >= floor((P + 1) / 3) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "M k >= floor((P + 1) / 3) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,

@@ -42,7 +42,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 
 const s1f_family s1f_family_zb_h1 = {
     .facts = {"zb-h1", "1f1b whose weight gradients fill the bubbles, in 1f1b's memory",
-              "Zero Bubble, arXiv:2401.10241", "M >= P, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "Zero Bubble, arXiv:2401.10241", "M >= P, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .over_segments = &s1f_family_seq_zb_h1,
@@ -51,7 +51,7 @@ const s1f_family s1f_family_zb_h1 = {
 
 const s1f_family s1f_family_zb_h2 = {
     .facts = {"zb-h2", "no bubble between steps, for twice 1f1b's memory", "Zero Bubble, arXiv:2401.10241",
-              "M >= 2 P - 1, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "M >= 2 P - 1, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .over_segments = &s1f_family_seq_zb_h2,
@@ -61,7 +61,7 @@ const s1f_family s1f_family_zb_h2 = {
 const s1f_family s1f_family_seq_zb_h1 = {
     .facts = {"seq-zb-h1", "seq1f1b whose weight gradients fill the bubbles, in seq1f1b's memory",
               "Zero Bubble, arXiv:2401.10241, over segments", "M k >= P - 1 + k, v = 1", 1,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,
@@ -71,7 +71,7 @@ const s1f_family s1f_family_seq_zb_h1 = {
 const s1f_family s1f_family_seq_zb_h2 = {
     .facts = {"seq-zb-h2", "no bubble between steps, for less than twice seq1f1b's memory",
               "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 1", 1,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,

@@ -62,7 +62,7 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 
 const s1f_family s1f_family_zbv = {
     .facts = {"zbv", "no bubble between steps, in 1f1b's memory: two stages per rank in a V",
-              "Zero Bubble, arXiv:2401.10241", "M >= 2 P - 1, k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              "Zero Bubble, arXiv:2401.10241", "M >= 2 P - 1, k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .over_segments = &s1f_family_seq_zbv,
@@ -71,7 +71,7 @@ const s1f_family s1f_family_zbv = {
 const s1f_family s1f_family_seq_zbv = {
     .facts = {"seq-zbv", "no bubble between steps, in seq1f1b's memory: two stages per rank in a V",
               "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 2", 2,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS},
+              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,

@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from seq1f1b import ScheduleError
 from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.schedule import Family, Schedule, StepMemory, build_schedule
+from seq1f1b.schedule import Family, Schedule, StepMemory
 
-__all__ = ["EARLY_PREFETCH", "Made", "fit_under", "order_for_costs", "splits_backward"]
+__all__ = ["EARLY_PREFETCH", "Made", "fit_under", "order_for_costs"]
 
 EARLY_PREFETCH = 4  # of orders made for costs: messages come early, and from so many places on wait for none
 _CAP_TRIES = 4  # orders for one cap
@@ -96,20 +95,3 @@ def fit_under(
     left = [math.floor((cap - rank.total) / (1 + reserve)) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
     return schedule.fit(memory, room, remedies, **arguments)
-
-
-def splits_backward(family: Family) -> bool:
-    """Whether the family's orders have I and W, by one of them."""
-    for microbatches, segments in ((4, 1), (2, 1), (4, 2)):
-        try:
-            order = build_schedule(
-                family.name,
-                num_ranks=2,
-                num_microbatches=microbatches,
-                num_segments=segments,
-                stages_per_rank=family.stages_per_rank,
-            )
-        except ScheduleError:
-            continue
-        return any(unit.kind == "W" for rank in order.ranks for unit in rank)
-    return True

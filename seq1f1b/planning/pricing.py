@@ -11,7 +11,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import EARLY_PREFETCH, Made, fit_under, order_for_costs, splits_backward
+from seq1f1b.planning.orders import EARLY_PREFETCH, Made, fit_under, order_for_costs
 from seq1f1b.schedule import Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 
@@ -127,7 +127,6 @@ class Pricing:
         self._costs: dict[tuple[int, str, int, int], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
-        self._split_backward: dict[str, bool] = {}
         self._rules: dict[tuple[str, int, int], str | None] = {}
         self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
@@ -187,12 +186,6 @@ class Pricing:
     def _prefetch(self, family: Family) -> int:
         return EARLY_PREFETCH if "transfer" in family.options else 1
 
-    def _is_split(self, family: Family) -> bool:
-        """Whether its orders have I and W."""
-        if family.name not in self._split_backward:
-            self._split_backward[family.name] = splits_backward(family)
-        return self._split_backward[family.name]
-
     def _split(self, candidate: Candidate, seq_len: int) -> list[int]:
         key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute)
         if key not in self._sizes:
@@ -221,7 +214,7 @@ class Pricing:
         seconds = cost.unit_seconds(self._split(candidate, seq_len))
         # What a backward takes, and its part on the way up: a W that is its own unit may run beside that.
         backward = way_up = seconds.backward
-        if self._is_split(candidate.family):  # some such orders have whole backwards, too
+        if candidate.family.splits_backward:  # some such orders have whole backwards, too
             tables = zip(seconds.backward, seconds.input, seconds.weight, strict=True)
             backward = [[min(b, i + w) for b, i, w in zip(*rows, strict=True)] for rows in tables]
             tables_up = zip(seconds.backward, seconds.input, strict=True)

@@ -72,7 +72,7 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """Equal for equal plans alone. A step compares those of all ranks."""
-        text = f"{self.rows} {self.segment_sizes} {self.schedule.to_text()}"
+        text = f"{self.rows} {self.segment_sizes} {self.schedule.digest}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

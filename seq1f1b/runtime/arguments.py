@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,7 +239,6 @@ class Disagreement(ValueError):
 
 def agreement_of(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
     """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
-    digest = hashlib.sha256(schedule.to_text().encode()).hexdigest()[:12]
     shown = repr(asked) if isinstance(asked, str) else "a Schedule"
     found = {"version": (__version__,) * 2}
     for name in ("num_microbatches", "num_segments", "weights"):
@@ -253,7 +251,7 @@ def agreement_of(options: Options, schedule: Schedule, asked: str | Schedule) ->
     found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
     spread = options.embedding_shard
     found["embedding"] = ("no VocabularyParallelEmbedding" if spread is None else spread.settings,) * 2
-    found["schedule"] = (digest, f"{shown} (order {digest})")
+    found["schedule"] = (schedule.digest, f"{shown} (order {schedule.digest})")
     sizes = options.segment_sizes
     if sizes is not None and not isinstance(sizes, str):
         sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)

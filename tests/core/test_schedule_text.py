@@ -76,6 +76,29 @@ def test_units_and_schedules_as_values() -> None:
     assert repr(one) == "<Schedule: 2 ranks, 2 stages, 2 micro-batches, 1 segments>"
 
 
+def test_a_digest_is_that_of_units_and_their_places() -> None:
+    texts = [
+        *("[0]F0.0 [1]F0.0", "[0]F0.0\n[1]F0.0", "[1]F0.0\n[0]F0.0", "[1]F0.0 [0]F0.0"),
+        *("F0.0 B0.0", "F0.0 I0.0 W0.0", "F0.0", "F0.0 F1.0", "F0.0 F0.1", "F1.0 F0.0", "F0.1 F0.0", "F0.0 F0.0"),
+    ]
+    orders = [Schedule.from_text(text) for text in texts]
+    assert len({order.digest for order in orders}) == len(set(orders)) == len(texts)
+    for order, text in zip(orders, texts, strict=True):
+        again = Schedule.from_text(text)
+        assert again == order and again.digest == order.digest and hash(again) == hash(order)
+    assert orders[0].digest == "7439d8ec89c008c4"  # on every machine
+
+
+def test_units_of_one_rank() -> None:
+    order = build_schedule("seq-zb-h1", num_ranks=3, num_microbatches=4, num_segments=2)
+    assert order.kinds == {"F", "I", "W", "B"} & {unit.kind for units in order.ranks for unit in units}
+    assert order.recompute().kinds == order.kinds | {"R"} and order.forward_only().kinds == {"F"}
+    assert order.ranks == tuple(order.units_of(rank) for rank in range(3)) and order.units_of(1) is order.units_of(1)
+    for rank in (-1, 3):
+        with pytest.raises(ValueError, match=f"rank is {rank}, must be in 0..2"):
+            order.units_of(rank)
+
+
 # -- errors say where --------------------------------------------------------------------------------------------------
 
 HOW = "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment"

@@ -232,6 +232,12 @@ def test_every_family_has_a_claim() -> None:
     for family in families():
         assert family.description and family.source and family.validity
         assert f"v = {family.stages_per_rank}" in family.validity or family.stages_per_rank < 3
+        tried = [
+            {"num_ranks": 2, "num_microbatches": M, "num_segments": k, "stages_per_rank": family.stages_per_rank}
+            for M, k in ((4, 1), (2, 1), (4, 2))
+        ]
+        counts = next(counts for counts in tried if family.broken_rule(**counts) is None)
+        assert family.splits_backward == ("W" in build_schedule(family.name, **counts).kinds)
 
 
 # -- orders as text ----------------------------------------------------------------------------------------------------
