@@ -118,7 +118,7 @@ class PlannedArm(OurArm):
             levers["recompute"] = Share(arm.recomputed, plan.num_segments)
         if arm.moved:
             levers["offload_units"] = Share(arm.moved, plan.num_segments)
-        if arm.moved or any(unit.kind == "O" for units in order.ranks for unit in units):
+        if arm.moved or "O" in order.kinds:
             levers["offload"] = directory
         self.engine = seq1f1b.PipelineEngine(list(self.modules), plan=plan, loss_fn=loss_fn, **levers)
         if self.has_last:

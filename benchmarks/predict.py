@@ -556,7 +556,7 @@ def check_predictions(world: World, profiles: Profiles, chosen: dict[int, Config
         tally.as_they_are += low <= median <= high
         without = math.hypot(*(part for name, part in p.parts.items() if name != "drift")) * 1e3
         tally.narrow += abs(median / slower - p.seconds * 1e3) <= without
-        tally.split += is_inside and any(unit.kind == "I" for unit in c.order().ranks[0])
+        tally.split += is_inside and "I" in c.order().kinds
         world.say(
             f"{number:>3} {median:>12.1f}{min(times) * 1e3:>9.1f}{max(times) * 1e3:>9.1f}{len(times):>6}"
             f"{f'{low:.1f}..{high:.1f}':>20}{p.seconds * 1e3 / median - 1:>+8.1%}{slower:>12.3f}"

@@ -344,7 +344,7 @@ def replay() -> None:
             except ScheduleError as error:
                 print(f"{family:20} v {per_rank} k {k}: {error}")
                 continue
-            splits = any(unit.kind == "I" for unit in order.ranks[0])
+            splits = "I" in order.kinds
             found = simulate_units(order, measured[per_rank], False)
             filled = simulate_units(order if splits else order.defer_weights(), measured[per_rank], True)
             base = base or found

@@ -137,7 +137,7 @@ class Schedule:
             units = self._units[rank] = tuple(map(unit_of, _C.schedule_units(self.handle, rank)))
         return units
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[tuple[Unit, ...], ...]:
         """The units of every rank in run order."""
         return tuple(map(self.units_of, range(self.num_ranks)))
@@ -593,7 +593,7 @@ class Schedule:
             "bubble": tuple(makespan - seconds for seconds in _doubles(busy)),
             "period": period if many_steps else None,
             "slack": None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
-            "critical_path": None if path is None else tuple(self.ranks[rank][i] for rank, i in path),
+            "critical_path": None if path is None else tuple(self.units_of(rank)[i] for rank, i in path),
             "start": tuple(map(_doubles, start)),
             "end": tuple(map(_doubles, end)),
         }

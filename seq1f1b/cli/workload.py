@@ -227,7 +227,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
-            moves = any(unit.kind == "O" for order in schedule.ranks for unit in order)  # as it says itself
+            moves = "O" in schedule.kinds  # as it says itself
             return schedule.recompute(recompute).offload("none" if moves else moved)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
     known = next(family for family in families() if family.name == name)

@@ -162,8 +162,7 @@ def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
 
 
 def _of_order(times: StepTimes) -> str:
-    passes = {unit.kind for order in times.schedule.ranks for unit in order}
-    split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in passes else ""
+    split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in times.schedule.kinds else ""
     return (
         f"the order itself fills and drains the pipeline: take more segments (now {times.schedule.num_segments}), "
         f"more micro-batches (now {times.schedule.num_microbatches}){split}"
@@ -179,7 +178,7 @@ def _of_stages(times: StepTimes) -> str:
     loss = ", which also runs the loss," if slow == last else ""
     what = f"stage {slow}{loss} takes {seconds[slow] * len(seconds) / sum(seconds):.2f} times the mean stage"
     spread = 'spread the output head over the ranks (vocabulary="parallel", VocabularyParallelHead)'
-    has_head = not any(unit.kind == "S" for order in times.schedule.ranks for unit in order)
+    has_head = "S" not in times.schedule.kinds
     layer = _layer_seconds(times, seconds, slow)
     if layer is None:
         share = f"{1 - seconds[quick] / seconds[slow]:.0%} of its time"

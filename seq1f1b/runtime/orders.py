@@ -8,15 +8,10 @@ from seq1f1b.schedule import Schedule
 __all__: list[str] = []
 
 
-def has_units(schedule: Schedule, kind: str) -> bool:
-    """Whether an order has a unit of this kind."""
-    return any(unit.kind == kind for order in schedule.ranks for unit in order)
-
-
 def with_options(schedule: Schedule, options: Options) -> Schedule:
     """The order, with the units that an engine's options add to it."""
     schedule = schedule.recompute(options.recompute)
-    if not has_units(schedule, "W") and options.weights == "fill":
+    if "W" not in schedule.kinds and options.weights == "fill":
         schedule = schedule.defer_weights()
     return _with_moves(_with_shards(schedule, options), options)
 
@@ -25,9 +20,9 @@ def _with_shards(schedule: Schedule, options: Options) -> Schedule:
     """The order, with the passes of a vocabulary that is spread."""
     spreads = {"S": options.head is not None, "E": options.embedding is not None}
     for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
-        if has_units(schedule, kind) and not spreads[kind]:
+        if kind in schedule.kinds and not spreads[kind]:
             raise ValueError(f"the order spreads the vocabulary over the ranks: give {name}(...)")
-    missing = {kind: spreads[kind] and not has_units(schedule, kind) for kind in spreads}
+    missing = {kind: spreads[kind] and kind not in schedule.kinds for kind in spreads}
     if any(missing.values()):
         schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
     return schedule
@@ -35,7 +30,7 @@ def _with_shards(schedule: Schedule, options: Options) -> Schedule:
 
 def _with_moves(schedule: Schedule, options: Options) -> Schedule:
     """The order, with what ``offload_units`` moves."""
-    moves = has_units(schedule, "O")
+    moves = "O" in schedule.kinds
     if options.offload is None:
         if moves:
             raise ValueError("the schedule moves units (O, A, L): say by offload= in which directory they lie")

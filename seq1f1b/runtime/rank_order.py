@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from seq1f1b.runtime.orders import has_units
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
@@ -50,11 +49,11 @@ class RankOrder:
         self.schedule, self.program, self.executor = schedule, program, executor
         segments, first = schedule.segments_of, schedule.first_cells
         self.num_cells = first[-1]
-        self.recomputes = has_units(schedule, "R")
+        self.recomputes = "R" in schedule.kinds
         places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
         own: dict[int, list[tuple[str, int]]] = {}
         self.last_cells: dict[str, int] = {}
-        for letter, stage, microbatch, segment in schedule.ranks[rank]:
+        for letter, stage, microbatch, segment in schedule.units_of(rank):
             cell = first[microbatch] + segment
             own.setdefault(stage, []).append((letter, cell))
             self.last_cells[letter] = cell

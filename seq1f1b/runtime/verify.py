@@ -292,7 +292,7 @@ def _one_by_one(schedule: Schedule) -> Schedule:
         ]
         lines.append(" ".join(units))
     order = Schedule.from_text("\n".join(lines))
-    kinds = {unit.kind for unit in schedule.ranks[0]}
+    kinds = schedule.kinds
     return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
 
 
