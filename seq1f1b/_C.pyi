@@ -115,7 +115,7 @@ def unit_lifetimes(
 _Instruction = tuple[int, int, _Unit, int, int, int, int]  # opcode, edge, unit, place, kv_slot, grad_slot, sequence
 _Edge = tuple[int, int, int, int, int, int, int]  # stages, ranks (source, destination), channel, places, messages
 
-def schedule_families() -> list[tuple[str, str, str, str, int, list[str], bool]]: ...
+def schedule_families() -> list[tuple[str, str, str, str, int, tuple[str, ...], bool, bool]]: ...
 def schedule_build(
     family: str,
     num_ranks: int,

@@ -734,6 +734,8 @@ class Family:
         stages_per_rank: least v that it builds.
         options: names of the options that it takes.
         splits_backward: whether its orders have I and W, unless an option says otherwise.
+        has_segments: whether its source cuts micro-batches into segments; the others are drawn and compared with whole
+            ones.
     """
 
     name: str
@@ -743,11 +745,7 @@ class Family:
     stages_per_rank: int
     options: tuple[str, ...]
     splits_backward: bool
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether its source cuts micro-batches into segments. The others are drawn and compared with whole ones."""
-        return self.name.startswith("seq") or self.name in ("terapipe", "slimpipe", "auto")
+    has_segments: bool
 
     def broken_rule(
         self,
@@ -769,10 +767,7 @@ class Family:
 
 def families() -> tuple[Family, ...]:
     """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
-    return tuple(
-        Family(name, description, source, validity, stages_per_rank, tuple(options), splits)
-        for name, description, source, validity, stages_per_rank, options, splits in _C.schedule_families()
-    )
+    return tuple(Family(*facts) for facts in _C.schedule_families())
 
 
 def _flat_options(

@@ -23,21 +23,24 @@ static PyObject *option_names(uint32_t options)
     for (int i = 0; s1f_option_names[i] != NULL; i++)
         if (options >> i & 1)
             names[count++] = s1f_option_names[i];
-    return s1f_list_of(count, s1f_name_item, names);
+    return s1f_tuple_of(count, s1f_name_item, names);
 }
 
 static PyObject *family_item(const void *unused, int64_t i)
 {
     (void)unused;
-    const s1f_family_facts *facts = s1f_schedule_family((int32_t)i);
-    return Py_BuildValue("(ssssiNN)", facts->name, facts->description, facts->source, facts->validity,
-                         facts->stages_per_rank, option_names(facts->options), PyBool_FromLong(facts->splits));
+    s1f_family_facts facts = {0};
+    s1f_schedule_family((int32_t)i, &facts);
+    return Py_BuildValue("(ssssiNNN)", facts.name, facts.description, facts.source, facts.validity,
+                         facts.stages_per_rank, option_names(facts.options), PyBool_FromLong(facts.splits),
+                         PyBool_FromLong(facts.has_segments));
 }
 
 static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     int32_t count = 0;
-    while (s1f_schedule_family(count) != NULL)
+    s1f_family_facts facts;
+    while (s1f_schedule_family(count, &facts))
         count++;
     return s1f_list_of(count, family_item, NULL);
 }
@@ -149,18 +152,19 @@ static int read_option(uint32_t option, const char *name, PyObject *value, read_
 /* 0 with the exception set. An option that the family does not take is refused before its value is looked at. */
 static int read_option_dict(PyObject *dict, const char *family, read_options *read)
 {
-    const s1f_family_facts *facts = s1f_schedule_family_named(family);
+    s1f_family_facts facts;
+    int is_known = s1f_schedule_family_named(family, &facts);
     PyObject *key, *value;
     Py_ssize_t position = 0;
-    while (facts != NULL && PyDict_Next(dict, &position, &key, &value)) {
+    while (is_known && PyDict_Next(dict, &position, &key, &value)) {
         PyObject *bytes = PyUnicode_AsUTF8String(key);
         if (bytes == NULL)
             return 0;
         int bit = 0, is_read = 0;
         while (s1f_option_names[bit] != NULL && strcmp(s1f_option_names[bit], PyBytes_AsString(bytes)) != 0)
             bit++;
-        if (s1f_option_names[bit] == NULL || !(facts->options >> bit & 1))
-            s1f_raise(s1f_schedule_refuse_option(facts, PyBytes_AsString(bytes)));
+        if (s1f_option_names[bit] == NULL || !(facts.options >> bit & 1))
+            s1f_raise(s1f_schedule_refuse_option(&facts, PyBytes_AsString(bytes)));
         else
             is_read = read_option(1u << bit, s1f_option_names[bit], value, read);
         Py_DECREF(bytes);
@@ -622,8 +626,8 @@ static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *argu
 
 PyMethodDef s1f_schedule_methods[] = {
     {"schedule_families", schedule_families, METH_NOARGS,
-     "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split) of "
-     "every family."},
+     "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split, "
+     "whether its source cuts micro-batches into segments) of every family."},
     {"schedule_build", schedule_build, METH_VARARGS,
      "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. num_segments: a "
      "number, or one for each micro-batch."},

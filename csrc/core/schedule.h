@@ -74,14 +74,15 @@ extern const char *const s1f_option_names[];
 typedef struct {
     const char *name, *description, *source;
     const char *validity; /* the rule of its counts in P, M, k, v (ranks, micro-batches, segments, stages per rank) */
+    int32_t has_segments; /* 1: its source cuts micro-batches into segments */
     int32_t stages_per_rank; /* least v that it builds */
     uint32_t options;        /* bits */
     int32_t splits;          /* 1: its orders have I and W, unless option backward says otherwise */
 } s1f_family_facts;
 
-/* Facts of family i, NULL past the last; of the family of that name, NULL if there is none. */
-const s1f_family_facts *s1f_schedule_family(int32_t i);
-const s1f_family_facts *s1f_schedule_family_named(const char *name);
+/* Facts of family i, or of the family of that name; 0 past the last, or if there is none. */
+int s1f_schedule_family(int32_t i, s1f_family_facts *facts);
+int s1f_schedule_family_named(const char *name, s1f_family_facts *facts);
 
 /* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is
  * borrowed: valid until the next call on this thread. options NULL: none given. S1F_ERR_ARG for an unknown name, a

@@ -32,24 +32,20 @@ static s1f_status order_kfkb(const s1f_request *request, s1f_schedule *schedule,
 }
 
 const s1f_family s1f_family_1f1b = {
-    .facts = {.name = "1f1b",
-              .description = "one forward, one backward, over whole micro-batches",
-              .source = "PipeDream-Flush, arXiv:2006.09503",
-              .validity = "v = 1",
-              .stages_per_rank = 1,
-              .options = S1F_OPTION_EXTRA_WARMUP},
+    .whole = {"1f1b", "one forward, one backward, over whole micro-batches", "PipeDream-Flush, arXiv:2006.09503",
+              "v = 1"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_EXTRA_WARMUP,
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_1f1b,
     .takes_rows = 1,
 };
 
 const s1f_family s1f_family_kfkb = {
-    .facts = {.name = "kfkb",
-              .description = "groups of micro-batches go forward, and back, together: hides slow links",
-              .source = "Ada-Grouper, arXiv:2303.01675",
-              .validity = "group (2 unless given) divides M, v = 1",
-              .stages_per_rank = 1,
-              .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP},
+    .whole = {"kfkb", "groups of micro-batches go forward, and back, together: hides slow links",
+              "Ada-Grouper, arXiv:2303.01675", "group (2 unless given) divides M, v = 1"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP,
     .broken_rule = broken_rule_kfkb,
     .order_of_rank = order_kfkb,
     .takes_rows = 1,

@@ -14,6 +14,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { NUM_PREFERENCES = 5, NUM_LIMITS = 4, NUM_RULES = 4 * NUM_PREFERENCES * NUM_LIMITS };
 enum { RULE_TEXT_BYTES = 64, MOST_UNITS = 1 << 22 /* minutes of lists and search */ };
@@ -425,16 +426,16 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
     static const uint32_t ours[] = {S1F_OPTION_COSTS, S1F_OPTION_CAP, S1F_OPTION_EXTRA_WARMUP};
     const s1f_options *given = &request->options;
     int64_t all = (int64_t)request->stages_per_rank * units_per_stage(problem);
-    const s1f_family_facts *facts;
+    s1f_family_facts facts;
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
-        int is_auto = facts == &s1f_family_auto.facts;
+    for (int32_t i = 0; s1f_schedule_family(i, &facts) && status == S1F_OK; i++) {
+        int is_auto = strcmp(facts.name, s1f_family_auto.segments.name) == 0;
         for (uint32_t set = 0; set < 8 && !is_auto && status == S1F_OK; set++) {
             s1f_options options = {.segments_of = given->segments_of};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
                 asked |= set >> bit & 1 ? ours[bit] : 0;
-            if ((asked & facts->options) != asked || (asked & S1F_OPTION_COSTS && given->forward_costs == NULL))
+            if ((asked & facts.options) != asked || (asked & S1F_OPTION_COSTS && given->forward_costs == NULL))
                 continue;
             if (asked & S1F_OPTION_COSTS) {
                 options.forward_costs = given->forward_costs;
@@ -445,7 +446,7 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
                 options.cap = given->cap != 0 ? given->cap : all;
             options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
             if ((status = s1f_check_interrupted()) == S1F_OK)
-                status = offer_named(request, problem, search, facts->name, &options);
+                status = offer_named(request, problem, search, facts.name, &options);
         }
     }
     return status;
@@ -607,14 +608,12 @@ static const char *broken_rule(const s1f_request *request)
 }
 
 const s1f_family s1f_family_auto = {
-    .facts = {.name = "auto",
-              .description = "the shortest order found for the given costs, transfers and memory",
-              .source = "list scheduling and a search from the families here",
-              .validity = "3 P v M k <= 2^22",
-              .stages_per_rank = 1,
-              .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT |
-                         S1F_OPTION_UNIT_BYTES | S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD,
-              .splits = 1},
+    .segments = {"auto", "the shortest order found for the given costs, transfers and memory",
+                 "list scheduling and a search from the families here", "3 P v M k <= 2^22"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT | S1F_OPTION_UNIT_BYTES |
+               S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD,
+    .splits = 1,
     .broken_rule = broken_rule,
     .build = build,
     .takes_rows = 1,

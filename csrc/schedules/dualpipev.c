@@ -134,12 +134,10 @@ static const char *broken_rule(const s1f_request *request)
 }
 
 const s1f_family s1f_family_dualpipev = {
-    .facts = {.name = "dualpipev",
-              .description = "F of one micro-batch, then B of another: two stages per rank in a V",
-              .source = "DualPipe, arXiv:2412.19437, in its V form",
-              .validity = "M >= 2 P, k = 1, v = 2",
-              .stages_per_rank = 2,
-              .splits = 1},
+    .whole = {"dualpipev", "F of one micro-batch, then B of another: two stages per rank in a V",
+              "DualPipe, arXiv:2412.19437, in its V form", "M >= 2 P, k = 1, v = 2"},
+    .stages_per_rank = 2,
+    .splits = 1,
     .broken_rule = broken_rule,
     .build = build,
 };

@@ -6,29 +6,33 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const s1f_family *const families[] = {
-    &s1f_family_seq1f1b,
-    &s1f_family_1f1b,
-    &s1f_family_gpipe,
-    &s1f_family_terapipe,
-    &s1f_family_kfkb,
-    &s1f_family_breadth_first,
-    &s1f_family_interleaved_1f1b,
-    &s1f_family_seq1f1b_interleaved,
-    &s1f_family_slimpipe,
-    &s1f_family_hanayo,
-    &s1f_family_zb_h1,
-    &s1f_family_zb_h2,
-    &s1f_family_zbv,
-    &s1f_family_v_half,
-    &s1f_family_v_min,
-    &s1f_family_dualpipev,
-    &s1f_family_seq_zb_h1,
-    &s1f_family_seq_zb_h2,
-    &s1f_family_seq_zbv,
-    &s1f_family_seq_v_half,
-    &s1f_family_seq_v_min,
-    &s1f_family_auto,
+/* Every name, in the order in which they are listed, and tried by auto. */
+static const struct {
+    const s1f_family *family;
+    const s1f_family_name *name;
+} families[] = {
+    {&s1f_family_seq1f1b, &s1f_family_seq1f1b.segments},
+    {&s1f_family_1f1b, &s1f_family_1f1b.whole},
+    {&s1f_family_gpipe, &s1f_family_gpipe.whole},
+    {&s1f_family_gpipe, &s1f_family_gpipe.segments},
+    {&s1f_family_kfkb, &s1f_family_kfkb.whole},
+    {&s1f_family_breadth_first, &s1f_family_breadth_first.whole},
+    {&s1f_family_interleaved, &s1f_family_interleaved.whole},
+    {&s1f_family_interleaved, &s1f_family_interleaved.segments},
+    {&s1f_family_slimpipe, &s1f_family_slimpipe.segments},
+    {&s1f_family_hanayo, &s1f_family_hanayo.whole},
+    {&s1f_family_zb_h1, &s1f_family_zb_h1.whole},
+    {&s1f_family_zb_h2, &s1f_family_zb_h2.whole},
+    {&s1f_family_zbv, &s1f_family_zbv.whole},
+    {&s1f_family_v_half, &s1f_family_v_half.whole},
+    {&s1f_family_v_min, &s1f_family_v_min.whole},
+    {&s1f_family_dualpipev, &s1f_family_dualpipev.whole},
+    {&s1f_family_zb_h1, &s1f_family_zb_h1.segments},
+    {&s1f_family_zb_h2, &s1f_family_zb_h2.segments},
+    {&s1f_family_zbv, &s1f_family_zbv.segments},
+    {&s1f_family_v_half, &s1f_family_v_half.segments},
+    {&s1f_family_v_min, &s1f_family_v_min.segments},
+    {&s1f_family_auto, &s1f_family_auto.segments},
 };
 static const double MOST_SECONDS = 1e300; /* of all units and messages: their sums are finite then */
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128, RULE_TEXT_BYTES = 64 };
@@ -36,23 +40,37 @@ enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES =
 const char *const s1f_option_names[] = {"group",     "round",      "extra_warmup", "cap",      "costs", "transfer",
                                         "placement", "unit_bytes", "cap_bytes",    "backward", NULL};
 
-static const s1f_family *find(const char *name)
+int s1f_schedule_family(int32_t i, s1f_family_facts *facts)
 {
-    for (int32_t i = 0; i < NUM_FAMILIES; i++)
-        if (strcmp(families[i]->facts.name, name) == 0)
-            return families[i];
-    return NULL;
+    if (i < 0 || i >= NUM_FAMILIES)
+        return 0;
+    const s1f_family *family = families[i].family;
+    const s1f_family_name *name = families[i].name;
+    *facts = (s1f_family_facts){
+        .name = name->name,
+        .description = name->description,
+        .source = name->source,
+        .validity = name->validity,
+        .has_segments = name == &family->segments,
+        .stages_per_rank = family->stages_per_rank,
+        .options = family->options,
+        .splits = family->splits,
+    };
+    return 1;
 }
 
-const s1f_family_facts *s1f_schedule_family(int32_t i)
+/* The number of a name, NUM_FAMILIES if there is none. */
+static int32_t find(const char *name)
 {
-    return i >= 0 && i < NUM_FAMILIES ? &families[i]->facts : NULL;
+    int32_t i = 0;
+    while (i < NUM_FAMILIES && strcmp(families[i].name->name, name) != 0)
+        i++;
+    return i;
 }
 
-const s1f_family_facts *s1f_schedule_family_named(const char *name)
+int s1f_schedule_family_named(const char *name, s1f_family_facts *facts)
 {
-    const s1f_family *family = find(name);
-    return family != NULL ? &family->facts : NULL;
+    return s1f_schedule_family(find(name), facts);
 }
 
 s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option)
@@ -126,9 +144,8 @@ static s1f_status check_bytes(const s1f_request *request)
     return S1F_OK;
 }
 
-static s1f_status check_options(const s1f_request *request)
+static s1f_status check_options(const s1f_request *request, const s1f_family_facts *facts)
 {
-    const s1f_family_facts *facts = &request->family->facts;
     const s1f_options *options = &request->options;
     int has_costs = options->forward_costs != NULL || options->input_costs != NULL || options->weight_costs != NULL;
     const int given[] = {options->group != 0,
@@ -192,8 +209,12 @@ static s1f_status check_request(const char *name, s1f_request *request)
         (status = require_at_least("num_segments", request->num_segments, 1)) != S1F_OK ||
         (status = require_at_least("stages_per_rank", request->stages_per_rank, 1)) != S1F_OK)
         return status;
-    if ((request->family = find(name)) == NULL)
+    s1f_family_facts facts;
+    int32_t i = find(name);
+    if (!s1f_schedule_family(i, &facts))
         return s1f_fail(S1F_ERR_ARG, "there is no schedule named '%.64s'", name);
+    request->family = families[i].family;
+    request->name = families[i].name;
     int64_t most = S1F_MAX_FORWARD_UNITS, stages = (int64_t)request->num_ranks * request->stages_per_rank;
     if (stages > most || (int64_t)request->num_microbatches * request->num_segments > most / stages)
         return s1f_fail(S1F_ERR_ARG, "%lld stages x %d micro-batches x %d segments are more than %lld units",
@@ -202,7 +223,7 @@ static s1f_status check_request(const char *name, s1f_request *request)
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
     if (request->options.segments_of != NULL && (status = count_cells(request)) != S1F_OK)
         return status;
-    return check_options(request);
+    return check_options(request, &facts);
 }
 
 static int has_unequal_rows(const s1f_request *request)
@@ -217,8 +238,8 @@ static const char *broken_rule(const s1f_request *request)
 {
     static _Thread_local char text[RULE_TEXT_BYTES];
     const s1f_family *family = request->family;
-    if (family->over_segments != NULL && request->num_segments != 1) {
-        snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->over_segments->facts.name);
+    if (family->needs_whole && request->name == &family->whole && request->num_segments != 1) {
+        snprintf(text, sizeof text, "k = 1 (%s takes segments)", family->segments.name);
         return text;
     }
     if (!family->takes_rows && has_unequal_rows(request))
@@ -230,7 +251,7 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
                                     int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
                                     const char **rule)
 {
-    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
+    s1f_request request = {NULL, NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
     if (options != NULL)
         request.options = *options;
     s1f_status status = check_request(family, &request);
@@ -256,7 +277,7 @@ static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out)
 {
-    s1f_request request = {NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
+    s1f_request request = {NULL, NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
     if (options != NULL)
         request.options = *options;
     s1f_status status = check_request(family, &request);
@@ -266,7 +287,7 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
     if (rule != NULL)
         return s1f_fail(S1F_ERR_SCHEDULE,
                         "%s needs %s: here P = %d ranks, M = %d micro-batches, k = %d segments, v = %d stages per rank",
-                        request.family->facts.name, rule, num_ranks, num_microbatches, num_segments, stages_per_rank);
+                        request.name->name, rule, num_ranks, num_microbatches, num_segments, stages_per_rank);
     return request.family->build != NULL ? request.family->build(&request, out) : build_by_rank(&request, out);
 }
 
@@ -383,12 +404,18 @@ const char *s1f_rule_one_stage_per_rank(const s1f_request *request)
     return request->stages_per_rank == 1 ? NULL : "v = 1";
 }
 
-const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
-                           int64_t least_cap)
+const char *s1f_rule_of_units(const s1f_request *request)
+{
+    static _Thread_local char text[RULE_TEXT_BYTES];
+    const s1f_family *family = request->family;
+    const char *validity = request->num_segments == 1 ? family->whole.validity : family->segments.validity;
+    snprintf(text, sizeof text, "%.*s", (int)strcspn(validity, ","), validity);
+    return text;
+}
+
+const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule)
 {
     if (request->num_cells < least_units)
-        return request->num_segments == 1 ? rules->micro_batches : rules->units;
-    if (request->options.cap != 0 && request->options.cap < least_cap)
-        return rules->cap;
-    return NULL;
+        return s1f_rule_of_units(request);
+    return request->options.cap != 0 && request->options.cap < least_cap ? cap_rule : NULL;
 }

@@ -6,9 +6,15 @@
 
 typedef struct s1f_family s1f_family;
 
+/* One name of a family. An order may have two: one over whole micro-batches, and one over segments. */
+typedef struct {
+    const char *name, *description, *source, *validity; /* as in s1f_family_facts */
+} s1f_family_name;
+
 /* What a builder is asked for. The counts are at least 1, the options are ones that the family takes. */
 typedef struct {
     const s1f_family *family;
+    const s1f_family_name *name;                                        /* of the family, by which it was asked for */
     int32_t num_ranks, num_microbatches, num_segments, stages_per_rank; /* P, M, k, v */
     s1f_options options;
     int64_t num_cells, num_columns; /* of a stage, as in unit.h */
@@ -18,7 +24,12 @@ typedef struct {
 typedef s1f_status s1f_order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank);
 
 struct s1f_family {
-    s1f_family_facts facts;
+    s1f_family_name whole, segments; /* its name over whole micro-batches, and over segments: one of them, or both */
+    int32_t stages_per_rank;         /* these three as in s1f_family_facts */
+    uint32_t options;
+    int32_t splits;
+    int32_t needs_whole; /* 1: by its name over whole micro-batches it takes no segments: k = 1 */
+    int32_t takes_rows;  /* 1: micro-batches may differ in their segments */
     /* The first rule that the request breaks, as text (static, or valid until the next call of this thread); NULL where
      * it breaks none. A NULL function: the family takes any counts. */
     const char *(*broken_rule)(const s1f_request *request);
@@ -26,17 +37,12 @@ struct s1f_family {
      * error. NULL: the placement is a loop and order_of_rank writes each rank. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
     s1f_order_of_rank *order_of_rank;
-    /* Set where the family takes whole micro-batches only (rule k = 1): its form over segments. */
-    const s1f_family *over_segments;
     const void *numbers; /* what the family's file reads, where its families differ in numbers only */
-    int32_t takes_rows;  /* 1: micro-batches may differ in their segments */
 };
 
-extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_terapipe, s1f_family_kfkb,
-    s1f_family_breadth_first, s1f_family_interleaved_1f1b, s1f_family_seq1f1b_interleaved, s1f_family_slimpipe,
-    s1f_family_hanayo, s1f_family_zb_h1, s1f_family_zb_h2, s1f_family_zbv, s1f_family_v_half, s1f_family_v_min,
-    s1f_family_dualpipev, s1f_family_seq_zb_h1, s1f_family_seq_zb_h2, s1f_family_seq_zbv, s1f_family_seq_v_half,
-    s1f_family_seq_v_min, s1f_family_auto;
+extern const s1f_family s1f_family_seq1f1b, s1f_family_1f1b, s1f_family_gpipe, s1f_family_kfkb,
+    s1f_family_breadth_first, s1f_family_interleaved, s1f_family_slimpipe, s1f_family_hanayo, s1f_family_zb_h1,
+    s1f_family_zb_h2, s1f_family_zbv, s1f_family_v_half, s1f_family_v_min, s1f_family_dualpipev, s1f_family_auto;
 
 /* -- what families share ------------------------------------------------------------------------------------------- */
 
@@ -69,14 +75,10 @@ int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
 /* The rule v = 1: broken where a rank is to hold several stages. */
 const char *s1f_rule_one_stage_per_rank(const s1f_request *request);
 
-/* Texts of the rules of a family whose backward is split. */
-typedef struct {
-    const char *micro_batches; /* where k = 1 */
-    const char *units;         /* for any k */
-    const char *cap;           /* if option cap is given */
-} s1f_split_rules;
-/* The first of two rules that is broken: M k is at least least_units; option cap, where given, is at least least_cap. */
-const char *s1f_rule_split(const s1f_request *request, const s1f_split_rules *rules, int64_t least_units,
-                           int64_t least_cap);
+/* The rule of M, or of M k where there are segments, of a family with both names: its validity begins with it. */
+const char *s1f_rule_of_units(const s1f_request *request);
+/* The first of two rules that is broken, where the backward is split: M k is at least least_units; option cap, where given,
+ * is at least least_cap (rule cap_rule). */
+const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule);
 
 #endif

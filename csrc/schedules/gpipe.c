@@ -10,23 +10,11 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
 }
 
 const s1f_family s1f_family_gpipe = {
-    .facts = {.name = "gpipe",
-              .description = "all forwards, then all backwards",
-              .source = "GPipe, arXiv:1811.06965",
-              .validity = "v = 1",
-              .stages_per_rank = 1},
+    .whole = {"gpipe", "all forwards, then all backwards", "GPipe, arXiv:1811.06965", "v = 1"},
+    .segments = {"terapipe", "all forwards, then all backwards, over segments: gpipe by its other name",
+                 "TeraPipe, arXiv:2102.07988", "v = 1"},
+    .stages_per_rank = 1,
+    .takes_rows = 1,
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_of_rank,
-    .takes_rows = 1,
-};
-
-const s1f_family s1f_family_terapipe = {
-    .facts = {.name = "terapipe",
-              .description = "all forwards, then all backwards, over segments: gpipe by its other name",
-              .source = "TeraPipe, arXiv:2102.07988",
-              .validity = "v = 1",
-              .stages_per_rank = 1},
-    .broken_rule = s1f_rule_one_stage_per_rank,
-    .order_of_rank = order_of_rank,
-    .takes_rows = 1,
 };

@@ -84,11 +84,9 @@ static const char *broken_rule(const s1f_request *request)
 }
 
 const s1f_family s1f_family_hanayo = {
-    .facts = {.name = "hanayo",
-              .description = "waves: down and up the ranks v / 2 times, backward first",
-              .source = "Hanayo, arXiv:2308.15762, for the placement",
-              .validity = "M = P, v = 2 w, k = 1",
-              .stages_per_rank = 2},
+    .whole = {"hanayo", "waves: down and up the ranks v / 2 times, backward first",
+              "Hanayo, arXiv:2308.15762, for the placement", "M = P, v = 2 w, k = 1"},
+    .stages_per_rank = 2,
     .broken_rule = broken_rule,
     .build = build,
 };

@@ -65,7 +65,7 @@ static const char *broken_rule(const s1f_request *request)
     if ((int64_t)least_round(request) * request->num_segments < request->num_ranks)
         return "round k >= P";
     if (request->num_microbatches < least_round(request))
-        return request->options.round != 0 ? "M >= round" : request->num_segments == 1 ? "M >= P" : "M k >= P";
+        return request->options.round != 0 ? "M >= round" : s1f_rule_of_units(request);
     return NULL;
 }
 
@@ -95,46 +95,31 @@ static s1f_status breadth_first(const s1f_request *request, s1f_schedule *schedu
     return s1f_schedule_alternate(schedule, rank, all, all, forward, backward, 1);
 }
 
-const s1f_family s1f_family_interleaved_1f1b = {
-    .facts = {.name = "interleaved-1f1b",
-              .description = "1f1b with several stages per rank",
-              .source = "Megatron-LM, arXiv:2104.04473",
-              .validity = "M >= P, v >= 2, k = 1",
-              .stages_per_rank = 2,
-              .options = S1F_OPTION_ROUND},
-    .broken_rule = broken_rule,
-    .order_of_rank = order_of_rank,
-    .over_segments = &s1f_family_seq1f1b_interleaved,
-};
-
-const s1f_family s1f_family_seq1f1b_interleaved = {
-    .facts = {.name = "seq1f1b-interleaved",
-              .description = "seq1f1b with several stages per rank",
-              .source = "Seq1F1B-I, arXiv:2406.03488; rounds for any k here",
-              .validity = "M k >= P, v >= 2",
-              .stages_per_rank = 2,
-              .options = S1F_OPTION_ROUND},
+const s1f_family s1f_family_interleaved = {
+    .whole = {"interleaved-1f1b", "1f1b with several stages per rank", "Megatron-LM, arXiv:2104.04473",
+              "M >= P, v >= 2, k = 1"},
+    .segments = {"seq1f1b-interleaved", "seq1f1b with several stages per rank",
+                 "Seq1F1B-I, arXiv:2406.03488; rounds for any k here", "M k >= P, v >= 2"},
+    .stages_per_rank = 2,
+    .options = S1F_OPTION_ROUND,
+    .needs_whole = 1,
     .broken_rule = broken_rule,
     .order_of_rank = order_of_rank,
 };
 
 const s1f_family s1f_family_slimpipe = {
-    .facts = {.name = "slimpipe",
-              .description =
-                  "many slices of a micro-batch in flight, warm-up by rounds; order only, no context exchange",
-              .source = "SlimPipe, arXiv:2504.14519",
-              .validity = "k >= P",
-              .stages_per_rank = 1},
+    .segments = {"slimpipe",
+                 "many slices of a micro-batch in flight, warm-up by rounds; order only, no context exchange",
+                 "SlimPipe, arXiv:2504.14519", "k >= P"},
+    .stages_per_rank = 1,
     .broken_rule = broken_rule_slices,
     .order_of_rank = order_of_rank,
 };
 
 const s1f_family s1f_family_breadth_first = {
-    .facts = {.name = "breadth-first",
-              .description = "all micro-batches through one stage of a rank, then through its next",
-              .source = "Breadth-First Pipeline Parallelism, arXiv:2211.05953",
-              .validity = "M k >= P",
-              .stages_per_rank = 1},
+    .whole = {"breadth-first", "all micro-batches through one stage of a rank, then through its next",
+              "Breadth-First Pipeline Parallelism, arXiv:2211.05953", "M k >= P"},
+    .stages_per_rank = 1,
     .broken_rule = broken_rule_breadth_first,
     .order_of_rank = breadth_first,
 };

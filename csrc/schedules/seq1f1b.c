@@ -14,12 +14,9 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
 }
 
 const s1f_family s1f_family_seq1f1b = {
-    .facts = {.name = "seq1f1b",
-              .description = "one forward, one backward, over segments",
-              .source = "Seq1F1B, arXiv:2406.03488",
-              .validity = "v = 1",
-              .stages_per_rank = 1,
-              .options = S1F_OPTION_EXTRA_WARMUP},
+    .segments = {"seq1f1b", "one forward, one backward, over segments", "Seq1F1B, arXiv:2406.03488", "v = 1"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_EXTRA_WARMUP,
     .broken_rule = s1f_rule_one_stage_per_rank,
     .order_of_rank = order_of_rank,
     .takes_rows = 1,

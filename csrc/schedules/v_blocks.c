@@ -11,21 +11,21 @@
 typedef struct {
     int32_t added, divisor;       /* h = floor((P + added) / divisor) */
     s1f_block blocks[3], of_four; /* for P ranks blocks[P % divisor], but of_four where P = 4 */
-    s1f_split_rules rules;
+    const char *cap_rule;
 } numbers;
 
 static const numbers half = {
     .divisor = 2,
     .blocks = {{{1, 2, 1, 2}, {3, 1, 4}}, {{1, 2, 1, 2}, {1, 1, 1}}},
     .of_four = {{1, 2, 2, 2}, {3, 1, 3}}, /* found by search: 3 M + 5/2 from M = 4 on */
-    .rules = {"M >= floor(P / 2) + 1", "M k >= floor(P / 2) + k", "cap >= 2 floor((P + 2) / 2) + 2 (k - 1)"},
+    .cap_rule = "cap >= 2 floor((P + 2) / 2) + 2 (k - 1)",
 };
 static const numbers min = {
     .added = 1,
     .divisor = 3,
     .blocks = {{{1, 1, 1, 1}, {2, 1, 3}}, {{1, 1, 1, 1}, {1, 1, 1}}, {{1, 1, 1, 1}, {1, 1, 1}}},
     .of_four = {{1, 1, 1, 1}, {1, 1, 1}},
-    .rules = {"M >= floor((P + 4) / 3)", "M k >= floor((P + 1) / 3) + k", "cap >= 2 floor((P + 4) / 3) + 2 (k - 1)"},
+    .cap_rule = "cap >= 2 floor((P + 4) / 3) + 2 (k - 1)",
 };
 
 static int64_t units_of_stage(const s1f_request *request)
@@ -38,7 +38,7 @@ static const char *broken_rule(const s1f_request *request)
 {
     const numbers *n = request->family->numbers;
     int64_t units = units_of_stage(request);
-    return request->stages_per_rank != 2 ? "v = 2" : s1f_rule_split(request, &n->rules, units, 2 * units);
+    return request->stages_per_rank != 2 ? "v = 2" : s1f_rule_split(request, units, 2 * units, n->cap_rule);
 }
 
 static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
@@ -54,41 +54,34 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 }
 
 const s1f_family s1f_family_v_half = {
-    .facts = {"v-half", "half of 1f1b's memory, half of its bubble: two stages per rank in a V",
-              "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362", "M >= floor(P / 2) + 1, k = 1, v = 2",
-              2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
+    .whole = {"v-half", "half of 1f1b's memory, half of its bubble: two stages per rank in a V",
+              "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362", "M >= floor(P / 2) + 1, k = 1, v = 2"},
+    .segments = {"seq-v-half", "v-half over segments",
+                 "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
+                 "M k >= floor(P / 2) + k, v = 2"},
+    .stages_per_rank = 2,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
+    .splits = 1,
+    .needs_whole = 1,
+    .takes_rows = 1,
     .broken_rule = broken_rule,
     .build = build,
-    .over_segments = &s1f_family_seq_v_half,
     .numbers = &half,
 };
 
 const s1f_family s1f_family_v_min = {
-    .facts = {"v-min", "a third of 1f1b's memory, two thirds of its bubble: two stages per rank in a V",
+    .whole = {"v-min", "a third of 1f1b's memory, two thirds of its bubble: two stages per rank in a V",
               "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
-              "M >= floor((P + 4) / 3), k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
-    .over_segments = &s1f_family_seq_v_min,
-    .numbers = &min,
-};
-
-const s1f_family s1f_family_seq_v_half = {
-    .facts = {"seq-v-half", "v-half over segments",
-              "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
-              "M k >= floor(P / 2) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
+              "M >= floor((P + 4) / 3), k = 1, v = 2"},
+    .segments = {"seq-v-min", "v-min over segments",
+                 "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
+                 "M k >= floor((P + 1) / 3) + k, v = 2"},
+    .stages_per_rank = 2,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
+    .splits = 1,
+    .needs_whole = 1,
     .takes_rows = 1,
-    .numbers = &half,
-};
-
-const s1f_family s1f_family_seq_v_min = {
-    .facts = {"seq-v-min", "v-min over segments",
-              "Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, over segments",
-              "M k >= floor((P + 1) / 3) + k, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
-    .takes_rows = 1,
     .numbers = &min,
 };

@@ -10,11 +10,11 @@
 
 typedef struct {
     int32_t ahead;
-    s1f_split_rules rules;
+    const char *cap_rule;
 } numbers;
 
-static const numbers h1 = {1, {"M >= P", "M k >= P - 1 + k", "cap >= P - 1 + k"}};
-static const numbers h2 = {2, {"M >= 2 P - 1", "M k >= 2 P - 2 + k", "cap >= 2 P - 2 + k"}};
+static const numbers h1 = {1, "cap >= P - 1 + k"};
+static const numbers h2 = {2, "cap >= 2 P - 2 + k"};
 
 static int64_t peak(const s1f_request *request)
 {
@@ -25,7 +25,7 @@ static int64_t peak(const s1f_request *request)
 static const char *broken_rule(const s1f_request *request)
 {
     const numbers *n = request->family->numbers;
-    const char *rule = s1f_rule_split(request, &n->rules, peak(request), peak(request));
+    const char *rule = s1f_rule_split(request, peak(request), peak(request), n->cap_rule);
     return rule != NULL ? rule : s1f_rule_one_stage_per_rank(request);
 }
 
@@ -41,39 +41,31 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 }
 
 const s1f_family s1f_family_zb_h1 = {
-    .facts = {"zb-h1", "1f1b whose weight gradients fill the bubbles, in 1f1b's memory",
-              "Zero Bubble, arXiv:2401.10241", "M >= P, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
+    .whole = {"zb-h1", "1f1b whose weight gradients fill the bubbles, in 1f1b's memory",
+              "Zero Bubble, arXiv:2401.10241", "M >= P, k = 1, v = 1"},
+    .segments = {"seq-zb-h1", "seq1f1b whose weight gradients fill the bubbles, in seq1f1b's memory",
+                 "Zero Bubble, arXiv:2401.10241, over segments", "M k >= P - 1 + k, v = 1"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
+    .splits = 1,
+    .needs_whole = 1,
+    .takes_rows = 1,
     .broken_rule = broken_rule,
     .build = build,
-    .over_segments = &s1f_family_seq_zb_h1,
     .numbers = &h1,
 };
 
 const s1f_family s1f_family_zb_h2 = {
-    .facts = {"zb-h2", "no bubble between steps, for twice 1f1b's memory", "Zero Bubble, arXiv:2401.10241",
-              "M >= 2 P - 1, k = 1, v = 1", 1, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
-    .over_segments = &s1f_family_seq_zb_h2,
-    .numbers = &h2,
-};
-
-const s1f_family s1f_family_seq_zb_h1 = {
-    .facts = {"seq-zb-h1", "seq1f1b whose weight gradients fill the bubbles, in seq1f1b's memory",
-              "Zero Bubble, arXiv:2401.10241, over segments", "M k >= P - 1 + k, v = 1", 1,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
+    .whole = {"zb-h2", "no bubble between steps, for twice 1f1b's memory", "Zero Bubble, arXiv:2401.10241",
+              "M >= 2 P - 1, k = 1, v = 1"},
+    .segments = {"seq-zb-h2", "no bubble between steps, for less than twice seq1f1b's memory",
+                 "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 1"},
+    .stages_per_rank = 1,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
+    .splits = 1,
+    .needs_whole = 1,
     .takes_rows = 1,
-    .numbers = &h1,
-};
-
-const s1f_family s1f_family_seq_zb_h2 = {
-    .facts = {"seq-zb-h2", "no bubble between steps, for less than twice seq1f1b's memory",
-              "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 1", 1,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
     .broken_rule = broken_rule,
     .build = build,
-    .takes_rows = 1,
     .numbers = &h2,
 };

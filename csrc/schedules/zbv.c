@@ -12,9 +12,10 @@ static int64_t peak(const s1f_request *request)
 
 static const char *broken_rule(const s1f_request *request)
 {
-    static const s1f_split_rules rules = {"M >= 2 P - 1", "M k >= 2 P - 2 + k", "cap >= 2 P + 2 (k - 1)"};
     int64_t least_units = 2 * ((int64_t)request->num_ranks - 1) + request->num_segments;
-    return request->stages_per_rank != 2 ? "v = 2" : s1f_rule_split(request, &rules, least_units, peak(request));
+    if (request->stages_per_rank != 2)
+        return "v = 2";
+    return s1f_rule_split(request, least_units, peak(request), "cap >= 2 P + 2 (k - 1)");
 }
 
 enum { F_FIRST, F_SECOND, I_FIRST, I_SECOND, NUM_KINDS };
@@ -61,18 +62,15 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 }
 
 const s1f_family s1f_family_zbv = {
-    .facts = {"zbv", "no bubble between steps, in 1f1b's memory: two stages per rank in a V",
-              "Zero Bubble, arXiv:2401.10241", "M >= 2 P - 1, k = 1, v = 2", 2, S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
-    .over_segments = &s1f_family_seq_zbv,
-};
-
-const s1f_family s1f_family_seq_zbv = {
-    .facts = {"seq-zbv", "no bubble between steps, in seq1f1b's memory: two stages per rank in a V",
-              "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 2", 2,
-              S1F_OPTION_CAP | S1F_OPTION_COSTS, 1},
-    .broken_rule = broken_rule,
-    .build = build,
+    .whole = {"zbv", "no bubble between steps, in 1f1b's memory: two stages per rank in a V",
+              "Zero Bubble, arXiv:2401.10241", "M >= 2 P - 1, k = 1, v = 2"},
+    .segments = {"seq-zbv", "no bubble between steps, in seq1f1b's memory: two stages per rank in a V",
+                 "Zero Bubble, arXiv:2401.10241, over segments", "M k >= 2 P - 2 + k, v = 2"},
+    .stages_per_rank = 2,
+    .options = S1F_OPTION_CAP | S1F_OPTION_COSTS,
+    .splits = 1,
+    .needs_whole = 1,
     .takes_rows = 1,
+    .broken_rule = broken_rule,
+    .build = build,
 };

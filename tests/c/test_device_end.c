@@ -458,25 +458,26 @@ static void test_orders_and_timings(int32_t num_timings)
 {
     static const int32_t queues[] = {1, 2, 8};
     int32_t num_families = 0;
-    while (s1f_schedule_family(num_families) != NULL)
+    s1f_family_facts family;
+    while (s1f_schedule_family(num_families, &family))
         num_families++;
     for (int32_t timing = 0; timing < num_timings && check_failed == 0; timing++) {
-        const s1f_family_facts *family = s1f_schedule_family(timing % num_families);
+        s1f_schedule_family(timing % num_families, &family);
         int32_t ranks = 2 + timing / num_families % 4, microbatches = 2 * ranks, segments = 1 + timing % 3;
         const char *rule = "";
         for (int32_t other = 0; other < 6 && rule != NULL; other++) { /* what the family takes */
             microbatches = other % 2 == 0 ? 2 * ranks : ranks;
             segments = other / 2 == 0 ? segments : other / 2 == 1 ? ranks : 1;
-            CHECK_STATUS(s1f_schedule_broken_rule(family->name, ranks, microbatches, segments, family->stages_per_rank,
+            CHECK_STATUS(s1f_schedule_broken_rule(family.name, ranks, microbatches, segments, family.stages_per_rank,
                                                   NULL, &rule),
                          S1F_OK, "");
         }
         CHECK(rule == NULL);
-        check_setting((setting){.family = family->name,
+        check_setting((setting){.family = family.name,
                                 .num_ranks = ranks,
                                 .num_microbatches = microbatches,
                                 .num_segments = segments,
-                                .stages_per_rank = family->stages_per_rank,
+                                .stages_per_rank = family.stages_per_rank,
                                 .transport = timing % 5 < 3    ? BY_NCCL
                                              : timing % 5 == 3 ? BY_COPIES
                                                                : BY_COPIES_OF_PROCESSES,

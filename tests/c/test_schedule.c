@@ -32,22 +32,21 @@ static s1f_status build(void)
 static s1f_status build_all(void)
 {
     s1f_status status = S1F_OK;
-    const s1f_family_facts *facts;
-    for (int32_t i = 0; (facts = s1f_schedule_family(i)) != NULL && status == S1F_OK; i++) {
+    s1f_family_facts facts;
+    for (int32_t i = 0; s1f_schedule_family(i, &facts) && status == S1F_OK; i++) {
         s1f_schedule *schedule = NULL;
         static const int32_t counts[][2] = {{6, 1}, {6, 3}, {3, 1}}; /* M, k */
         const char *rule = "none tried yet";
         int n = -1;
-        if (strcmp(facts->name, "auto") == 0)
+        if (strcmp(facts.name, "auto") == 0)
             continue;
         while (rule != NULL) {
             n++;
-            CHECK_STATUS(s1f_schedule_broken_rule(facts->name, 3, counts[n][0], counts[n][1], facts->stages_per_rank,
-                                                  NULL, &rule),
-                         S1F_OK, "");
+            CHECK_STATUS(
+                s1f_schedule_broken_rule(facts.name, 3, counts[n][0], counts[n][1], facts.stages_per_rank, NULL, &rule),
+                S1F_OK, "");
         }
-        status =
-            s1f_schedule_build(facts->name, 3, counts[n][0], counts[n][1], facts->stages_per_rank, NULL, &schedule);
+        status = s1f_schedule_build(facts.name, 3, counts[n][0], counts[n][1], facts.stages_per_rank, NULL, &schedule);
         CHECK((status == S1F_OK) == (schedule != NULL));
         s1f_schedule_free(schedule);
     }
@@ -445,8 +444,10 @@ static void test_options(void)
     CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 2, 5, 1, 1, NULL, &rule), S1F_OK, "");
     CHECK(rule != NULL && strcmp(rule, "group divides M") == 0);
     CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 0, 5, 1, 1, NULL, &rule), S1F_ERR_ARG, "num_ranks is 0");
-    CHECK(s1f_schedule_family(-1) == NULL && s1f_schedule_family_named("none") == NULL);
-    CHECK(s1f_schedule_family_named("kfkb")->options == (S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP));
+    s1f_family_facts facts;
+    CHECK(!s1f_schedule_family(-1, &facts) && !s1f_schedule_family_named("none", &facts));
+    CHECK(s1f_schedule_family_named("kfkb", &facts));
+    CHECK(facts.options == (S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP));
 }
 
 int main(void)

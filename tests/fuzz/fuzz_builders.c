@@ -84,14 +84,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     static option_arrays arrays;
     fuzz_input in = {data, size};
     int32_t num_families = 0;
-    while (s1f_schedule_family(num_families) != NULL)
+    s1f_family_facts facts;
+    while (s1f_schedule_family(num_families, &facts))
         num_families++;
-    const s1f_family_facts *facts = s1f_schedule_family(take_below(&in, num_families));
+    s1f_schedule_family(take_below(&in, num_families), &facts);
     int32_t counts[4]; /* P, M, k, v */
     uint8_t is_wild = (uint8_t)take_bits(&in, 1);
     for (int i = 0; i < 4; i++)
         counts[i] = is_wild >= 224 ? take_int32(&in) : 1 + take_below(&in, i == 1 ? 12 : 5);
-    int is_auto = strcmp(facts->name, "auto") == 0;
+    int is_auto = strcmp(facts.name, "auto") == 0;
     double cells = (double)counts[0] * counts[2] * counts[3];
     int fits = cells <= MOST_CELLS && counts[0] <= MOST_RANKS && counts[1] <= MOST_UNITS && cells > 0;
     s1f_options options = take_options(&in, fits, &arrays);
@@ -99,7 +100,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         options.segments_of = take_rows(&in, counts, &arrays);
     const char *rule = "untouched";
     s1f_status status =
-        s1f_schedule_broken_rule(facts->name, counts[0], counts[1], counts[2], counts[3], &options, &rule);
+        s1f_schedule_broken_rule(facts.name, counts[0], counts[1], counts[2], counts[3], &options, &rule);
     if (status != S1F_OK) {
         REQUIRE(status == S1F_ERR_ARG && s1f_last_error()[0] != '\0' && strcmp(rule, "untouched") == 0);
     } else if (rule == NULL) {
@@ -109,7 +110,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             return 0;
     }
     s1f_schedule *schedule = NULL;
-    s1f_status built = s1f_schedule_build(facts->name, counts[0], counts[1], counts[2], counts[3], &options, &schedule);
+    s1f_status built = s1f_schedule_build(facts.name, counts[0], counts[1], counts[2], counts[3], &options, &schedule);
     if (built != S1F_OK) {
         REQUIRE_REFUSED(built);
         REQUIRE(schedule == NULL);
