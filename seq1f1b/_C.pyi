@@ -16,6 +16,7 @@ class PipelineError(RuntimeError):
 
 PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
 OPCODES: tuple[str, ...]  # of instructions; position as above
+FAMILY_OPTIONS: tuple[tuple[str, str], ...]  # name; what it holds: a number, word, costs, or bytes of units or ranks
 DTYPES: tuple[str, ...]  # names in torch; position as above
 KEEP_TIMELINE: int  # what program_simulate keeps
 KEEP_CAUSES: int

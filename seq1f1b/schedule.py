@@ -770,6 +770,10 @@ def families() -> tuple[Family, ...]:
     return tuple(Family(*facts) for facts in _C.schedule_families())
 
 
+OPTION_KINDS = dict(_C.FAMILY_OPTIONS)
+"""By the name of an option: whether it is a number, a word, or costs, or bytes of units or of ranks."""
+
+
 def _flat_options(
     options: Mapping[str, Any] | None,
     num_ranks: int,
@@ -783,22 +787,21 @@ def _flat_options(
         _C.schedule_broken_rule("seq1f1b", num_ranks, num_microbatches, num_segments, stages_per_rank, {})
     rows = num_segments if isinstance(num_segments, Sequence) else None
     k = num_segments if isinstance(num_segments, int) else max(num_segments, default=0)
-    for name, words in (("placement", "'loop' or 'v'"), ("backward", "'split' or 'whole'")):
-        if not isinstance(flat.get(name, ""), str):
-            raise TypeError(f"{name} is {flat[name]!r}, must be {words}")
     num_stages = num_ranks * stages_per_rank
-    if "costs" in flat:
-        names = ("F", "I", "W")
-        if not isinstance(flat["costs"], Sequence) or len(flat["costs"]) != len(names):
-            raise ValueError("costs must hold the costs of F, I and W")
-        flat["costs"] = [
-            per_unit(costs, f"costs of {name}", num_stages, k, rows)
-            for name, costs in zip(names, flat["costs"], strict=True)
-        ]
-    if "unit_bytes" in flat:
-        flat["unit_bytes"] = per_unit(flat["unit_bytes"], "unit_bytes", num_stages, k, rows)
-    if "cap_bytes" in flat and not hasattr(flat["cap_bytes"], "__len__"):
-        flat["cap_bytes"] = [flat["cap_bytes"]] * num_ranks
+    for name, kind in OPTION_KINDS.items():
+        if name not in flat:
+            continue
+        value = flat[name]
+        if kind == "costs":
+            passes = ("F", "I", "W")
+            if not isinstance(value, Sequence) or len(value) != len(passes):
+                raise ValueError(f"{name} must hold the costs of F, I and W")
+            tables = zip(passes, value, strict=True)
+            flat[name] = [per_unit(costs, f"{name} of {letter}", num_stages, k, rows) for letter, costs in tables]
+        elif kind == "units":
+            flat[name] = per_unit(value, name, num_stages, k, rows)
+        elif kind == "ranks" and not hasattr(value, "__len__"):
+            flat[name] = [value] * num_ranks
     return flat
 
 

@@ -31,6 +31,21 @@ static PyObject *dtype_name(const void *unused, int64_t dtype)
     return PyUnicode_FromString(s1f_dtype_name((int32_t)dtype));
 }
 
+/* What Python has to know of each kind of option: what it holds one value for. */
+static const char *const option_kinds[] = {
+    [S1F_KIND_INT32] = "number",         [S1F_KIND_INT64] = "number",
+    [S1F_KIND_SECONDS] = "number",       [S1F_KIND_WORD] = "word",
+    [S1F_KIND_COSTS_OF_UNITS] = "costs", [S1F_KIND_BYTES_OF_UNITS] = "units",
+    [S1F_KIND_BYTES_OF_RANKS] = "ranks",
+};
+_Static_assert(sizeof option_kinds / sizeof option_kinds[0] == S1F_NUM_OPTION_KINDS, "every kind has its name");
+
+static PyObject *family_option(const void *unused, int64_t i)
+{
+    (void)unused;
+    return Py_BuildValue("(ss)", s1f_option_table[i].name, option_kinds[s1f_option_table[i].kind]);
+}
+
 static const char *const opcodes[] = {
     [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT",       [S1F_OP_RUN] = "RUN",   [S1F_OP_SEND] = "SEND",
     [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
@@ -52,6 +67,8 @@ int s1f_add_constants(PyObject *module)
             return -1;
     if (add_tuple(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
         add_tuple(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
+        return -1;
+    if (add_tuple(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
         return -1;
     return add_tuple(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));
 }

@@ -18,11 +18,11 @@
 /* The names of the options whose bits are set. */
 static PyObject *option_names(uint32_t options)
 {
-    const char *names[32];
+    const char *names[S1F_NUM_OPTIONS];
     int64_t count = 0;
-    for (int i = 0; s1f_option_names[i] != NULL; i++)
+    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         if (options >> i & 1)
-            names[count++] = s1f_option_names[i];
+            names[count++] = s1f_option_table[i].name;
     return s1f_tuple_of(count, s1f_name_item, names);
 }
 
@@ -48,18 +48,15 @@ static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNU
 /* The options of a Python dict, and the arrays that they point into. */
 typedef struct {
     s1f_options options;
-    int64_t num_costs, num_ranks; /* values of each cost, of cap_bytes */
-    s1f_doubles costs[3];
-    s1f_int64s unit_bytes, cap_bytes;
+    int64_t num_units, num_ranks; /* values of a table of units, and of ranks */
+    void *arrays[S1F_NUM_OPTIONS][S1F_SPLIT_PASSES];
     int32_t *segments_of;
 } read_options;
 
 static void free_options(read_options *read)
 {
-    for (int pass = 0; pass < 3; pass++)
-        PyMem_Free(read->costs[pass].values);
-    PyMem_Free(read->unit_bytes.values);
-    PyMem_Free(read->cap_bytes.values);
+    for (int i = 0; i < S1F_NUM_OPTIONS * S1F_SPLIT_PASSES; i++)
+        PyMem_Free(read->arrays[i / S1F_SPLIT_PASSES][i % S1F_SPLIT_PASSES]);
     PyMem_Free(read->segments_of);
 }
 
@@ -76,14 +73,6 @@ static int read_number(PyObject *value, const char *name, int64_t least, int64_t
     return !PyErr_Occurred();
 }
 
-static int read_int32(PyObject *value, const char *name, int64_t least, int32_t *option)
-{
-    int64_t number = 0;
-    int is_read = read_number(value, name, least, INT32_MAX, &number);
-    *option = (int32_t)number;
-    return is_read;
-}
-
 static int read_double(PyObject *value, const char *name, double *option)
 {
     s1f_number number = {.name = name};
@@ -92,60 +81,60 @@ static int read_double(PyObject *value, const char *name, double *option)
     return is_read;
 }
 
-static int read_costs(PyObject *value, read_options *read)
+static int read_costs(PyObject *value, int64_t count, void **arrays, const double **tables)
 {
-    const double **const options[3] = {&read->options.forward_costs, &read->options.input_costs,
-                                       &read->options.weight_costs};
     PyObject *passes = PySequence_Tuple(value);
-    int is_read = passes != NULL && s1f_require_count("costs", PyTuple_Size(passes), 3);
-    for (Py_ssize_t pass = 0; is_read && pass < 3; pass++) {
-        s1f_doubles *costs = &read->costs[pass];
-        costs->name = "costs of a pass";
-        is_read = s1f_to_doubles(PyTuple_GetItem(passes, pass), costs) &&
-                  s1f_require_count(costs->name, costs->count, read->num_costs);
-        *options[pass] = costs->values;
+    int is_read = passes != NULL && s1f_require_count("costs", PyTuple_Size(passes), S1F_SPLIT_PASSES);
+    for (Py_ssize_t pass = 0; is_read && pass < S1F_SPLIT_PASSES; pass++) {
+        s1f_doubles costs = {.name = "costs of a pass"};
+        is_read = s1f_to_doubles(PyTuple_GetItem(passes, pass), &costs);
+        tables[pass] = arrays[pass] = costs.values;
+        is_read = is_read && s1f_require_count(costs.name, costs.count, count);
     }
     Py_XDECREF(passes);
     return is_read;
 }
 
-static int read_bytes(PyObject *value, const char *name, int64_t count, s1f_int64s *bytes, const int64_t **option)
+static int read_bytes(PyObject *value, const char *name, int64_t count, void **array, const int64_t **table)
 {
-    bytes->name = name;
-    int is_read = s1f_to_int64s(value, bytes) && s1f_require_count(name, bytes->count, count);
-    *option = bytes->values;
-    return is_read;
+    s1f_int64s bytes = {.name = name};
+    int is_read = s1f_to_int64s(value, &bytes);
+    *table = *array = bytes.values;
+    return is_read && s1f_require_count(name, bytes.count, count);
 }
 
 /* One of two words: 1 or 2. */
-static int read_word(PyObject *value, const char *name, const char *first, const char *second, int32_t *kind)
+static int read_word(PyObject *value, const char *name, const char *const words[2], int32_t *kind)
 {
     int is_text = PyUnicode_Check(value);
-    *kind = is_text && PyUnicode_CompareWithASCIIString(value, first) == 0    ? 1
-            : is_text && PyUnicode_CompareWithASCIIString(value, second) == 0 ? 2
-                                                                              : 0;
+    *kind = is_text && PyUnicode_CompareWithASCIIString(value, words[0]) == 0   ? 1
+            : is_text && PyUnicode_CompareWithASCIIString(value, words[1]) == 0 ? 2
+                                                                                : 0;
     if (*kind == 0)
-        PyErr_Format(is_text ? PyExc_ValueError : PyExc_TypeError, "%s is %R, must be '%s' or '%s'", name, value, first,
-                     second);
+        PyErr_Format(is_text ? PyExc_ValueError : PyExc_TypeError, "%s is %R, must be '%s' or '%s'", name, value,
+                     words[0], words[1]);
     return *kind != 0;
 }
 
-static int read_option(uint32_t option, const char *name, PyObject *value, read_options *read)
+static int read_option(int i, PyObject *value, read_options *read)
 {
-    s1f_options *options = &read->options;
-    switch (option) {
-    case S1F_OPTION_GROUP: return read_int32(value, name, 1, &options->group);
-    case S1F_OPTION_ROUND: return read_int32(value, name, 1, &options->round);
-    case S1F_OPTION_EXTRA_WARMUP: return read_int32(value, name, 0, &options->extra_warmup);
-    case S1F_OPTION_CAP: return read_number(value, name, 1, INT64_MAX, &options->cap);
-    case S1F_OPTION_COSTS: return read_costs(value, read);
-    case S1F_OPTION_TRANSFER: return read_double(value, name, &options->transfer);
-    case S1F_OPTION_PLACEMENT: return read_word(value, name, "loop", "v", &options->placement);
-    case S1F_OPTION_BACKWARD: return read_word(value, name, "split", "whole", &options->backward);
-    case S1F_OPTION_UNIT_BYTES:
-        return read_bytes(value, name, read->num_costs, &read->unit_bytes, &options->unit_bytes);
-    case S1F_OPTION_CAP_BYTES: return read_bytes(value, name, read->num_ranks, &read->cap_bytes, &options->cap_bytes);
-    default: PyErr_Format(PyExc_SystemError, "option %s is not converted", name); return 0;
+    const s1f_option *option = &s1f_option_table[i];
+    void **arrays = read->arrays[i];
+    void *field = (char *)&read->options + option->offset;
+    int64_t number = 0;
+    switch (option->kind) {
+    case S1F_KIND_INT32:
+        if (!read_number(value, option->name, option->least, INT32_MAX, &number))
+            return 0;
+        *(int32_t *)field = (int32_t)number;
+        return 1;
+    case S1F_KIND_INT64: return read_number(value, option->name, option->least, INT64_MAX, field);
+    case S1F_KIND_SECONDS: return read_double(value, option->name, field);
+    case S1F_KIND_WORD: return read_word(value, option->name, option->words, field);
+    case S1F_KIND_COSTS_OF_UNITS: return read_costs(value, read->num_units, arrays, field);
+    case S1F_KIND_BYTES_OF_UNITS: return read_bytes(value, option->name, read->num_units, arrays, field);
+    case S1F_KIND_BYTES_OF_RANKS: return read_bytes(value, option->name, read->num_ranks, arrays, field);
+    default: PyErr_Format(PyExc_SystemError, "option %s is not converted", option->name); return 0;
     }
 }
 
@@ -160,13 +149,13 @@ static int read_option_dict(PyObject *dict, const char *family, read_options *re
         PyObject *bytes = PyUnicode_AsUTF8String(key);
         if (bytes == NULL)
             return 0;
-        int bit = 0, is_read = 0;
-        while (s1f_option_names[bit] != NULL && strcmp(s1f_option_names[bit], PyBytes_AsString(bytes)) != 0)
-            bit++;
-        if (s1f_option_names[bit] == NULL || !(facts.options >> bit & 1))
+        int i = 0, is_read = 0;
+        while (i < S1F_NUM_OPTIONS && strcmp(s1f_option_table[i].name, PyBytes_AsString(bytes)) != 0)
+            i++;
+        if (i == S1F_NUM_OPTIONS || !(facts.options >> i & 1))
             s1f_raise(s1f_schedule_refuse_option(&facts, PyBytes_AsString(bytes)));
         else
-            is_read = read_option(1u << bit, s1f_option_names[bit], value, read);
+            is_read = read_option(i, value, read);
         Py_DECREF(bytes);
         if (!is_read)
             return 0;
@@ -234,10 +223,10 @@ static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
     arguments->num_ranks = P.value;
     arguments->num_microbatches = M.value;
     arguments->stages_per_rank = v.value;
-    int64_t num_costs = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
-    if (num_columns < 1 || num_costs > S1F_MAX_FORWARD_UNITS / num_columns)
-        num_costs = 0; /* the core refuses these counts */
-    arguments->read.num_costs = num_costs * num_columns;
+    int64_t num_units = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
+    if (num_columns < 1 || num_units > S1F_MAX_FORWARD_UNITS / num_columns)
+        num_units = 0; /* the core refuses these counts */
+    arguments->read.num_units = num_units * num_columns;
     arguments->read.num_ranks = arguments->num_ranks;
     return read_option_dict(dict, arguments->family, &arguments->read);
 }

@@ -3,6 +3,7 @@
 #ifndef S1F_SCHEDULE_H
 #define S1F_SCHEDULE_H
 
+#include "options.h"
 #include "status.h"
 #include "unit.h"
 
@@ -24,51 +25,6 @@ s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule *
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
 s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit);
 void s1f_schedule_free(s1f_schedule *schedule); /* NULL is fine */
-
-typedef enum {
-    S1F_PLACEMENT_LOOP = 1, /* stages go round the ranks */
-    S1F_PLACEMENT_V = 2     /* to and fro */
-} s1f_placement_kind;
-
-typedef enum {
-    S1F_BACKWARD_SPLIT = 1, /* I and W */
-    S1F_BACKWARD_WHOLE = 2  /* B */
-} s1f_backward_kind;
-
-/* What a family may be told beyond its counts. 0 or NULL: not given, the family's own choice. */
-typedef struct {
-    int32_t group;        /* micro-batches that go forward, and back, together */
-    int32_t round;        /* interleaving: a round holds at least so many micro-batches */
-    int32_t extra_warmup; /* more forwards before the first backward, for each stage behind the rank's own */
-    int64_t cap;          /* (stage, segment) units that a rank holds at most */
-    /* Seconds of F, I and W, each [stage][segment]; all three or none. Borrowed. Those of all units, with their transfers,
-     * sum to at most 1e300. */
-    const double *forward_costs, *input_costs, *weight_costs;
-    double transfer;           /* seconds of a message between two ranks */
-    int32_t placement;         /* s1f_placement_kind */
-    int32_t backward;          /* s1f_backward_kind */
-    const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward. Borrowed, as is */
-    const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
-    /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
-     * num_segments is the most of them. The tables above are then [stage][cell]. Borrowed. */
-    const int32_t *segments_of;
-} s1f_options;
-
-/* Bits of the options, for the set that a family takes; s1f_option_names gives the name of bit i, NULL past the last.
- * */
-enum {
-    S1F_OPTION_GROUP = 1,
-    S1F_OPTION_ROUND = 2,
-    S1F_OPTION_EXTRA_WARMUP = 4,
-    S1F_OPTION_CAP = 8,
-    S1F_OPTION_COSTS = 16,
-    S1F_OPTION_TRANSFER = 32,
-    S1F_OPTION_PLACEMENT = 64,
-    S1F_OPTION_UNIT_BYTES = 128,
-    S1F_OPTION_CAP_BYTES = 256,
-    S1F_OPTION_BACKWARD = 512
-};
-extern const char *const s1f_option_names[];
 
 /* What is known of a family; all text is static. */
 typedef struct {

@@ -435,13 +435,10 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
                 asked |= set >> bit & 1 ? ours[bit] : 0;
-            if ((asked & facts.options) != asked || (asked & S1F_OPTION_COSTS && given->forward_costs == NULL))
+            if ((asked & facts.options) != asked || (asked & S1F_OPTION_COSTS && given->costs[0] == NULL))
                 continue;
-            if (asked & S1F_OPTION_COSTS) {
-                options.forward_costs = given->forward_costs;
-                options.input_costs = given->input_costs;
-                options.weight_costs = given->weight_costs;
-            }
+            if (asked & S1F_OPTION_COSTS)
+                memcpy(options.costs, given->costs, sizeof options.costs);
             if (asked & S1F_OPTION_CAP)
                 options.cap = given->cap != 0 ? given->cap : all;
             options.extra_warmup = asked & S1F_OPTION_EXTRA_WARMUP ? 1 : 0;
@@ -486,9 +483,9 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
     own->first_cell[0] = 0;
     for (int32_t m = 0; options->segments_of != NULL && m < request->num_microbatches; m++)
         own->first_cell[m + 1] = own->first_cell[m] + options->segments_of[m];
-    int has_costs = options->forward_costs != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
+    int has_costs = options->costs[0] != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
     for (int64_t i = 0; i < cells; i++) {
-        double input = has_costs ? options->input_costs[i] : 1, weight = has_costs ? options->weight_costs[i] : 1;
+        double input = has_costs ? options->costs[1][i] : 1, weight = has_costs ? options->costs[2][i] : 1;
         own->ones[i] = 1;
         own->input[i] = is_whole ? input + weight : input;
         own->weight[i] = is_whole ? 0 : weight;
@@ -504,7 +501,7 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
                                  .num_segments = request->num_segments,
                                  .rank_of_stage = own->rank_of_stage,
                                  .first_cell = options->segments_of != NULL ? own->first_cell : NULL,
-                                 .seconds = {has_costs ? options->forward_costs : own->ones, own->input, own->weight},
+                                 .seconds = {has_costs ? options->costs[0] : own->ones, own->input, own->weight},
                                  .transfer = options->transfer,
                                  .unit_bytes = own->unit_bytes,
                                  .cap_bytes = own->cap_bytes};

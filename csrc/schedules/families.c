@@ -37,9 +37,6 @@ static const struct {
 static const double MOST_SECONDS = 1e300; /* of all units and messages: their sums are finite then */
 enum { NUM_FAMILIES = sizeof families / sizeof families[0], OPTIONS_TEXT_BYTES = 128, RULE_TEXT_BYTES = 64 };
 
-const char *const s1f_option_names[] = {"group",     "round",      "extra_warmup", "cap",      "costs", "transfer",
-                                        "placement", "unit_bytes", "cap_bytes",    "backward", NULL};
-
 int s1f_schedule_family(int32_t i, s1f_family_facts *facts)
 {
     if (i < 0 || i >= NUM_FAMILIES)
@@ -77,10 +74,10 @@ s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char
 {
     char known[OPTIONS_TEXT_BYTES] = "none";
     size_t used = 0;
-    for (int i = 0; s1f_option_names[i] != NULL; i++)
+    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         if (family->options >> i & 1)
-            used +=
-                (size_t)snprintf(known + used, sizeof known - used, "%s%s", used == 0 ? "" : ", ", s1f_option_names[i]);
+            used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", used == 0 ? "" : ", ",
+                                     s1f_option_table[i].name);
     return s1f_fail(S1F_ERR_ARG, "%s takes no option '%.64s'; it takes %s", family->name, option, known);
 }
 
@@ -93,10 +90,9 @@ static s1f_status require_at_least(const char *name, int64_t value, int64_t leas
 
 static s1f_status check_costs(const s1f_request *request)
 {
-    const double *const costs[] = {request->options.forward_costs, request->options.input_costs,
-                                   request->options.weight_costs};
+    const double *const *costs = request->options.costs;
     int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
-    for (int pass = 0; pass < 3; pass++) {
+    for (int pass = 0; pass < S1F_SPLIT_PASSES; pass++) {
         if (costs[pass] == NULL)
             return s1f_fail(S1F_ERR_ARG, "costs must be given for all of F, I and W");
         for (int64_t i = 0; i < count; i++)
@@ -112,8 +108,8 @@ static s1f_status check_sum(const s1f_request *request)
     const s1f_options *options = &request->options;
     int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     double sum = 3 * (double)count * options->transfer;
-    for (int64_t i = 0; options->forward_costs != NULL && i < count; i++)
-        sum += options->forward_costs[i] + options->input_costs[i] + options->weight_costs[i];
+    for (int64_t i = 0; options->costs[0] != NULL && i < count; i++)
+        sum += options->costs[0][i] + options->costs[1][i] + options->costs[2][i];
     sum *= options->segments_of == NULL ? request->num_microbatches : 1; /* else a column is one cell */
     if (sum > MOST_SECONDS)
         return s1f_fail(S1F_ERR_ARG, "costs and transfers of all units sum to %g seconds, must be at most %g", sum,
@@ -144,40 +140,40 @@ static s1f_status check_bytes(const s1f_request *request)
     return S1F_OK;
 }
 
+static s1f_status check_option(const s1f_options *options, const s1f_option *option)
+{
+    const void *field = (const char *)options + option->offset;
+    const int32_t *word = field;
+    const double *seconds = field;
+    switch (option->kind) {
+    case S1F_KIND_INT32: return require_at_least(option->name, *(const int32_t *)field, 0);
+    case S1F_KIND_INT64: return require_at_least(option->name, *(const int64_t *)field, 0);
+    case S1F_KIND_SECONDS:
+        return *seconds >= 0 && isfinite(*seconds)
+                   ? S1F_OK
+                   : s1f_fail(S1F_ERR_ARG, "%s is %g, must be finite and at least 0", option->name, *seconds);
+    case S1F_KIND_WORD:
+        return *word >= 0 && *word <= 2 ? S1F_OK
+                                        : s1f_fail(S1F_ERR_ARG, "%s is %d, must be 1, '%s', or 2, '%s'", option->name,
+                                                   (int)*word, option->words[0], option->words[1]);
+    default: return S1F_OK; /* tables: below, together */
+    }
+}
+
 static s1f_status check_options(const s1f_request *request, const s1f_family_facts *facts)
 {
     const s1f_options *options = &request->options;
-    int has_costs = options->forward_costs != NULL || options->input_costs != NULL || options->weight_costs != NULL;
-    const int given[] = {options->group != 0,
-                         options->round != 0,
-                         options->extra_warmup != 0,
-                         options->cap != 0,
-                         has_costs,
-                         options->transfer != 0,
-                         options->placement != 0,
-                         options->unit_bytes != NULL,
-                         options->cap_bytes != NULL,
-                         options->backward != 0};
-    for (int i = 0; s1f_option_names[i] != NULL; i++)
-        if (given[i] && !(facts->options >> i & 1))
-            return s1f_schedule_refuse_option(facts, s1f_option_names[i]);
-    s1f_status status;
-    if ((status = require_at_least("group", options->group, 0)) != S1F_OK ||
-        (status = require_at_least("round", options->round, 0)) != S1F_OK ||
-        (status = require_at_least("extra_warmup", options->extra_warmup, 0)) != S1F_OK ||
-        (status = require_at_least("cap", options->cap, 0)) != S1F_OK)
-        return status;
-    if (!(options->transfer >= 0) || !isfinite(options->transfer))
-        return s1f_fail(S1F_ERR_ARG, "transfer is %g, must be finite and at least 0", options->transfer);
-    if (options->placement < 0 || options->placement > S1F_PLACEMENT_V)
-        return s1f_fail(S1F_ERR_ARG, "placement is %d, must be that of a loop, 1, or of a V, 2", options->placement);
-    if (options->backward < 0 || options->backward > S1F_BACKWARD_WHOLE)
-        return s1f_fail(S1F_ERR_ARG, "backward is %d, must be split, 1, or whole, 2", options->backward);
-    if ((status = check_bytes(request)) != S1F_OK)
-        return status;
-    if (has_costs && (status = check_costs(request)) != S1F_OK)
-        return status;
-    return check_sum(request);
+    s1f_status status = S1F_OK;
+    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
+        if (!(facts->options >> i & 1) && s1f_option_is_given(options, i))
+            return s1f_schedule_refuse_option(facts, s1f_option_table[i].name);
+    for (int i = 0; i < S1F_NUM_OPTIONS && status == S1F_OK; i++)
+        status = check_option(options, &s1f_option_table[i]);
+    if (status == S1F_OK)
+        status = check_bytes(request);
+    if (status == S1F_OK && (options->costs[0] != NULL || options->costs[1] != NULL || options->costs[2] != NULL))
+        status = check_costs(request);
+    return status == S1F_OK ? check_sum(request) : status;
 }
 
 /* Counts the cells of micro-batches that differ in their segments: there, a column is a cell. */

@@ -11,10 +11,6 @@
 
 #include "../core/schedule.h"
 
-enum {
-    S1F_SPLIT_PASSES = 3
-}; /* F, I, W; tables by pass have them in this order, that of what they make (s1f_product) */
-
 /* All borrowed. */
 typedef struct {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;

@@ -43,9 +43,10 @@ static double seconds(const walk *w, s1f_unit unit)
     int64_t cost = unit.stage * w->request->num_columns + s1f_column(&w->board.shape, unit);
     if (w->is_equal)
         return 1;
-    return unit.pass == S1F_PASS_FORWARD          ? options->forward_costs[cost]
-           : unit.pass == S1F_PASS_BACKWARD_INPUT ? options->input_costs[cost]
-                                                  : options->weight_costs[cost];
+    int product = unit.pass == S1F_PASS_FORWARD          ? S1F_PRODUCT_OUTPUT
+                  : unit.pass == S1F_PASS_BACKWARD_INPUT ? S1F_PRODUCT_INPUT_GRADIENT
+                                                         : S1F_PRODUCT_WEIGHT_GRADIENT;
+    return options->costs[product][cost];
 }
 
 static int is_ready(const walk *w, s1f_unit unit, double now)
@@ -204,8 +205,7 @@ static double largest_cost(const s1f_request *request)
     int64_t count = (int64_t)request->num_ranks * request->stages_per_rank * request->num_columns;
     double largest = 0;
     for (int64_t i = 0; i < count; i++)
-        largest =
-            fmax(largest, fmax(options->forward_costs[i], fmax(options->input_costs[i], options->weight_costs[i])));
+        largest = fmax(largest, fmax(options->costs[0][i], fmax(options->costs[1][i], options->costs[2][i])));
     return largest;
 }
 
@@ -269,7 +269,7 @@ static s1f_status makespan(walk *w, double *last)
 static s1f_status fill_weights(const s1f_request *request, s1f_placement *placement, const s1f_schedule *plan,
                                int64_t cap, s1f_schedule **out)
 {
-    int has_costs = request->options.forward_costs != NULL;
+    int has_costs = request->options.costs[0] != NULL;
     double tolerance = has_costs ? 1e-9 * largest_cost(request) : 0, shortest = INFINITY;
     walk w = {.request = request, .cap = cap};
     s1f_schedule *best = NULL;

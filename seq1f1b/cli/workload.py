@@ -18,7 +18,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import RECOMPUTE, CostModel
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
 from seq1f1b.planning.profile import Profile
-from seq1f1b.schedule import families, nearest_name
+from seq1f1b.schedule import OPTION_KINDS, families, nearest_name
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 UNITS = "units"  # what --recompute says of an order that does it
@@ -263,7 +263,7 @@ def read_option(text: str) -> tuple[str, int | str]:
     name, _, value = text.partition("=")
     if name == "costs":
         raise ValueError(f"--option {text}: costs come from --forward, --backward and --weight, or from --model")
-    if name in ("placement", "backward"):
+    if OPTION_KINDS.get(name) == "word":
         return name, value
     if not re.fullmatch(r"[0-9]+", value):
         raise ValueError(f"--option {text}: an option is written NAME=NUMBER, placement=loop|v or backward=split|whole")

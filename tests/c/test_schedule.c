@@ -77,7 +77,7 @@ static s1f_status build_timed(void)
     static const double forward[12] = {10, 11, 12, 13, 10, 11, 12, 13, 10, 11, 12, 13};
     static const double input[12] = {21, 23, 25, 27, 21, 23, 25, 27, 21, 23, 25, 27};
     static const double weight[12] = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
-    s1f_options options = {.cap = 20, .forward_costs = forward, .input_costs = input, .weight_costs = weight};
+    s1f_options options = {.cap = 20, .costs = {forward, input, weight}};
     s1f_schedule *schedule = NULL;
     s1f_status status = s1f_schedule_build("seq-zbv", 3, 6, 2, 2, &options, &schedule);
     CHECK((status == S1F_OK) == (schedule != NULL));
@@ -419,8 +419,8 @@ static void test_long_cycle(void)
 static void test_options(void)
 {
     static const double costs[2] = {1, 1};
-    static const s1f_options group = {.group = 3}, negative = {.group = -1}, some = {.forward_costs = costs};
-    const s1f_options small = {.cap = 2}, partial = {.input_costs = costs};
+    static const s1f_options group = {.group = 3}, negative = {.group = -1}, some = {.costs = {costs}};
+    const s1f_options small = {.cap = 2}, partial = {.costs = {NULL, costs}};
     const char *rule = "none yet";
     s1f_schedule *schedule = NULL;
     CHECK_STATUS(s1f_schedule_build("zb-h1", 2, 6, 1, 1, &partial, &schedule), S1F_ERR_ARG, "for all of F, I and W");

@@ -35,9 +35,9 @@ static s1f_options take_options(fuzz_input *in, int fits, option_arrays *arrays)
         for (int pass = 0; pass < 3; pass++)
             for (int i = 0; i < MOST_CELLS; i++)
                 arrays->costs[pass][i] = i < 4 ? take_double(in) : arrays->costs[pass][i % 4];
-        options.forward_costs = arrays->costs[0];
-        options.input_costs = arrays->costs[1];
-        options.weight_costs = given & 256 ? NULL : arrays->costs[2];
+        options.costs[0] = arrays->costs[0];
+        options.costs[1] = arrays->costs[1];
+        options.costs[2] = given & 256 ? NULL : arrays->costs[2];
     }
     if (given & 512 && fits) {
         for (int i = 0; i < MOST_CELLS; i++)

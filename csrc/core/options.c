@@ -1,0 +1,32 @@
+/* options.c - the table of the options. */
+#include "options.h"
+
+#define FIELD(name, kind) #name, kind, offsetof(s1f_options, name)
+
+const s1f_option s1f_option_table[S1F_NUM_OPTIONS] = {
+    {FIELD(group, S1F_KIND_INT32), 1, {NULL, NULL}},
+    {FIELD(round, S1F_KIND_INT32), 1, {NULL, NULL}},
+    {FIELD(extra_warmup, S1F_KIND_INT32), 0, {NULL, NULL}},
+    {FIELD(cap, S1F_KIND_INT64), 1, {NULL, NULL}},
+    {FIELD(costs, S1F_KIND_COSTS_OF_UNITS), 0, {NULL, NULL}},
+    {FIELD(transfer, S1F_KIND_SECONDS), 0, {NULL, NULL}},
+    {FIELD(placement, S1F_KIND_WORD), 0, {"loop", "v"}},
+    {FIELD(unit_bytes, S1F_KIND_BYTES_OF_UNITS), 0, {NULL, NULL}},
+    {FIELD(cap_bytes, S1F_KIND_BYTES_OF_RANKS), 0, {NULL, NULL}},
+    {FIELD(backward, S1F_KIND_WORD), 0, {"split", "whole"}},
+};
+_Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_BACKWARD, "every bit has its row");
+
+int s1f_option_is_given(const s1f_options *options, int option)
+{
+    const void *field = s1f_option_field(options, option);
+    const double *const *costs = field;
+    switch (s1f_option_table[option].kind) {
+    case S1F_KIND_INT32:
+    case S1F_KIND_WORD: return *(const int32_t *)field != 0;
+    case S1F_KIND_INT64: return *(const int64_t *)field != 0;
+    case S1F_KIND_SECONDS: return *(const double *)field != 0;
+    case S1F_KIND_COSTS_OF_UNITS: return costs[0] != NULL || costs[1] != NULL || costs[2] != NULL;
+    default: return *(const int64_t *const *)field != NULL;
+    }
+}

@@ -1,0 +1,84 @@
+/* options.h - what a family may be told beyond its counts, and the table that says what each option is.
+ * A new option is a field, a bit and a row: the binding, the checks and Python read the table. */
+#ifndef S1F_OPTIONS_H
+#define S1F_OPTIONS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum {
+    S1F_PLACEMENT_LOOP = 1, /* stages go round the ranks */
+    S1F_PLACEMENT_V = 2     /* to and fro */
+} s1f_placement_kind;
+
+typedef enum {
+    S1F_BACKWARD_SPLIT = 1, /* I and W */
+    S1F_BACKWARD_WHOLE = 2  /* B */
+} s1f_backward_kind;
+
+/* F, I, W; tables by pass have them in this order, that of what they make (s1f_product). */
+enum { S1F_SPLIT_PASSES = 3 };
+
+/* 0 or NULL: not given, the family's own choice. All that is pointed to is borrowed. */
+typedef struct {
+    int32_t group;        /* micro-batches that go forward, and back, together */
+    int32_t round;        /* interleaving: a round holds at least so many micro-batches */
+    int32_t extra_warmup; /* more forwards before the first backward, for each stage behind the rank's own */
+    int64_t cap;          /* (stage, segment) units that a rank holds at most */
+    /* Seconds of F, I and W, each [stage][segment]; all three or none. Those of all units, with their transfers, sum to at
+     * most 1e300. */
+    const double *costs[S1F_SPLIT_PASSES];
+    double transfer;           /* seconds of a message between two ranks */
+    int32_t placement;         /* s1f_placement_kind */
+    int32_t backward;          /* s1f_backward_kind */
+    const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward */
+    const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
+    /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
+     * num_segments is the most of them. The tables above are then [stage][cell]. */
+    const int32_t *segments_of;
+} s1f_options;
+
+/* Bits of the options, for the set that a family takes; row i of the table is that of bit i. */
+enum {
+    S1F_OPTION_GROUP = 1,
+    S1F_OPTION_ROUND = 2,
+    S1F_OPTION_EXTRA_WARMUP = 4,
+    S1F_OPTION_CAP = 8,
+    S1F_OPTION_COSTS = 16,
+    S1F_OPTION_TRANSFER = 32,
+    S1F_OPTION_PLACEMENT = 64,
+    S1F_OPTION_UNIT_BYTES = 128,
+    S1F_OPTION_CAP_BYTES = 256,
+    S1F_OPTION_BACKWARD = 512
+};
+enum { S1F_NUM_OPTIONS = 10 };
+
+typedef enum {
+    S1F_KIND_INT32 = 0,
+    S1F_KIND_INT64 = 1,
+    S1F_KIND_SECONDS = 2,        /* double */
+    S1F_KIND_WORD = 3,           /* int32_t: 1 for the first word, 2 for the second */
+    S1F_KIND_COSTS_OF_UNITS = 4, /* const double *[S1F_SPLIT_PASSES], each [stage][column] */
+    S1F_KIND_BYTES_OF_UNITS = 5, /* const int64_t *, [stage][column] */
+    S1F_KIND_BYTES_OF_RANKS = 6, /* const int64_t *, [rank] */
+    S1F_NUM_OPTION_KINDS
+} s1f_option_kind;
+
+typedef struct {
+    const char *name;
+    s1f_option_kind kind;
+    size_t offset;        /* of the field in s1f_options */
+    int32_t least;        /* that a number may be, if it is given */
+    const char *words[2]; /* of S1F_KIND_WORD */
+} s1f_option;
+extern const s1f_option s1f_option_table[S1F_NUM_OPTIONS];
+
+/* The field of an option. */
+static inline const void *s1f_option_field(const s1f_options *options, int option)
+{
+    return (const char *)options + s1f_option_table[option].offset;
+}
+/* Whether an option is given. */
+int s1f_option_is_given(const s1f_options *options, int option);
+
+#endif
