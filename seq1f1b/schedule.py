@@ -94,11 +94,11 @@ class Schedule:
     """
 
     def __init__(self, ranks: Iterable[Iterable[Unit]]) -> None:
-        lines = [" ".join(f"[{unit.stage}]{unit}" for unit in order) for order in ranks]
-        for rank, line in enumerate(lines):
-            if not line:
+        orders = tuple(map(tuple, ranks))
+        for rank, order in enumerate(orders):
+            if not order:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_C.schedule_from_text("\n".join(lines)))
+        self._adopt(_C.schedule_from_units(orders))
 
     def _adopt(self, handle: Any) -> None:
         self.handle = handle  # of the C core; the engine lowers it

@@ -491,6 +491,57 @@ static PyObject *schedule_from_text(PyObject *Py_UNUSED(module), PyObject *argum
     return s1f_new_schedule(status, schedule, NULL);
 }
 
+/* One (letter, stage, microbatch, segment); what the core refuses is -1. 0 with the exception set. */
+static int read_named_unit(PyObject *tuple, s1f_unit *unit)
+{
+    int letter;
+    int64_t index[3];
+    if (!PyTuple_Check(tuple)) {
+        PyErr_Format(PyExc_TypeError, "%R is no unit", tuple);
+        return 0;
+    }
+    if (!PyArg_ParseTuple(tuple, "CO&O&O&", &letter, s1f_to_int64, &index[0], s1f_to_int64, &index[1], s1f_to_int64,
+                          &index[2]))
+        return 0;
+    for (int i = 0; i < 3; i++)
+        index[i] = index[i] > INT32_MAX || index[i] < 0 ? -1 : index[i];
+    int32_t pass = letter < 128 ? s1f_pass_from_letter((char)letter) : -1;
+    *unit = (s1f_unit){pass, (int32_t)index[0], (int32_t)index[1], (int32_t)index[2]};
+    return 1;
+}
+
+static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *ranks)
+{
+    if (!PyTuple_Check(ranks)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple with a tuple of units for each rank");
+        return NULL;
+    }
+    int32_t num_ranks = (int32_t)PyTuple_Size(ranks);
+    int64_t total = 0, next = 0;
+    int64_t *num_units = PyMem_Calloc((size_t)num_ranks + 1, sizeof *num_units);
+    int is_read = num_units != NULL;
+    for (int32_t rank = 0; is_read && rank < num_ranks; rank++) {
+        num_units[rank] = PyTuple_Size(PyTuple_GetItem(ranks, rank));
+        is_read = num_units[rank] >= 0;
+        total += num_units[rank];
+    }
+    s1f_unit *units = is_read ? PyMem_Calloc((size_t)total + 1, sizeof *units) : NULL;
+    for (int32_t rank = 0; units != NULL && is_read && rank < num_ranks; rank++)
+        for (int64_t i = 0; is_read && i < num_units[rank]; i++)
+            is_read = read_named_unit(PyTuple_GetItem(PyTuple_GetItem(ranks, rank), i), &units[next++]);
+    PyObject *handle = NULL;
+    if (is_read && units != NULL) {
+        s1f_schedule *schedule = NULL;
+        s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, &schedule);
+        handle = s1f_new_schedule(status, schedule, NULL);
+    } else if (!PyErr_Occurred()) {
+        PyErr_NoMemory();
+    }
+    PyMem_Free(units);
+    PyMem_Free(num_units);
+    return handle;
+}
+
 static PyObject *schedule_from_csv(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const char *text;
@@ -648,6 +699,8 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},
+    {"schedule_from_units", schedule_from_units, METH_O,
+     "schedule_from_units(ranks): a schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank."},
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
     {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,

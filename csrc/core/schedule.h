@@ -88,6 +88,10 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
 /* S1F_ERR_ARG naming the unit that torch has no letter for, or a micro-batch with fewer segments than others. */
 s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
+/* From the units of each rank, those of rank 0 first, as from a text with a line for each rank. S1F_ERR_ARG naming line and
+ * unit. *out is owned by the caller and untouched on error. */
+s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
+                                   s1f_schedule **out);
 /* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);
 s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out);

@@ -139,6 +139,19 @@ static s1f_status fail_at(const token *t, const char *why)
     return s1f_fail(S1F_ERR_ARG, "line %d, unit %d, '%s': %s", t->line, t->number, text, why);
 }
 
+/* The same for a unit, which has no text of its own if it was given as one. */
+static s1f_status fail_at_unit(const parsed_unit *unit, const char *why)
+{
+    char text[UNIT_TEXT_BYTES];
+    token where = unit->where;
+    if (where.begin == NULL) {
+        s1f_unit_text(unit->unit, 1, text, sizeof text);
+        where.begin = text;
+        where.bytes = strlen(text);
+    }
+    return fail_at(&where, why);
+}
+
 /* A decimal number of at most INT32_MAX at *at, before `end`; moves *at past it. */
 static int read_number(const char **at, const char *end, int32_t *value)
 {
@@ -167,6 +180,9 @@ static int read_character(const char **at, const char *end, char c)
     return 1;
 }
 
+static const char syntax[] =
+    "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment";
+
 static s1f_status parse_ours(const token *t, parsed_unit *out)
 {
     const char *at = t->begin, *end = t->begin + t->bytes;
@@ -175,8 +191,7 @@ static s1f_status parse_ours(const token *t, parsed_unit *out)
     if ((names_stage && !(read_number(&at, end, &unit.stage) && read_character(&at, end, ']'))) ||
         !read_pass(&at, end, &unit.pass) || !read_number(&at, end, &unit.microbatch) ||
         !read_character(&at, end, '.') || !read_number(&at, end, &unit.segment) || at != end)
-        return fail_at(
-            t, "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment");
+        return fail_at(t, syntax);
     *out = (parsed_unit){.unit = unit, .rank = t->rank, .names_stage = names_stage, .where = *t};
     return S1F_OK;
 }
@@ -243,9 +258,9 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     for (int64_t i = 0; i < count; i++) {
         s1f_unit unit = units[i].unit;
         if (units[i].names_stage != units[0].names_stage)
-            return fail_at(&units[i].where, "either every unit names its stage or none does");
+            return fail_at_unit(&units[i], "either every unit names its stage or none does");
         if (unit.stage >= count || unit.microbatch >= count || (num_segments == 0 && unit.segment >= count))
-            return fail_at(&units[i].where, "an index is larger than the number of units in the text");
+            return fail_at_unit(&units[i], "an index is larger than the number of units in the text");
         most.stage = larger(most.stage, unit.stage);
         most.microbatch = larger(most.microbatch, unit.microbatch);
         most.segment = larger(most.segment, unit.segment);
@@ -261,7 +276,7 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     for (int64_t i = 0; i < count && status == S1F_OK; i++) {
         int32_t *rank = &rank_of_stage[units[i].unit.stage];
         if (*rank >= 0 && *rank != units[i].rank)
-            status = fail_at(&units[i].where, "another line holds this stage already");
+            status = fail_at_unit(&units[i], "another line holds this stage already");
         *rank = units[i].rank;
     }
     for (int32_t stage = 0; stage < num_stages && status == S1F_OK; stage++)
@@ -324,6 +339,32 @@ static s1f_status read_lines(const char *text, int32_t num_segments, s1f_schedul
     if (status == S1F_OK)
         status = create_from_parsed(units, count, num_segments, out);
     free(units);
+    return status;
+}
+
+s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
+                                   s1f_schedule **out)
+{
+    int64_t count = 0, next = 0;
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        count += num_units[rank];
+    if (count == 0)
+        return s1f_fail(S1F_ERR_ARG, "the text holds no unit");
+    parsed_unit *parsed = malloc((size_t)count * sizeof *parsed);
+    if (parsed == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to read %lld units", (long long)count);
+    s1f_status status = S1F_OK;
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        for (int64_t i = 0; i < num_units[rank] && status == S1F_OK; i++, next++) {
+            s1f_unit unit = units[next];
+            parsed[next] = (parsed_unit){.unit = unit, .rank = rank, .names_stage = 1};
+            parsed[next].where = (token){.line = rank + 1, .number = (int32_t)(i + 1)};
+            if (unit.pass < 0 || unit.stage < 0 || unit.microbatch < 0 || unit.segment < 0)
+                status = fail_at_unit(&parsed[next], syntax);
+        }
+    if (status == S1F_OK)
+        status = create_from_parsed(parsed, count, 0, out);
+    free(parsed);
     return status;
 }
 

@@ -171,6 +171,28 @@ static s1f_status text_and_back(void)
     return status;
 }
 
+static s1f_status units_and_back(void)
+{
+    enum { RANKS = 4, UNITS = 512 };
+    s1f_unit units[UNITS];
+    int64_t num_units[RANKS], total = 0;
+    int32_t num_ranks = s1f_schedule_num_ranks(given_schedule);
+    for (int32_t rank = 0; rank < num_ranks && rank < RANKS; rank++) {
+        const s1f_unit *own = s1f_schedule_units(given_schedule, rank, &num_units[rank]);
+        CHECK(total + num_units[rank] <= UNITS);
+        memcpy(units + total, own, (size_t)num_units[rank] * sizeof *own);
+        total += num_units[rank];
+    }
+    s1f_schedule *schedule = NULL;
+    s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    if (status == S1F_OK)
+        CHECK(s1f_schedule_equal(schedule, given_schedule) &&
+              s1f_schedule_digest(schedule) == s1f_schedule_digest(given_schedule));
+    s1f_schedule_free(schedule);
+    return status;
+}
+
 static s1f_status csv_and_back(void)
 {
     char *text = NULL;
@@ -293,6 +315,7 @@ static void test_failing_allocations(void)
         fail_each_allocation(text_and_back, 6);
         if (strpbrk(orders[i], "ROS") == NULL) /* torch has no cell for them */
             fail_each_allocation(csv_and_back, 6);
+        fail_each_allocation(units_and_back, 5);
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);
         fail_each_allocation(simulate, 10);

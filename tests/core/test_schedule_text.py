@@ -162,7 +162,17 @@ def test_units_that_cannot_be_placed() -> None:
         Schedule([[Unit("F", 0, 0, 0)], []])
     with pytest.raises(ValueError, match="another line holds this stage already"):
         Schedule([[Unit("F", 0, 0, 0)], [Unit("B", 0, 0, 0)]])
-    with pytest.raises(ValueError, match="a unit is written"):
-        Schedule([[Unit("X", 0, 0, 0)]])
+    for unit in (Unit("X", 0, 0, 0), Unit("\u0416", 0, 0, 0), Unit("F", -1, 0, 0), Unit("F", 0, 2**31, 0)):
+        with pytest.raises(ValueError, match=r"line 1, unit 2, .*: a unit is written"):
+            Schedule([[Unit("F", 0, 0, 0), unit]])
+    with pytest.raises(ValueError, match=r"line 1, unit 1, '\[0\]F7\.0': an index is larger"):
+        Schedule([[Unit("F", 0, 7, 0)]])
+    with pytest.raises(ValueError, match="no line holds stage 1"):
+        Schedule([[Unit("F", 0, 0, 0)], [Unit("F", 2, 0, 0), Unit("F", 2, 1, 0)]])
+    with pytest.raises(ValueError, match="the text holds no unit"):
+        Schedule([])
+    for wrong in (("F", 0.5, 0, 0), ("F", 0, 0), (0, 0, 0, 0), None):
+        with pytest.raises(TypeError):
+            Schedule([[wrong]])
     with pytest.raises(ValueError, match="null character"):
         Schedule.from_text("F0.0\0")
