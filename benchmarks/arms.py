@@ -6,6 +6,7 @@ Every arm trains the same weights on the same batch; a step leaves out the optim
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -13,10 +14,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+from core_extension import core
 from model import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -328,18 +334,18 @@ class SegmentStage(TimedStage):
         _, self._kv_slots, self._grad_slots = _C.program_stage_peak(program, self.stage_index)
         self._slots = {
             (_C.PASSES[unit[0]], unit[2] * self._k + unit[3]): slots
-            for op, _, unit, _, *slots, _ in _C.program_instructions(program, rank)
+            for op, _, unit, _, *slots, _ in core.program_instructions(program, rank)
             if _C.OPCODES[op] == "RUN"
         }
 
     def begin_step(self) -> None:
         slots = (self.stage_index, self._kv_slots, self._grad_slots)
-        _C.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
+        core.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
 
     @contextmanager
     def _unit(self, kind: str, index: int) -> Iterator[None]:
         m, s = divmod(index, self._k)
-        _C.current_unit_set(
+        core.current_unit_set(
             self.cache, _C.PASSES.index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
             s * self._length, self._length, self._length * self._k, "process",
         )  # fmt: skip
@@ -349,7 +355,7 @@ class SegmentStage(TimedStage):
                 yield
             finished = True
         finally:
-            _C.current_unit_clear("process", finished)
+            core.current_unit_clear("process", finished)
 
 
 def torch_runtime(stage: PipelineStage, order: seq1f1b.Schedule, loss_fn: Any, *, scale_grads: bool = False) -> Any:

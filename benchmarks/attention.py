@@ -36,12 +36,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
 import torch_attention
 from common import FOREIGN_LIMIT, ForeignLoad, header, look_at_rates
+from simulated_step import SimulatedStep
 from torch import Tensor
 
 from seq1f1b import _C, causal_attention
@@ -148,15 +152,6 @@ class Ours:
             self.leaves.append([copy_of(t).requires_grad_() for t in (q, *parts)])
         _C.layer_register(0)
 
-    @contextmanager
-    def unit(self, kind: int, s: int) -> Iterator[None]:
-        _C.current_unit_set(
-            self.cache, kind, 0, 0, s, len(self.sizes), 0, 0 if kind == BACKWARD else -1, True, sum(self.sizes[:s]),
-            self.sizes[s], sum(self.sizes), "thread",
-        )  # fmt: skip
-        yield
-        _C.current_unit_clear("thread")
-
     def forward(self, s: int) -> Tensor:
         """A window of one key makes the other segments cheap: only what they write is needed."""
         return causal_attention(*self.leaves[s], layer=0, window=None if s == self.timed else 1)
@@ -166,14 +161,14 @@ class Ours:
 
     def step(self, clock: Clock, through: int) -> tuple[list[float], list[Tensor], list[tuple[Tensor, ...]]]:
         """Seconds of the timed segment's passes; outputs and gradients of the segments from ``through`` on."""
-        _C.kv_cache_begin_step(self.cache, [(0, 1, 1)], sum(self.sizes), len(self.sizes))
+        step = SimulatedStep(self.sizes, cache=self.cache)
         seconds, outs, grads = [], [], []
         for kind, segments in (
             (FORWARD, range(len(self.sizes))),
             (BACKWARD, range(len(self.sizes) - 1, through - 1, -1)),
         ):
             for s in segments:
-                with self.unit(kind, s):
+                with step.unit("FB"[kind], 0, s):
                     start = clock()
                     if kind == FORWARD:
                         outs.append(self.forward(s))

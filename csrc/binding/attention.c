@@ -9,9 +9,6 @@
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 PyDoc_STRVAR(bind_torch_doc,
              "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
 
@@ -102,7 +99,7 @@ static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(n
                          (long long)unit->length, (long long)unit->sequence_length);
 }
 
-/* -- KV cache: for use without an engine, whose executor calls the core directly ------------------------------- */
+/* -- KV cache -------------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(kv_cache_create_doc, "kv_cache_create() -> capsule\n\nAn empty KV cache.");
 
@@ -111,38 +108,6 @@ static PyObject *kv_cache_create(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     s1f_kv_cache *cache = NULL;
     s1f_status status = s1f_kv_cache_create(&cache);
     return s1f_new_kv_cache(status, cache, NULL);
-}
-
-PyDoc_STRVAR(kv_cache_begin_step_doc,
-             "kv_cache_begin_step(cache, stages, sequence_length, num_segments) -> None\n\nstages: list of (stage, "
-             "kv_slots, grad_slots).");
-
-static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    s1f_kv_cache *cache;
-    PyObject *list;
-    int64_t sequence_length;
-    int num_segments;
-    if (!PyArg_ParseTuple(args, "O&O!O&i:kv_cache_begin_step", s1f_to_kv_cache, &cache, &PyList_Type, &list,
-                          s1f_to_int64, &sequence_length, &num_segments))
-        return NULL;
-    Py_ssize_t count = PyList_Size(list);
-    s1f_stage_slots *stages = calloc((size_t)count + 1, sizeof *stages);
-    if (stages == NULL)
-        return PyErr_NoMemory();
-    PyObject *result = NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        int stage = 0, kv_slots = 0, grad_slots = 0;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "iii;stages: (stage, kv_slots, grad_slots)", &stage, &kv_slots,
-                              &grad_slots))
-            goto done;
-        stages[i] = (s1f_stage_slots){stage, kv_slots, grad_slots};
-    }
-    s1f_status status = s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length, num_segments);
-    result = s1f_none(status);
-done:
-    free(stages);
-    return result;
 }
 
 PyDoc_STRVAR(kv_cache_bytes_doc, "kv_cache_bytes(cache) -> (int, int)\n\nBytes held of K/V and of dK/dV slabs.");
@@ -180,94 +145,6 @@ static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
     return list;
 }
 
-/* The units that Python has set: the process's, and the thread's. Each holds a reference to its cache. */
-typedef struct {
-    s1f_current_unit unit;
-    PyObject *cache;
-} unit_of_python;
-
-static unit_of_python process_unit;
-static _Thread_local unit_of_python thread_unit;
-
-static unit_of_python *unit_of_scope(const char *scope)
-{
-    if (strcmp(scope, "process") == 0)
-        return &process_unit;
-    if (strcmp(scope, "thread") == 0)
-        return &thread_unit;
-    PyErr_Format(PyExc_ValueError, "scope is '%s', must be 'thread' or 'process'", scope);
-    return NULL;
-}
-
-static s1f_status make_current(const unit_of_python *holder, const s1f_current_unit *unit)
-{
-    if (holder == &process_unit)
-        return s1f_current_unit_set_process(unit);
-    s1f_current_unit_set_thread(unit);
-    return S1F_OK;
-}
-
-PyDoc_STRVAR(current_unit_set_doc,
-             "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, "
-             "offset, length, sequence_length, scope) -> None\n\nBegins a unit, as the executor does.");
-
-static PyObject *current_unit_set(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *handle = NULL;
-    const char *scope = NULL;
-    int pass = 0, stage = 0, microbatch = 0, segment = 0, num_segments = 0, kv_slot = 0, grad_slot = 0, training = 0;
-    long long offset = 0, length = 0, sequence_length = 0;
-    if (!PyArg_ParseTuple(args, "OiiiiiiipLLLs:current_unit_set", &handle, &pass, &stage, &microbatch, &segment,
-                          &num_segments, &kv_slot, &grad_slot, &training, &offset, &length, &sequence_length, &scope))
-        return NULL;
-    s1f_kv_cache *cache;
-    unit_of_python *holder = s1f_to_kv_cache(handle, &cache) ? unit_of_scope(scope) : NULL;
-    if (holder == NULL)
-        return NULL;
-    if (holder->cache != NULL) {
-        PyErr_Format(PyExc_RuntimeError, "the %s has a current unit already", scope);
-        return NULL;
-    }
-    holder->unit = (s1f_current_unit){
-        .unit = {pass, stage, microbatch, segment},
-        .num_segments = num_segments,
-        .kv_slot = kv_slot,
-        .grad_slot = grad_slot,
-        .training = training,
-        .offset = offset,
-        .length = length,
-        .sequence_length = sequence_length,
-        .cache = cache,
-    };
-    s1f_status status = s1f_kv_cache_begin_unit(cache, &holder->unit);
-    if (status == S1F_OK)
-        status = make_current(holder, &holder->unit);
-    if (status != S1F_OK)
-        return s1f_raise(status);
-    holder->cache = Py_NewRef(handle);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(current_unit_clear_doc,
-             "current_unit_clear(scope, finished=True) -> None\n\nEnds the unit; a failed one is not finished.");
-
-static PyObject *current_unit_clear(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *scope = NULL;
-    int finished = 1;
-    if (!PyArg_ParseTuple(args, "s|p:current_unit_clear", &scope, &finished))
-        return NULL;
-    unit_of_python *holder = unit_of_scope(scope);
-    if (holder == NULL)
-        return NULL;
-    if (holder->cache == NULL)
-        Py_RETURN_NONE;
-    s1f_status status = finished ? s1f_kv_cache_finish_unit(holder->unit.cache, &holder->unit) : S1F_OK;
-    (void)make_current(holder, NULL);
-    Py_CLEAR(holder->cache);
-    return s1f_none(status);
-}
-
 /* -- instruction set ------------------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(attention_isa_doc, "attention_isa() -> str\n\nInstruction set of the attention kernels in use.");
@@ -275,18 +152,6 @@ PyDoc_STRVAR(attention_isa_doc, "attention_isa() -> str\n\nInstruction set of th
 static PyObject *attention_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     return PyUnicode_FromString(s1f_attention_isa());
-}
-
-PyDoc_STRVAR(attention_set_isa_doc,
-             "attention_set_isa(name) -> None\n\nForces an instruction set, for tests; None: the fastest.");
-
-static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *name = NULL;
-    if (!PyArg_ParseTuple(args, "z:attention_set_isa", &name))
-        return NULL;
-    s1f_status status = s1f_attention_set_isa(name);
-    return s1f_none(status);
 }
 
 PyDoc_STRVAR(attention_rates_doc,
@@ -314,13 +179,9 @@ PyMethodDef s1f_attention_methods[] = {
     {"token_offset", token_offset, METH_NOARGS, token_offset_doc},
     {"current_unit", current_unit, METH_NOARGS, current_unit_doc},
     {"kv_cache_create", kv_cache_create, METH_NOARGS, kv_cache_create_doc},
-    {"kv_cache_begin_step", kv_cache_begin_step, METH_VARARGS, kv_cache_begin_step_doc},
     {"kv_cache_bytes", kv_cache_bytes, METH_O, kv_cache_bytes_doc},
     {"kv_cache_layers", kv_cache_layers, METH_O, kv_cache_layers_doc},
-    {"current_unit_set", current_unit_set, METH_VARARGS, current_unit_set_doc},
-    {"current_unit_clear", current_unit_clear, METH_VARARGS, current_unit_clear_doc},
     {"attention_isa", attention_isa, METH_NOARGS, attention_isa_doc},
-    {"attention_set_isa", attention_set_isa, METH_VARARGS, attention_set_isa_doc},
     {"attention_rates", attention_rates, METH_O, attention_rates_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -120,7 +120,9 @@ PyObject *s1f_unit_tuple(s1f_unit unit);
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
 
-int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
+/* constants.c; -1 with the exception set */
+int s1f_add_constants(PyObject *module);
+int s1f_add_object(PyObject *module, const char *name, PyObject *object); /* a new object, or NULL with an exception */
 
 extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];

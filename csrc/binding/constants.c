@@ -52,11 +52,11 @@ static const char *const opcodes[] = {
 };
 _Static_assert(sizeof opcodes / sizeof opcodes[0] == S1F_NUM_OPS, "every opcode has its name");
 
-static int add_tuple(PyObject *module, const char *name, PyObject *tuple)
+int s1f_add_object(PyObject *module, const char *name, PyObject *object)
 {
-    if (tuple == NULL || PyModule_AddObject(module, name, tuple) == 0) /* steals */
-        return tuple == NULL ? -1 : 0;
-    Py_DECREF(tuple);
+    if (object == NULL || PyModule_AddObject(module, name, object) == 0) /* steals */
+        return object == NULL ? -1 : 0;
+    Py_DECREF(object);
     return -1;
 }
 
@@ -65,10 +65,10 @@ int s1f_add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
-    if (add_tuple(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
-        add_tuple(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
+    if (s1f_add_object(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
+        s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
         return -1;
-    if (add_tuple(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
+    if (s1f_add_object(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
         return -1;
-    return add_tuple(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));
+    return s1f_add_object(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));
 }

@@ -106,13 +106,6 @@ static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
     return Py_BuildValue("Li", (long long)bytes, bytes >= 0 && message->training != 0);
 }
 
-/* -- calls that may wait --------------------------------------------------------------------------------------------- */
-
-static PyObject *finish(s1f_status status, const s1f_edge_end *end)
-{
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
-}
-
 static PyObject *relay_flush(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     s1f_edge_end *end;
@@ -122,117 +115,7 @@ static PyObject *relay_flush(PyObject *Py_UNUSED(module), PyObject *handle)
     Py_BEGIN_ALLOW_THREADS
     status = s1f_relay_flush(end);
     Py_END_ALLOW_THREADS
-    return finish(status, end);
-}
-
-static PyObject *edge_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    int num_places;
-    s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_edge_end, &end, &num_places))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_p2p_begin_step(end, num_places);
-    Py_END_ALLOW_THREADS
-    return finish(status, end);
-}
-
-static PyObject *edge_post(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    int64_t sequence;
-    int place;
-    s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&i", s1f_to_edge_end, &end, s1f_to_int64, &sequence, &place))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_p2p_post(end, sequence, place);
-    Py_END_ALLOW_THREADS
-    return finish(status, end);
-}
-
-/* -- messages ------------------------------------------------------------------------------------------------------ */
-
-#define MESSAGE_FIELDS "Liiiiii(LLL)"
-
-typedef struct {
-    const s1f_message *message;
-    const char *payload;
-} received;
-
-static PyObject *tensor_item(const void *context, int64_t i)
-{
-    const received *r = context;
-    const s1f_tensor_header *tensor = &r->message->tensors[i];
-    return Py_BuildValue("(iiNN)", (int)tensor->dtype, (int)tensor->flags,
-                         s1f_tuple_of(tensor->ndim, s1f_int64_item, tensor->sizes),
-                         PyLong_FromVoidPtr((char *)(uintptr_t)r->payload + tensor->offset));
-}
-
-static PyObject *edge_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    int64_t sequence;
-    int place;
-    s1f_status status;
-    const s1f_message *m;
-    const void *payload;
-    if (!PyArg_ParseTuple(arguments, "O&O&i", s1f_to_edge_end, &end, s1f_to_int64, &sequence, &place))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_p2p_wait(end, sequence, place, &m, &payload);
-    Py_END_ALLOW_THREADS
-    if (status != S1F_OK)
-        return s1f_raise_for_group(status, end->group);
-    received r = {m, payload};
-    return Py_BuildValue("((" MESSAGE_FIELDS ")N)", (long long)m->step, (int)m->source_stage, (int)m->destination_stage,
-                         (int)m->pass, (int)m->microbatch, (int)m->segment, (int)m->training,
-                         (long long)m->sequence_length, (long long)m->offset, (long long)m->length,
-                         s1f_list_of(m->num_tensors, tensor_item, &r));
-}
-
-static int parse_tensor(PyObject *item, s1f_tensor_header *tensor, const void **data)
-{
-    PyObject *sizes;
-    if (!PyArg_ParseTuple(item, "iiO!O&", &tensor->dtype, &tensor->flags, &PyTuple_Type, &sizes, s1f_to_address, data))
-        return 0;
-    Py_ssize_t count = PyTuple_Size(sizes);
-    tensor->ndim = (int32_t)(count > S1F_MAX_DIMS ? S1F_MAX_DIMS + 1 : count);
-    for (Py_ssize_t i = 0; i < count && i < S1F_MAX_DIMS; i++)
-        if (!s1f_to_int64(PyTuple_GetItem(sizes, i), &tensor->sizes[i]))
-            return 0;
-    return 1;
-}
-
-static PyObject *edge_send(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    PyObject *tensors;
-    long long step, sequence_length, offset, length;
-    int64_t sequence;
-    int place;
-    s1f_message message = {0};
-    if (!PyArg_ParseTuple(arguments, "O&O&i(" MESSAGE_FIELDS ")O!", s1f_to_edge_end, &end, s1f_to_int64, &sequence,
-                          &place, &step, &message.source_stage, &message.destination_stage, &message.pass,
-                          &message.microbatch, &message.segment, &message.training, &sequence_length, &offset, &length,
-                          &PyList_Type, &tensors))
-        return NULL;
-    message.step = step;
-    message.sequence_length = sequence_length;
-    message.offset = offset;
-    message.length = length;
-    Py_ssize_t count = PyList_Size(tensors);
-    const void *data[S1F_MAX_TENSORS];
-    message.num_tensors = (int32_t)(count > S1F_MAX_TENSORS ? S1F_MAX_TENSORS + 1 : count);
-    for (Py_ssize_t i = 0; i < count && i < S1F_MAX_TENSORS; i++)
-        if (!parse_tensor(PyList_GetItem(tensors, i), &message.tensors[i], &data[i]))
-            return NULL;
-    s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_p2p_send(end, sequence, place, &message, data);
-    Py_END_ALLOW_THREADS
-    return finish(status, end);
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
 }
 
 /* -- tensors over places: DLPack -------------------------------------------------------------------------------- */
@@ -328,12 +211,6 @@ PyMethodDef s1f_edge_methods[] = {
     {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
     {"message_head", message_head, METH_O,
      "message_head(place): (bytes after the header, -1 if there is no message; whether of a training step)."},
-    {"edge_begin_step", edge_begin_step, METH_VARARGS, "edge_begin_step(end, num_places): enters a step."},
-    {"edge_post", edge_post, METH_VARARGS, "edge_post(end, sequence, place): the place is free for this message."},
-    {"edge_wait", edge_wait, METH_VARARGS,
-     "edge_wait(end, sequence, place): (fields, [(dtype, flags, sizes, address)]) of the message, once it has come."},
-    {"edge_send", edge_send, METH_VARARGS,
-     "edge_send(end, sequence, place, fields, [(dtype, flags, sizes, address)]): puts a message into its place."},
     {"place_tensor_capsule", place_tensor_capsule, METH_VARARGS,
      "place_tensor_capsule(owner, address, dtype, sizes, gpu=-1): DLPack capsule of a tensor that keeps owner alive, "
      "on the CPU or on a GPU."},

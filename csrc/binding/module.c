@@ -1,5 +1,6 @@
 /* module.c - the extension module seq1f1b._C: limited API, multi-phase initialisation. */
 #include "binding.h"
+#include "tested.h"
 
 PyObject *s1f_schedule_error;
 PyObject *s1f_pipeline_error;
@@ -44,6 +45,9 @@ static int add_exception(PyObject *module, const char *name, const char *full_na
     return 0;
 }
 
+#define S1F_TESTED_VALUE(function) function,
+static const s1f_tested tested = {S1F_TESTED(S1F_TESTED_VALUE)};
+
 static int module_exec(PyObject *module)
 {
     PyMethodDef *const tables[] = {s1f_partition_methods, s1f_unit_methods,  s1f_schedule_methods, s1f_simulate_methods,
@@ -52,7 +56,8 @@ static int module_exec(PyObject *module)
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;
-    if (s1f_add_constants(module) < 0)
+    if (s1f_add_constants(module) < 0 ||
+        s1f_add_object(module, "_tested", PyCapsule_New((void *)(uintptr_t)&tested, S1F_TESTED_NAME, NULL)) < 0)
         return -1;
     if (add_exception(module, "ScheduleError", "seq1f1b.ScheduleError",
                       "An order of units breaks a rule; the message names the rule and the units.", PyExc_ValueError,

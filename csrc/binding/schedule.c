@@ -580,26 +580,6 @@ static PyObject *program_lower_edges(PyObject *Py_UNUSED(module), PyObject *argu
     return s1f_new_program(status, program, NULL);
 }
 
-static PyObject *instruction_item(const void *instructions, int64_t i)
-{
-    const s1f_instruction *instruction = (const s1f_instruction *)instructions + i;
-    return Py_BuildValue("(iiNiiiL)", (int)instruction->opcode, instruction->edge, s1f_unit_tuple(instruction->unit),
-                         instruction->place, instruction->kv_slot, instruction->grad_slot,
-                         (long long)instruction->sequence);
-}
-
-static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    const s1f_program *program;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_program, &program, &rank) ||
-        !s1f_require_index("rank", rank, s1f_program_num_ranks(program)))
-        return NULL;
-    int64_t count;
-    const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
-    return s1f_list_of(count, instruction_item, instructions);
-}
-
 static PyObject *edge_item(const void *edges, int64_t i)
 {
     const s1f_edge *edge = (const s1f_edge *)edges + i;
@@ -707,8 +687,6 @@ PyMethodDef s1f_schedule_methods[] = {
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,
      "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and program_memory."},
-    {"program_instructions", program_instructions, METH_VARARGS,
-     "program_instructions(program, rank): (opcode, edge, unit, place, kv_slot, grad_slot, sequence) in order."},
     {"program_edges", program_edges, METH_O,
      "(source_stage, destination_stage, source_rank, destination_rank, channel, num_places, num_messages) per "
      "edge."},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from core_extension import core
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
@@ -20,7 +21,7 @@ class Lowered:
         self.ranks = [
             [
                 (_C.OPCODES[op], edge, unit_of(unit), *rest)
-                for op, edge, unit, *rest in _C.program_instructions(self.handle, rank)
+                for op, edge, unit, *rest in core.program_instructions(self.handle, rank)
             ]
             for rank in range(schedule.num_ranks)
         ]
@@ -395,7 +396,7 @@ def test_a_broken_order_is_not_lowered() -> None:
 
 def test_arguments_out_of_range() -> None:
     handle = _C.program_lower(build_schedule("gpipe", num_ranks=2, num_microbatches=2, num_segments=3).handle, 1)
-    for call in (_C.program_stage_peak, _C.program_instructions):
+    for call in (_C.program_stage_peak, core.program_instructions):
         for index in (-1, 2):
             with pytest.raises(ValueError, match=f"is {index}, must be in 0..1"):
                 call(handle, index)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from core_extension import core
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, Schedule, Unit, schedules
@@ -23,7 +24,7 @@ def programs(schedule: Schedule, prefetch: int = 1, receives: bool = True) -> tu
     ranks = [
         [
             (_C.OPCODES[op], edge, unit_of(unit), sequence)
-            for op, edge, unit, _, _, _, sequence in _C.program_instructions(handle, r)
+            for op, edge, unit, _, _, _, sequence in core.program_instructions(handle, r)
         ]
         for r in range(schedule.num_ranks)
     ]

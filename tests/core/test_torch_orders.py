@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from core_extension import core
 from orders import random_order
 
 from seq1f1b import _C, Schedule, ScheduleError, build_schedule, schedules
@@ -86,7 +87,7 @@ def messages_of_ours(schedule: Schedule) -> dict[tuple[int, int], list[int]]:
     ends = [edge[:2] for edge in _C.program_edges(program)]
     edges: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(schedule.num_ranks):
-        for opcode, edge, (_, _, microbatch, segment), *_ in _C.program_instructions(program, rank):
+        for opcode, edge, (_, _, microbatch, segment), *_ in core.program_instructions(program, rank):
             if _C.OPCODES[opcode] == "SEND":
                 edges[ends[edge]].append(microbatch * schedule.num_segments + segment)
     return dict(edges)

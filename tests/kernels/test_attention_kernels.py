@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_runs import formula, gradients, random_qkv, segmented
+from core_extension import core
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -37,17 +38,17 @@ def instruction_sets() -> Iterator[str]:
     """Those of this machine."""
     for name in ("portable", "neon", "avx2", "avx512", "avx512bf16"):
         with contextlib.suppress(ValueError):
-            _C.attention_set_isa(name)
+            core.attention_set_isa(name)
             yield name
-    _C.attention_set_isa(None)
+    core.attention_set_isa(None)
 
 
 @pytest.fixture(params=instruction_sets())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    _C.attention_set_isa(request.param)
+    core.attention_set_isa(request.param)
     assert _C.attention_isa() == request.param
     yield request.param
-    _C.attention_set_isa(None)
+    core.attention_set_isa(None)
 
 
 def documents(*lengths: int) -> Tensor:

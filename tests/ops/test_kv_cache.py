@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from core_extension import core
 from simulated_step import SimulatedStep
 from torch import Tensor
 
@@ -190,7 +191,7 @@ def test_a_unit_that_does_not_fit_the_step(change: dict[str, int], message: str)
     unit = {"stage": 0, "segment": 0, "num_segments": 3, "slot": 0, "offset": 0, "length": 3, **change}
     step = SimulatedStep(SIZES)
     with pytest.raises(ValueError, match=message):
-        _C.current_unit_set(
+        core.current_unit_set(
             step.cache, 0, unit["stage"], 0, unit["segment"], unit["num_segments"], unit["slot"], -1, True,
             unit["offset"], unit["length"], TOKENS, "thread",
         )  # fmt: skip
@@ -201,10 +202,10 @@ def test_a_micro_batch_of_fewer_segments_than_the_step() -> None:
     cache = SimulatedStep(SIZES).cache
 
     def begin(segment: int, num_segments: int, offset: int, tokens: int) -> None:
-        _C.current_unit_set(cache, 0, 0, 0, segment, num_segments, 0, -1, True, offset, 2, tokens, "thread")
+        core.current_unit_set(cache, 0, 0, 0, segment, num_segments, 0, -1, True, offset, 2, tokens, "thread")
 
     begin(0, 2, 0, 4)
-    _C.current_unit_clear("thread", True)
+    core.current_unit_clear("thread", True)
     for num_segments, tokens in ((3, 6), (2, 5)):
         with pytest.raises(ValueError, match=rf"{num_segments} segments of {tokens} tokens, segment 0 had 2 of 4"):
             begin(1, num_segments, 2, tokens)
@@ -213,7 +214,7 @@ def test_a_micro_batch_of_fewer_segments_than_the_step() -> None:
 @pytest.mark.parametrize("stages", [[], [(0, 0, 1)], [(0, 1, -1)], [(0, 1, 1), (0, 1, 1)]])
 def test_bad_slots(stages: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ValueError):
-        _C.kv_cache_begin_step(_C.kv_cache_create(), stages, TOKENS, 3)
+        core.kv_cache_begin_step(_C.kv_cache_create(), stages, TOKENS, 3)
 
 
 # -- in order ------------------------------------------------------------------------------------------------------
@@ -324,13 +325,13 @@ def test_rows_never_written_do_not_leak() -> None:
 def test_stages_of_one_rank_keep_their_own_rows() -> None:
     """The same layer key in two stages names two entries."""
     cache = _C.kv_cache_create()
-    _C.kv_cache_begin_step(cache, [(0, 1, 1), (3, 1, 1)], TOKENS, 2)
+    core.kv_cache_begin_step(cache, [(0, 1, 1), (3, 1, 1)], TOKENS, 2)
     outs = {}
     for s, (offset, length) in enumerate([(0, 4), (4, 2)]):
         for stage in (0, 3):
-            _C.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, "thread")
+            core.current_unit_set(cache, 0, stage, 0, s, 2, 0, -1, False, offset, length, TOKENS, "thread")
             outs[stage, s] = causal_attention(*(t[:, :, offset : offset + length] for t in qkv(stage)), layer=0)
-            _C.current_unit_clear("thread")
+            core.current_unit_clear("thread")
     for stage in (0, 3):
         whole = causal_attention(*qkv(stage), layer=0)
         torch.testing.assert_close(torch.cat([outs[stage, 0], outs[stage, 1]], dim=2), whole)

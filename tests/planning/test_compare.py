@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from core_extension import core
 
 from seq1f1b import _C, build_schedule, schedules
 from seq1f1b.planning.compare import Row, compare
@@ -57,7 +58,7 @@ def test_messages_are_those_of_the_lowered_program() -> None:
         sent = sum(
             3 * sizes[segment]
             for rank in range(4)
-            for opcode, _, (_, _, _, segment), *_ in _C.program_instructions(program, rank)
+            for opcode, _, (_, _, _, segment), *_ in core.program_instructions(program, rank)
             if _C.OPCODES[opcode] == "SEND"
         )
         assert found.sent_bytes == sent, found.family

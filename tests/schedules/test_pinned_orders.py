@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_extension import core
 from orders import random_order
 
 from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
@@ -146,7 +147,7 @@ def program_lines(schedule: Schedule, prefetch: int, receives: bool) -> Iterator
         yield f"peak {tuple(_C.program_stage_peak(handle, stage))}"
     for rank in range(schedule.num_ranks):
         yield f"rank {rank}"
-        for op, edge, unit, place, kv_slot, grad_slot, sequence in _C.program_instructions(handle, rank):
+        for op, edge, unit, place, kv_slot, grad_slot, sequence in core.program_instructions(handle, rank):
             yield f"{_C.OPCODES[op]} {edge} {unit_text(unit_of(unit))} {place} {kv_slot} {grad_slot} {sequence}"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from core_extension import core
+
 from seq1f1b import _C
 
 
@@ -23,7 +25,7 @@ class SimulatedStep:
         self.sizes = list(sizes)
         self.stage, self.training, self.scope = stage, training, scope
         self.cache = _C.kv_cache_create() if cache is None else cache
-        _C.kv_cache_begin_step(self.cache, [(stage, kv_slots, grad_slots)], sum(self.sizes), len(self.sizes))
+        core.kv_cache_begin_step(self.cache, [(stage, kv_slots, grad_slots)], sum(self.sizes), len(self.sizes))
 
     def slice(self, segment: int) -> slice:
         offset = sum(self.sizes[:segment])
@@ -33,7 +35,7 @@ class SimulatedStep:
     def unit(self, kind: str, microbatch: int, segment: int, *, slot: int = 0, grad_slot: int = 0) -> Iterator[None]:
         """Runs the body as unit ``F<microbatch>.<segment>`` (or B); a body that raises leaves the unit unfinished."""
         where = self.slice(segment)
-        _C.current_unit_set(
+        core.current_unit_set(
             self.cache, _C.PASSES.index(kind), self.stage, microbatch, segment, len(self.sizes), slot,
             -1 if kind == "F" else grad_slot, self.training, where.start, self.sizes[segment], sum(self.sizes),
             self.scope,
@@ -43,4 +45,4 @@ class SimulatedStep:
             yield
             finished = True
         finally:
-            _C.current_unit_clear(self.scope, finished)
+            core.current_unit_clear(self.scope, finished)

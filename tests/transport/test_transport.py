@@ -24,6 +24,7 @@ import pytest
 
 torch = pytest.importorskip("torch")  # what follows needs it, so these imports stand below
 import torch.distributed as dist  # noqa: E402
+from core_extension import core  # noqa: E402
 from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
@@ -77,25 +78,20 @@ class Ranks(PipedProcesses):
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def fields(group: RankGroup, source: int, segment: int) -> Any:
-    return (group.step, source, 1 - source, 0, 0, segment, 1, (8, segment, 1))
-
-
-def send(group: RankGroup, end: object, n: int, tensors: list[torch.Tensor | None], source: int = 0) -> None:
+def send(end: object, n: int, tensors: list[torch.Tensor | None]) -> None:
     headers = [
         (0, _C.TENSOR_NONE, (), 0)
         if t is None
         else (transport.DTYPES.index(t.dtype), int(t.requires_grad), tuple(t.shape), t.data_ptr())
         for t in tensors
     ]
-    _C.edge_send(end, n, n % PLACES, fields(group, source, n), headers)
+    core.edge_send(end, n, n % PLACES, headers)
 
 
 def receive(end: object, n: int) -> list[torch.Tensor | None]:
-    _, tensors = _C.edge_wait(end, n, n % PLACES)
     return [
         None if flags & _C.TENSOR_NONE else place_tensor(end, address, code, sizes)
-        for code, flags, sizes, address in tensors
+        for code, flags, sizes, address in core.edge_wait(end, n, n % PLACES)
     ]
 
 
@@ -110,7 +106,7 @@ def open_both(group: RankGroup) -> tuple[object, object]:
 def begin(group: RankGroup, *ends: object) -> None:
     group.begin_step()
     for end in ends:
-        _C.edge_begin_step(end, PLACES)
+        core.edge_begin_step(end, PLACES)
 
 
 def messages() -> list[list[torch.Tensor | None]]:
@@ -142,15 +138,15 @@ def exchange(group: RankGroup, pipe: Connection) -> int:
     for _ in range(3):
         begin(group, out, back)
         for n in range(PLACES):
-            _C.edge_post(back, n, n)
+            core.edge_post(back, n, n)
         for n in range(PLACES):
-            send(group, out, n, expected[n], group.rank)
+            send(out, n, expected[n])
         for n in range(count):
             got = receive(back, n)
             assert len(got) == len(expected[n]) and all(map(same, got, expected[n])), f"message {n} changed"
             if n + PLACES < count:
-                _C.edge_post(back, n + PLACES, n % PLACES)
-                send(group, out, n + PLACES, expected[n + PLACES], group.rank)
+                core.edge_post(back, n + PLACES, n % PLACES)
+                send(out, n + PLACES, expected[n + PLACES])
         group.end_step(failed=False)
     return count
 
@@ -182,11 +178,11 @@ def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
     if group.rank == 0:
         group.set_limits(*pipe.recv())
         begin(group, end)
-        _C.edge_post(end, 0, 0)
+        core.edge_post(end, 0, 0)
         group.barrier()
         pipe.send("waiting")
         try:
-            _C.edge_wait(end, 0, 0)
+            core.edge_wait(end, 0, 0)
         except (PipelineError, KeyboardInterrupt) as error:
             attributes = [getattr(error, name, None) for name in ("rank", "unit", "edge")]
             return type(error).__name__, str(error), attributes, time.monotonic()
@@ -261,19 +257,19 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
         number = group.begin_step()
         for end in (into, out):
             if end is not None:
-                _C.edge_begin_step(end, PLACES)
+                core.edge_begin_step(end, PLACES)
         if into is not None:
             for n in range(PLACES if failing and rank == last else 1):
-                _C.edge_post(into, n, n)
+                core.edge_post(into, n, n)
             if failing and rank == last:
                 time.sleep(0.3)
                 raise ValueError("no such token")
             assert receive(into, 0)[0].item() == 41 + rank
         if out is not None:
-            send(group, out, 0, [torch.tensor(42 + rank)])
+            send(out, 0, [torch.tensor(42 + rank)])
             if failing and rank == 1:
-                send(group, out, 1, [torch.tensor(0)])
-                send(group, out, 2, [torch.tensor(0)])  # no place is granted: waits for the failure
+                send(out, 1, [torch.tensor(0)])
+                send(out, 2, [torch.tensor(0)])  # no place is granted: waits for the failure
         return number
 
     number = 0
@@ -360,8 +356,8 @@ def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, l
     second = transport.connect(None, "shm")
     out, back = open_both(second)
     begin(second, out, back)
-    _C.edge_post(back, 0, 0)
-    send(second, out, 0, [torch.arange(5)], group.rank)
+    core.edge_post(back, 0, 0)
+    send(out, 0, [torch.arange(5)])
     (view,) = receive(back, 0)
     second.barrier()
     second.close()
@@ -531,6 +527,6 @@ def test_bad_arguments() -> None:
     end = groups[0].edge_end((0, 1), 1, False, EDGE)
     begin(groups[0], end)
     with pytest.raises(ValueError, match="17 tensors"):
-        send(groups[0], end, 0, [torch.zeros(1)] * 17)
+        send(end, 0, [torch.zeros(1)] * 17)
     with pytest.raises(RuntimeError, match=f"{EDGE}, message 0: this is the sender's end"):
-        _C.edge_post(end, 0, 0)
+        core.edge_post(end, 0, 0)
