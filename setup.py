@@ -4,7 +4,7 @@ Where nvcc is found, also seq1f1b/libseq1f1b_cuda.so: the CUDA kernels with the 
 it is to launch one. If they do not compile, the rest is installed without them.
 
 Switches, by environment:
-    SEQ1F1B_DEBUG=1       -O0 -g, assertions on
+    SEQ1F1B_DEBUG=1       -O0 -g, assertions on, places of messages filled with NaN once they are free
     SEQ1F1B_SANITIZE=1    AddressSanitizer and UndefinedBehaviorSanitizer (preload libasan to import it)
     SEQ1F1B_COVERAGE=1    gcov counters
     SEQ1F1B_WERROR=1      warnings are errors (CI)
@@ -35,6 +35,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wpointer-arith", "-Wstrict-prototy
 # -fexceptions: errors of libtorch unwind through our frames; without it the process is terminated.
 FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", *WARNINGS]
 MACROS: list[tuple[str, str | None]] = [("_GNU_SOURCE", "1")]
+DEBUG = ["-UNDEBUG", "-DS1F_POISON"]  # assertions; memory that a reader has given back is filled with NaN
 LIBRARIES = ["m", "dl", "pthread"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # One source per micro-kernel, compiled for one instruction set by its file name; chosen at run time.
@@ -64,7 +65,7 @@ def switch(name: str) -> bool:
 def compile_and_link_flags() -> tuple[list[str], list[str]]:
     compile_flags, link_flags = list(FLAGS), []
     if switch("SEQ1F1B_DEBUG"):
-        compile_flags += ["-O0", "-g", "-UNDEBUG"]
+        compile_flags += ["-O0", "-g", *DEBUG]
     else:
         compile_flags += ["-O3", "-g1"]
     if switch("SEQ1F1B_SANITIZE"):

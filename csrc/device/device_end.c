@@ -272,11 +272,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     s1f_device_place *place = &end->places[number];
-    if (s1f_group_poison(head->group) && place->capacity > 0)
-        status = checked(end, driver->fill(place->address, 0xFF, (size_t)place->capacity, end->device->compute),
-                         "cuMemsetD8Async");
-    if (status == S1F_OK)
-        status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
+    status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
     status = leave(end, status);
     if (status == S1F_OK && end->mover->post != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
         status = end->mover->post(end, number);

@@ -49,7 +49,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *host, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))     \
     X(copy_from_host, cuMemcpyHtoDAsync_v2,                                                                            \
       (s1f_cu_address destination, const void *host, size_t bytes, s1f_cu_stream stream))                              \
-    X(fill, cuMemsetD8Async, (s1f_cu_address address, unsigned char value, size_t bytes, s1f_cu_stream stream))        \
     X(ipc_export_memory, cuIpcGetMemHandle, (s1f_cu_handle * handle, s1f_cu_address address))                          \
     X(ipc_open_memory, cuIpcOpenMemHandle_v2, (s1f_cu_address * address, s1f_cu_handle handle, unsigned int flags))    \
     X(ipc_close_memory, cuIpcCloseMemHandle, (s1f_cu_address address))                                                 \

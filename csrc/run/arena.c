@@ -49,12 +49,6 @@ static char *place_memory(const arena_end *arena, int32_t place)
     return (char *)arena->control + PAGE_BYTES + place * arena->stride;
 }
 
-int64_t s1f_arena_place_bytes(int64_t payload_bytes)
-{
-    int64_t page = sysconf(_SC_PAGESIZE);
-    return (S1F_HEADER_BYTES + payload_bytes + page - 1) / page * page;
-}
-
 /* -- memory ------------------------------------------------------------------------------------------------------ */
 
 s1f_status s1f_mapping_create(int fd, int64_t bytes, s1f_mapping **out)
@@ -169,11 +163,11 @@ static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
     s1f_status status = check_turn(arena, 1, sequence, arena->posted, place);
     if (status != S1F_OK)
         return status;
-    if (s1f_group_poison(end->group)) {
-        s1f_message *last = (s1f_message *)place_memory(arena, place);
-        if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
-            memset((char *)last + S1F_HEADER_BYTES, 0xFF, (size_t)last->payload_bytes);
-    }
+#ifdef S1F_POISON /* whoever reads a place that is free again meets NaN */
+    s1f_message *last = (s1f_message *)place_memory(arena, place);
+    if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
+        memset((char *)last + S1F_HEADER_BYTES, 0xFF, (size_t)last->payload_bytes);
+#endif
     arena->posted++;
     if (arena->relay != NULL)
         return arena->relay->post(arena->context, sequence, place_memory(arena, place));

@@ -50,7 +50,4 @@ void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence);
 /* Sender: waits until every place may be reused. */
 s1f_status s1f_relay_flush(s1f_edge_end *end);
 
-/* Physical bytes of a place that holds this payload, in whole pages: what a plan reports. */
-int64_t s1f_arena_place_bytes(int64_t payload_bytes);
-
 #endif

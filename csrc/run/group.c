@@ -52,7 +52,7 @@ struct s1f_group {
     failure_block *failure;
     progress_row *rows;
     mailbox *mailboxes;
-    int32_t num_ranks, rank, poison;
+    int32_t num_ranks, rank;
     int64_t step, timeout_ns, spin_ns;
     s1f_status (*interrupted)(void *context);
     void *context;
@@ -114,16 +114,6 @@ void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
 {
     group->timeout_ns = timeout_ns;
     group->spin_ns = spin_ns;
-}
-
-void s1f_group_set_poison(s1f_group *group, int32_t poison)
-{
-    group->poison = poison;
-}
-
-int32_t s1f_group_poison(const s1f_group *group)
-{
-    return group->poison;
 }
 
 void s1f_group_begin_step(s1f_group *group, int64_t step)

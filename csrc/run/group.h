@@ -34,9 +34,6 @@ void s1f_group_free(s1f_group *group); /* NULL is fine */
 /* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
  * At first 300 s and 20 us. */
 void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
-/* Fills a place with 0xFF when it is posted again, so that a reader of a freed place meets NaN: for debugging. */
-void s1f_group_set_poison(s1f_group *group, int32_t poison);
-int32_t s1f_group_poison(const s1f_group *group);
 /* The step that this rank enters; 1 or more, agreed by all ranks, rising. Positions on edges are (step, sequence), so
  * that nothing a failed step left behind is mistaken for the new one. */
 void s1f_group_begin_step(s1f_group *group, int64_t step);

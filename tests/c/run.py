@@ -68,7 +68,7 @@ def compile_sources(
         flags: of the compiler, beside those of setup.py. plain: flags that PLAIN_TRUTH is compiled without.
     """
     setup = load_setup()
-    common = [*setup.FLAGS, "-g", "-UNDEBUG", *flags]
+    common = [*setup.FLAGS, "-g", *setup.DEBUG, *flags]
     common += [f"-D{name}={value}" for name, value in setup.MACROS]
 
     def compile_one(source: str) -> Path:

@@ -118,7 +118,6 @@ static pipeline *make_pipeline(void)
     for (int32_t rank = 0; rank < 2; rank++) {
         REQUIRE(s1f_group_create(made.block, 2, rank, NULL, NULL, &made.groups[rank]) == S1F_OK);
         s1f_group_set_limits(made.groups[rank], 0, 0); /* nothing is to wait: what does, fails */
-        s1f_group_set_poison(made.groups[rank], 1);
     }
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(made.program, &num_edges);
