@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# ---- module.c
+# ---- errors.c
 
 class ScheduleError(ValueError): ...
 

@@ -216,11 +216,6 @@ int s1f_require_index(const char *name, int64_t i, int64_t end)
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
 
-PyObject *s1f_none(s1f_status status)
-{
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
-}
-
 PyObject *s1f_list_of(int64_t count, s1f_item *item, const void *context)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -255,4 +250,12 @@ PyObject *s1f_name_item(const void *names, int64_t i)
 PyObject *s1f_unit_tuple(s1f_unit unit)
 {
     return Py_BuildValue("(iiii)", (int)unit.pass, (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
+}
+
+int s1f_add_object(PyObject *module, const char *name, PyObject *object)
+{
+    if (object == NULL || PyModule_AddObject(module, name, object) == 0) /* steals */
+        return object == NULL ? -1 : 0;
+    Py_DECREF(object);
+    return -1;
 }

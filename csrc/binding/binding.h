@@ -1,7 +1,7 @@
 /* binding.h - shared by the files that convert between Python and the core. Python.h appears in this folder only.
  *
  * Each file of the folder converts for one room of the core and offers a method table; module.c puts them together.
- * arguments.c holds the "O&" converters and the makers of results that all of them use. */
+ * All of them use errors.c, and arguments.c: the "O&" converters and the makers of results. */
 #ifndef S1F_BINDING_H
 #define S1F_BINDING_H
 
@@ -24,9 +24,7 @@ struct s1f_group;
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
 /* None, or the exception of the status. */
 PyObject *s1f_none(s1f_status status);
-/* The exception classes, made when the module is imported; borrowed. */
-extern PyObject *s1f_schedule_error; /* seq1f1b.ScheduleError(ValueError) */
-extern PyObject *s1f_pipeline_error; /* seq1f1b.PipelineError(RuntimeError) */
+int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the module; -1 with the exception set */
 
 /* -- handles ------------------------------------------------------------------------------------------------------- */
 
@@ -115,14 +113,15 @@ PyObject *s1f_tuple_of(int64_t count, s1f_item *item, const void *context);
 PyObject *s1f_int64_item(const void *values, int64_t i); /* of int64_t values[] */
 PyObject *s1f_name_item(const void *names, int64_t i);   /* of const char *names[] */
 
+/* Adds a new object, or takes NULL with the exception set; -1 with the exception set. */
+int s1f_add_object(PyObject *module, const char *name, PyObject *object);
+
 /* (pass, stage, microbatch, segment): everywhere a unit crosses to Python. The pass is an index into _C.PASSES. */
 PyObject *s1f_unit_tuple(s1f_unit unit);
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
 
-/* constants.c; -1 with the exception set */
-int s1f_add_constants(PyObject *module);
-int s1f_add_object(PyObject *module, const char *name, PyObject *object); /* a new object, or NULL with an exception */
+int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
 
 extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];

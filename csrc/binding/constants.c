@@ -46,27 +46,13 @@ static PyObject *family_option(const void *unused, int64_t i)
     return Py_BuildValue("(ss)", s1f_option_table[i].name, option_kinds[s1f_option_table[i].kind]);
 }
 
-static const char *const opcodes[] = {
-    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT",       [S1F_OP_RUN] = "RUN",   [S1F_OP_SEND] = "SEND",
-    [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
-};
-_Static_assert(sizeof opcodes / sizeof opcodes[0] == S1F_NUM_OPS, "every opcode has its name");
-
-int s1f_add_object(PyObject *module, const char *name, PyObject *object)
-{
-    if (object == NULL || PyModule_AddObject(module, name, object) == 0) /* steals */
-        return object == NULL ? -1 : 0;
-    Py_DECREF(object);
-    return -1;
-}
-
 int s1f_add_constants(PyObject *module)
 {
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
     if (s1f_add_object(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
-        s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, opcodes)) < 0)
+        s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, s1f_opcode_names)) < 0)
         return -1;
     if (s1f_add_object(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
         return -1;

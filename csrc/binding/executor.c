@@ -18,10 +18,12 @@ typedef struct { /* Python's view of the message in one place */
 
 typedef struct {
     s1f_executor *executor;
-    const s1f_shape *shape;                                   /* of the program */
-    PyObject *program, *group, *cache, *ends, *device, *tier; /* keep what the executor borrows */
-    PyObject *dtype_codes;                                    /* {torch.dtype: s1f_dtype} */
-    PyObject *leave;                                          /* (tensors) -> whether any lies elsewhere now */
+    PyObject *arguments, *device, *tier; /* keep what the executor and the next five borrow */
+    const s1f_program *program;
+    s1f_group *group;
+    PyObject *ends;
+    PyObject *dtype_codes; /* {torch.dtype: s1f_dtype} */
+    PyObject *leave;       /* (tensors) -> whether any lies elsewhere now */
     PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
     int32_t num_edges;
     int32_t *num_places;
@@ -46,14 +48,9 @@ static void handle_free(executor_handle *handle)
 {
     drop_views(handle);
     s1f_executor_free(handle->executor);
-    Py_XDECREF(handle->program);
-    Py_XDECREF(handle->group);
-    Py_XDECREF(handle->cache);
-    Py_XDECREF(handle->ends);
+    Py_XDECREF(handle->arguments);
     Py_XDECREF(handle->device);
     Py_XDECREF(handle->tier);
-    Py_XDECREF(handle->dtype_codes);
-    Py_XDECREF(handle->leave);
     Py_XDECREF(handle->name_data_ptr);
     Py_XDECREF(handle->name_dtype);
     Py_XDECREF(handle->name_shape);
@@ -64,6 +61,13 @@ static void handle_free(executor_handle *handle)
 static void capsule_free(PyObject *capsule)
 {
     handle_free(PyCapsule_GetPointer(capsule, S1F_CAPSULE_EXECUTOR));
+}
+
+static int to_executor(PyObject *capsule, void *out)
+{
+    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
+    *(executor_handle **)out = handle;
+    return handle != NULL;
 }
 
 /* -- callbacks: called without the GIL ----------------------------------------------------------------------------- */
@@ -208,7 +212,7 @@ static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *
     if (messages == NULL)
         return S1F_ERR_PYTHON;
     PyObject *tensors = PyObject_CallFunction(handle->run, "iiLN", (int)unit.pass, (int)unit.stage,
-                                              (long long)s1f_cell(handle->shape, unit), messages);
+                                              (long long)s1f_cell(&handle->program->shape, unit), messages);
     if (tensors == NULL)
         return S1F_ERR_PYTHON;
     s1f_status status = num_sends == 0 ? S1F_OK : describe_result(handle, tensors, result);
@@ -234,7 +238,7 @@ static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
     executor_handle *handle = context;
     PyEval_RestoreThread(handle->thread);
     PyObject *answer =
-        PyObject_CallFunction(handle->fill, "iL", (int)unit.stage, (long long)s1f_cell(handle->shape, unit));
+        PyObject_CallFunction(handle->fill, "iL", (int)unit.stage, (long long)s1f_cell(&handle->program->shape, unit));
     int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     handle->thread = PyEval_SaveThread();
@@ -287,35 +291,29 @@ static void release_callback(void *context, void *keep)
     handle->thread = PyEval_SaveThread();
 }
 
-/* Reads exactly num_columns integers. */
-static int read_sizes(PyObject *list, int64_t num_columns, int64_t *sizes)
+/* 0 with the exception set, unless there is a size for each column. */
+static int check_sizes(const executor_handle *handle, const s1f_int64s *sizes)
 {
-    Py_ssize_t count = PySequence_Size(list);
-    if (count != num_columns) {
-        if (count >= 0)
-            PyErr_Format(PyExc_ValueError, "%zd segment sizes for %lld segments", count, (long long)num_columns);
-        return -1;
-    }
-    for (Py_ssize_t s = 0; s < count; s++) {
-        PyObject *item = PySequence_GetItem(list, s);
-        sizes[s] = item == NULL ? -1 : PyLong_AsLongLong(item);
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            return -1;
-    }
-    return 0;
+    int64_t num_columns = s1f_program_num_columns(handle->program);
+    if (sizes->count != num_columns)
+        PyErr_Format(PyExc_ValueError, "%lld segment sizes for %lld segments", (long long)sizes->count,
+                     (long long)num_columns);
+    return sizes->count == num_columns;
 }
 
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
 {
     executor_handle *handle = context;
+    s1f_int64s given = {.name = "segment sizes"};
     PyEval_RestoreThread(handle->thread);
     PyObject *list = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
-    const s1f_program *program = PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM);
-    int failed = list == NULL || read_sizes(list, s1f_program_num_columns(program), sizes) < 0;
+    int is_read = list != NULL && s1f_to_int64s(list, &given) && check_sizes(handle, &given);
+    if (is_read)
+        memcpy(sizes, given.values, (size_t)given.count * sizeof *sizes);
+    PyMem_Free(given.values);
     Py_XDECREF(list);
     handle->thread = PyEval_SaveThread();
-    return failed ? S1F_ERR_PYTHON : S1F_OK;
+    return is_read ? S1F_OK : S1F_ERR_PYTHON;
 }
 
 /* -- the module's functions -------------------------------------------------------------------------------------- */
@@ -337,15 +335,14 @@ static int allocate_views(executor_handle *handle, const s1f_edge *edges)
 
 static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *program_capsule, *group_capsule, *cache_capsule, *ends, *dtype_codes, *leave;
+    const s1f_program *program;
+    s1f_group *group;
+    s1f_kv_cache *cache;
+    PyObject *ends, *dtype_codes, *leave;
     int rank, thread_scope, fills;
-    if (!PyArg_ParseTuple(arguments, "OiOOO!pO!pO", &program_capsule, &rank, &group_capsule, &cache_capsule,
-                          &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes, &fills, &leave))
-        return NULL;
-    s1f_program *program = s1f_from_capsule(program_capsule, S1F_CAPSULE_PROGRAM);
-    s1f_group *group = program == NULL ? NULL : s1f_from_capsule(group_capsule, S1F_CAPSULE_GROUP);
-    s1f_kv_cache *cache = group == NULL ? NULL : s1f_from_capsule(cache_capsule, S1F_CAPSULE_KV_CACHE);
-    if (cache == NULL)
+    if (!PyArg_ParseTuple(arguments, "O&iO&O&O!pO!pO", s1f_to_program, &program, &rank, s1f_to_group, &group,
+                          s1f_to_kv_cache, &cache, &PyList_Type, &ends, &thread_scope, &PyDict_Type, &dtype_codes,
+                          &fills, &leave))
         return NULL;
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
@@ -361,11 +358,16 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
         PyErr_NoMemory();
         goto failed;
     }
-    handle->shape = &program->shape;
-    handle->num_edges = num_edges;
+    *handle = (executor_handle){.arguments = Py_NewRef(arguments),
+                                .program = program,
+                                .group = group,
+                                .ends = ends,
+                                .dtype_codes = dtype_codes,
+                                .leave = leave,
+                                .num_edges = num_edges};
     for (int32_t i = 0; i < num_edges; i++) {
         PyObject *end = PyList_GetItem(ends, i);
-        if (end != Py_None && (pointers[i] = s1f_from_capsule(end, S1F_CAPSULE_EDGE_END)) == NULL)
+        if (end != Py_None && !s1f_to_edge_end(end, &pointers[i]))
             goto failed;
     }
     if (allocate_views(handle, edges) < 0) {
@@ -386,12 +388,6 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
         s1f_raise(status);
         goto failed;
     }
-    Py_INCREF(handle->program = program_capsule);
-    Py_INCREF(handle->group = group_capsule);
-    Py_INCREF(handle->cache = cache_capsule);
-    Py_INCREF(handle->ends = ends);
-    Py_INCREF(handle->dtype_codes = dtype_codes);
-    Py_INCREF(handle->leave = leave);
     capsule = PyCapsule_New(handle, S1F_CAPSULE_EXECUTOR, capsule_free);
 failed:
     free(pointers);
@@ -402,38 +398,32 @@ failed:
 
 static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule, *sizes_list, *run, *fill, *segment_sizes, *make_views;
-    long long step, sequence_length;
+    executor_handle *handle;
+    PyObject *run, *fill, *segment_sizes, *make_views;
+    int64_t step, sequence_length;
+    s1f_int64s sizes = {.name = "segment sizes"};
     int training;
-    if (!PyArg_ParseTuple(arguments, "OLpLOOOOO", &capsule, &step, &training, &sequence_length, &sizes_list, &run,
-                          &fill, &segment_sizes, &make_views))
+    if (!PyArg_ParseTuple(arguments, "O&O&pO&O&OOOO", to_executor, &handle, s1f_to_int64, &step, &training,
+                          s1f_to_int64, &sequence_length, s1f_to_int64s, &sizes, &run, &fill, &segment_sizes,
+                          &make_views))
         return NULL;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    if (handle == NULL)
-        return NULL;
-    if (handle->run != NULL) {
+    int is_inside = handle->run != NULL;
+    if (is_inside)
         PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
+    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &sizes))) {
+        PyMem_Free(sizes.values);
         return NULL;
-    }
-    int64_t num_columns = s1f_program_num_columns(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM));
-    int64_t *sizes = NULL;
-    if (sequence_length != 0) {
-        if ((sizes = calloc((size_t)num_columns, sizeof *sizes)) == NULL)
-            return PyErr_NoMemory();
-        if (read_sizes(sizes_list, num_columns, sizes) < 0) {
-            free(sizes);
-            return NULL;
-        }
     }
     handle->run = run;
     handle->fill = fill;
     handle->segment_sizes = segment_sizes;
     handle->make_views = make_views;
     handle->thread = PyEval_SaveThread();
-    s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length, sizes);
+    s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length,
+                                          sequence_length == 0 ? NULL : sizes.values);
     PyEval_RestoreThread(handle->thread);
     handle->run = handle->fill = handle->segment_sizes = handle->make_views = NULL;
-    free(sizes);
+    PyMem_Free(sizes.values);
     if (status == S1F_OK) {
         status = leave_all_places(handle);
     } else { /* the step's error is told, not one of this */
@@ -444,19 +434,14 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
         PyErr_Restore(type, error, trace);
     }
     if (status != S1F_OK)
-        return s1f_raise_for_group(status, PyCapsule_GetPointer(handle->group, S1F_CAPSULE_GROUP));
+        return s1f_raise_for_group(status, handle->group);
     Py_RETURN_NONE;
-}
-
-static PyObject *unit_tuple(s1f_unit unit)
-{
-    return Py_BuildValue("(iiii)", (int)unit.pass, (int)unit.stage, (int)unit.microbatch, (int)unit.segment);
 }
 
 static PyObject *executor_last_unit(PyObject *Py_UNUSED(module), PyObject *capsule)
 {
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    return handle == NULL ? NULL : unit_tuple(s1f_executor_last_unit(handle->executor));
+    executor_handle *handle;
+    return to_executor(capsule, &handle) ? s1f_unit_tuple(s1f_executor_last_unit(handle->executor)) : NULL;
 }
 
 /* What the last step measured, of the executor and the rank in a call's arguments. */
@@ -468,17 +453,13 @@ typedef struct {
 
 static int parse_measured(PyObject *arguments, measured_step *out)
 {
-    PyObject *capsule;
+    executor_handle *handle;
     int rank;
-    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &rank))
-        return -1;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    if (handle == NULL)
+    if (!PyArg_ParseTuple(arguments, "O&i", to_executor, &handle, &rank))
         return -1;
     int64_t num_instructions;
     out->spans = s1f_executor_spans(handle->executor, &out->count);
-    out->instructions =
-        s1f_program_instructions(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM), rank, &num_instructions);
+    out->instructions = s1f_program_instructions(handle->program, rank, &num_instructions);
     if (num_instructions != out->count) {
         PyErr_Format(PyExc_ValueError, "rank %d is not the executor's", rank);
         return -1;
@@ -494,7 +475,7 @@ static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *argume
     PyObject *list = PyList_New(step.count);
     for (int64_t i = 0; list != NULL && i < step.count; i++) {
         PyObject *item =
-            Py_BuildValue("(iNLL)", (int)step.instructions[i].opcode, unit_tuple(step.instructions[i].unit),
+            Py_BuildValue("(iNLL)", (int)step.instructions[i].opcode, s1f_unit_tuple(step.instructions[i].unit),
                           (long long)step.spans[i].start_ns, (long long)step.spans[i].end_ns);
         if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
             Py_CLEAR(list);
@@ -523,13 +504,14 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
 static PyObject *fill_item(const void *fills, int64_t i)
 {
     const s1f_fill *fill = (const s1f_fill *)fills + i;
-    return Py_BuildValue("(NLL)", unit_tuple(fill->unit), (long long)fill->span.start_ns, (long long)fill->span.end_ns);
+    return Py_BuildValue("(NLL)", s1f_unit_tuple(fill->unit), (long long)fill->span.start_ns,
+                         (long long)fill->span.end_ns);
 }
 
 static PyObject *executor_fills(PyObject *Py_UNUSED(module), PyObject *capsule)
 {
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    if (handle == NULL)
+    executor_handle *handle;
+    if (!to_executor(capsule, &handle))
         return NULL;
     int64_t count;
     const s1f_fill *fills = s1f_executor_fills(handle->executor, &count);
@@ -538,14 +520,11 @@ static PyObject *executor_fills(PyObject *Py_UNUSED(module), PyObject *capsule)
 
 static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule;
+    executor_handle *handle;
     int stage;
-    if (!PyArg_ParseTuple(arguments, "Oi", &capsule, &stage))
+    if (!PyArg_ParseTuple(arguments, "O&i", to_executor, &handle, &stage))
         return NULL;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    if (handle == NULL)
-        return NULL;
-    if (stage < 0 || stage >= s1f_program_num_stages(PyCapsule_GetPointer(handle->program, S1F_CAPSULE_PROGRAM))) {
+    if (stage < 0 || stage >= s1f_program_num_stages(handle->program)) {
         PyErr_Format(PyExc_ValueError, "no stage %d", stage);
         return NULL;
     }
@@ -555,33 +534,28 @@ static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *a
 
 static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule, *device_capsule;
-    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &device_capsule))
-        return NULL;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    s1f_device *device = handle == NULL ? NULL : s1f_from_capsule(device_capsule, S1F_CAPSULE_DEVICE);
-    if (device == NULL)
+    executor_handle *handle;
+    PyObject *device_handle;
+    s1f_device *device;
+    if (!PyArg_ParseTuple(arguments, "O&O", to_executor, &handle, &device_handle) ||
+        !s1f_to_device(device_handle, &device))
         return NULL;
     s1f_executor_set_device(handle->executor, device);
-    Py_INCREF(device_capsule);
     Py_XDECREF(handle->device);
-    handle->device = device_capsule;
+    handle->device = Py_NewRef(device_handle);
     Py_RETURN_NONE;
 }
 
 static PyObject *executor_set_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *capsule, *tier_capsule;
-    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &tier_capsule))
-        return NULL;
-    executor_handle *handle = s1f_from_capsule(capsule, S1F_CAPSULE_EXECUTOR);
-    s1f_tier *tier = handle == NULL ? NULL : s1f_from_capsule(tier_capsule, S1F_CAPSULE_TIER);
-    if (tier == NULL)
+    executor_handle *handle;
+    PyObject *tier_handle;
+    s1f_tier *tier;
+    if (!PyArg_ParseTuple(arguments, "O&O", to_executor, &handle, &tier_handle) || !s1f_to_tier(tier_handle, &tier))
         return NULL;
     s1f_executor_set_tier(handle->executor, tier);
-    Py_INCREF(tier_capsule);
     Py_XDECREF(handle->tier);
-    handle->tier = tier_capsule;
+    handle->tier = Py_NewRef(tier_handle);
     Py_RETURN_NONE;
 }
 

@@ -4,6 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+const char *const s1f_opcode_names[S1F_NUM_OPS] = {
+    [S1F_OP_POST] = "POST", [S1F_OP_WAIT] = "WAIT",       [S1F_OP_RUN] = "RUN",   [S1F_OP_SEND] = "SEND",
+    [S1F_OP_FREE] = "FREE", [S1F_OP_RECEIVE] = "RECEIVE", [S1F_OP_BACK] = "BACK",
+};
+
 s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out)
 {
     size_t num_stages = (size_t)shape->num_stages;

@@ -15,6 +15,7 @@ typedef enum {
     S1F_OP_BACK = 6,    /* what `unit`, the next RUN, reads has come back from the tier: its L has run before */
     S1F_NUM_OPS = 7
 } s1f_opcode;
+extern const char *const s1f_opcode_names[S1F_NUM_OPS];
 
 typedef struct {
     int32_t opcode;    /* s1f_opcode */

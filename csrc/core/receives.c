@@ -269,10 +269,9 @@ static const s1f_instruction *current(const walker *w)
 
 static void text_of(const s1f_instruction *instruction, char text[64])
 {
-    static const char *const names[S1F_NUM_OPS] = {"POST", "WAIT", "RUN", "SEND", "FREE", "RECEIVE", "BACK"};
     char unit[48];
     s1f_unit_text(instruction->unit, 1, unit, sizeof unit);
-    snprintf(text, 64, "%s %s", names[instruction->opcode], unit);
+    snprintf(text, 64, "%s %s", s1f_opcode_names[instruction->opcode], unit);
 }
 
 static s1f_status out_of_turn(int32_t rank, const s1f_instruction *instruction, const s1f_edge *edge, const char *rule)
