@@ -4,6 +4,7 @@
  * place) and kept as long as messages there look alike. */
 #include "binding.h"
 
+#include "../device/device.h"
 #include "../run/executor.h"
 
 #include <stdlib.h>
@@ -18,9 +19,10 @@ typedef struct { /* Python's view of the message in one place */
 
 typedef struct {
     s1f_executor *executor;
-    PyObject *arguments, *device, *tier; /* keep what the executor and the next five borrow */
+    PyObject *arguments, *device_handle, *tier; /* keep what the executor and the next six borrow */
     const s1f_program *program;
     s1f_group *group;
+    s1f_device *device; /* the GPU on which units compute, NULL: none */
     PyObject *ends;
     PyObject *dtype_codes; /* {torch.dtype: s1f_dtype} */
     PyObject *leave;       /* (tensors) -> whether any lies elsewhere now */
@@ -49,7 +51,7 @@ static void handle_free(executor_handle *handle)
     drop_views(handle);
     s1f_executor_free(handle->executor);
     Py_XDECREF(handle->arguments);
-    Py_XDECREF(handle->device);
+    Py_XDECREF(handle->device_handle);
     Py_XDECREF(handle->tier);
     Py_XDECREF(handle->name_data_ptr);
     Py_XDECREF(handle->name_dtype);
@@ -283,6 +285,12 @@ static s1f_status leave_all_places(executor_handle *handle)
     return status;
 }
 
+static s1f_status begin_callback(void *context)
+{
+    executor_handle *handle = context;
+    return handle->device == NULL ? S1F_OK : s1f_device_begin_unit(handle->device);
+}
+
 static void release_callback(void *context, void *keep)
 {
     executor_handle *handle = context;
@@ -380,8 +388,13 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
     handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
     if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
         goto failed;
-    s1f_compute compute = {handle,         run_callback,  release_callback, fills ? fill_callback : NULL,
-                           sizes_callback, leave_callback};
+    s1f_compute compute = {.context = handle,
+                           .run = run_callback,
+                           .release = release_callback,
+                           .fill = fills ? fill_callback : NULL,
+                           .segment_sizes = sizes_callback,
+                           .leave_place = leave_callback,
+                           .begin_unit = begin_callback};
     s1f_status status =
         s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
     if (status != S1F_OK) {
@@ -540,9 +553,9 @@ static PyObject *executor_set_device(PyObject *Py_UNUSED(module), PyObject *argu
     if (!PyArg_ParseTuple(arguments, "O&O", to_executor, &handle, &device_handle) ||
         !s1f_to_device(device_handle, &device))
         return NULL;
-    s1f_executor_set_device(handle->executor, device);
-    Py_XDECREF(handle->device);
-    handle->device = Py_NewRef(device_handle);
+    handle->device = device;
+    Py_XDECREF(handle->device_handle);
+    handle->device_handle = Py_NewRef(device_handle);
     Py_RETURN_NONE;
 }
 

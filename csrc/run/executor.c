@@ -24,8 +24,7 @@ struct s1f_executor {
     s1f_stage_slots *slots; /* of this rank's stages */
     s1f_lifetime_table lifetimes;
     int32_t num_slots;
-    s1f_device *device; /* NULL: none */
-    s1f_tier *tier;     /* NULL: none */
+    s1f_tier *tier; /* NULL: none */
     s1f_span *spans;
     s1f_late_weight *weights; /* numbers of instructions, RUNs */
     s1f_fill *fills;          /* room for one of each wait and each weight */
@@ -364,8 +363,8 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
     s1f_status status = s1f_kv_cache_begin_unit(executor->cache, &current);
-    if (status == S1F_OK && executor->device != NULL)
-        status = s1f_device_begin_unit(executor->device);
+    if (status == S1F_OK && executor->compute.begin_unit != NULL)
+        status = executor->compute.begin_unit(executor->compute.context);
     if (status != S1F_OK)
         return status;
     count_live(executor, unit);
@@ -538,11 +537,6 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
             (status = s1f_p2p_begin_step(executor->ends[i], count_places(executor, i))) != S1F_OK)
             return status;
     return finish_transfers(executor, walk(executor));
-}
-
-void s1f_executor_set_device(s1f_executor *executor, s1f_device *device)
-{
-    executor->device = device;
 }
 
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier)

@@ -7,7 +7,6 @@
 
 #include "../core/defer.h"
 #include "../core/lower.h"
-#include "../device/device.h"
 #include "current_unit.h"
 #include "kv_cache.h"
 #include "p2p.h"
@@ -41,6 +40,8 @@ typedef struct {
     /* The place of an edge is about to be free for the next message. Whoever still reads the last one must be given
      * memory of his own before this returns. NULL: nobody does. */
     s1f_status (*leave_place)(void *context, int32_t edge, int32_t place);
+    /* Called before each unit, while it is not yet the current one. NULL: nothing to do. */
+    s1f_status (*begin_unit)(void *context);
 } s1f_compute;
 
 typedef struct { /* one walked instruction, on the monotonic clock */
@@ -65,8 +66,6 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
-/* The GPU on which units compute, borrowed; NULL, as at first: none. */
-void s1f_executor_set_device(s1f_executor *executor, s1f_device *device);
 /* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages. NULL, as at
  * first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);

@@ -188,6 +188,12 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     return S1F_OK;
 }
 
+static s1f_status begin_unit(void *context)
+{
+    const rank_state *state = context;
+    return s1f_device_begin_unit(state->device);
+}
+
 static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t *sizes)
 {
     const rank_state *state = context;
@@ -246,12 +252,12 @@ static void join_pipeline(rank_state *state)
     for (int32_t i = 0; i < p->num_edges && p->set.transport == BY_NCCL; i++)
         if (p->ends[rank][i] != NULL)
             CHECK_STATUS(s1f_nccl_end_connect(p->ends[rank][i]), S1F_OK, "");
-    s1f_compute compute = {state, run, release, NULL, segment_sizes, NULL};
+    s1f_compute compute = {
+        .context = state, .run = run, .release = release, .segment_sizes = segment_sizes, .begin_unit = begin_unit};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
                  S1F_OK, "");
-    s1f_executor_set_device(state->executor, state->device);
     state->work = calloc(MAX_UNITS, sizeof *state->work);
 }
 

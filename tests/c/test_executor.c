@@ -199,7 +199,7 @@ static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t 
 static void make_rank(rank_state *state, pipeline *p, int32_t rank)
 {
     *state = (rank_state){.p = p, .rank = rank, .fail_at = -1};
-    s1f_compute compute = {state, run, release, NULL, segment_sizes, NULL};
+    s1f_compute compute = {.context = state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
@@ -386,7 +386,8 @@ static void test_several_messages(void)
     for (int32_t rank = 0; rank < 3; rank++) {
         make_rank(&states[rank], &p, rank);
         s1f_executor_free(states[rank].executor);
-        s1f_compute compute = {&states[rank], add_up, release, NULL, segment_sizes, NULL};
+        s1f_compute compute = {
+            .context = &states[rank], .run = add_up, .release = release, .segment_sizes = segment_sizes};
         CHECK_STATUS(s1f_executor_create(p.program, rank, p.groups[rank], states[rank].cache, p.ends[rank], 1, &compute,
                                          &states[rank].executor),
                      S1F_OK, "");
@@ -433,7 +434,7 @@ static void test_refusals(void)
     CHECK(states[0].num_run == 0);
 
     s1f_edge_end *none[MAX_EDGES] = {NULL};
-    s1f_compute compute = {&states[0], run, release, NULL, segment_sizes, NULL};
+    s1f_compute compute = {.context = &states[0], .run = run, .release = release, .segment_sizes = segment_sizes};
     s1f_executor *made = NULL;
     CHECK_STATUS(s1f_executor_create(p.program, 0, p.groups[0], states[0].cache, none, 1, &compute, &made), S1F_ERR_ARG,
                  "rank 0 has no end of the edge from stage 0 to stage 1");
@@ -441,7 +442,7 @@ static void test_refusals(void)
 
     /* ranks that split differently, and one that evaluates while the other trains */
     s1f_executor_free(states[1].executor);
-    compute = (s1f_compute){&states[1], run, release, NULL, other_sizes, NULL};
+    compute = (s1f_compute){.context = &states[1], .run = run, .release = release, .segment_sizes = other_sizes};
     CHECK_STATUS(
         s1f_executor_create(p.program, 1, p.groups[1], states[1].cache, p.ends[1], 1, &compute, &states[1].executor),
         S1F_OK, "");
@@ -458,7 +459,7 @@ static void test_allocations_fail_in_turn(void)
 {
     pipeline p = make_pipeline("seq1f1b", 1, 2, 3, 1);
     rank_state state = {.p = &p, .fail_at = -1};
-    s1f_compute compute = {&state, run, release, NULL, segment_sizes, NULL};
+    s1f_compute compute = {.context = &state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state.cache), S1F_OK, "");
     for (int64_t n = 0;; n++) {
         s1f_executor *made = NULL;
