@@ -193,9 +193,9 @@ class InSegments:
         with torch.autocast("cpu", enabled=False):
             if unit is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            _, _, microbatch, segment, num_segments, _, offset, _, tokens = unit
+            tokens, microbatch, segment, offset = unit.sequence_length, unit.microbatch, unit.segment, unit.offset
             rows = self._take(k, tokens) if segment == 0 else self._rows.pop(microbatch)
-            if segment < num_segments - 1:
+            if segment < unit.num_segments - 1:
                 self._rows[microbatch] = rows
             if self.form == "two calls":
                 q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike

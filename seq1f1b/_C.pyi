@@ -1,7 +1,7 @@
 """What the extension offers, one section per file of csrc/binding/. Handles of the core are opaque capsules."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # ---- errors.c
 
@@ -23,11 +23,72 @@ KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
 GATHER_BYTES: int  # most that one rank gives to group_gather
 HEADER_BYTES: int  # of a message, before its payload
-TENSOR_REQUIRES_GRAD: int  # flags of a TensorHeader
+TENSOR_REQUIRES_GRAD: int  # flags of a tensor in a message
 TENSOR_NONE: int
 TIER_ALIGNMENT: int  # bytes: of memory that a tier reads into
 
 _Unit = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
+
+# ---- records.c: structseqs, whose fields these are
+
+class ProgramEdge(NamedTuple):
+    source_stage: int
+    destination_stage: int
+    source_rank: int
+    destination_rank: int
+    channel: int  # csrc/core/unit.h
+    num_places: int
+    num_messages: int
+
+class CurrentUnit(NamedTuple):
+    pass_: int
+    stage: int
+    microbatch: int
+    segment: int
+    num_segments: int
+    training: bool
+    offset: int  # tokens, as the next two
+    length: int
+    sequence_length: int
+
+class CacheLayer(NamedTuple):
+    stage: int
+    layer: int
+    batch: int
+    kv_heads: int
+    head_dim: int
+    kv_element_bytes: int
+    grad_element_bytes: int
+    with_docs: bool
+
+class CudaKernel(NamedTuple):
+    name: str
+    dtype: str
+    head_dim: int
+    query_rows: int  # tile of a block
+    key_rows: int
+    warps: int
+    stages: int
+    shared_bytes: int
+    shared_limit: int
+
+class StepTotals(NamedTuple):
+    start_ns: int
+    end_ns: int
+    run_ns: int  # without A
+    wait_ns: int
+    send_ns: int
+    tier_ns: int  # in A and BACK
+
+class TierFacts(NamedTuple):
+    file_system: str
+    is_direct: bool  # goes past the page cache
+    is_memory: bool
+    file_bytes: int
+    bytes_out: int
+    bytes_in: int
+    ns_out: int
+    ns_in: int
 
 # ---- partition.c
 
@@ -67,11 +128,6 @@ def group_gather(
 
 # ---- edges.c
 
-Fields = tuple[int, int, int, int, int, int, int, tuple[int, int, int]]
-"""step, source_stage, destination_stage, pass, microbatch, segment, training, (sequence_length, offset, length)"""
-TensorHeader = tuple[int, int, tuple[int, ...], int]
-"""dtype code, flags, sizes, address"""
-
 def arena_end(
     group: object, mapping: object, hangup_fd: int, peer_rank: int, is_receiver: bool, text: str, /
 ) -> object: ...
@@ -108,8 +164,6 @@ def unit_lifetimes(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]: ...
 
 # ---- schedule.c
-
-_Edge = tuple[int, int, int, int, int, int, int]  # stages, ranks (source, destination), channel, places, messages
 
 def schedule_families() -> list[tuple[str, str, str, str, int, tuple[str, ...], bool, bool]]: ...
 def schedule_build(
@@ -153,7 +207,7 @@ def schedule_from_text(text: str, /) -> Any: ...
 def schedule_from_csv(text: str, num_segments: int, /) -> Any: ...
 def program_lower(schedule: Any, prefetch: int, with_receives: bool = False, /) -> Any: ...
 def program_lower_edges(schedule: Any, prefetch: int, /) -> Any: ...
-def program_edges(program: Any, /) -> list[_Edge]: ...
+def program_edges(program: Any, /) -> list[ProgramEdge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
 def program_peak_tokens(program: Any, stage: int, segment_sizes: Sequence[int], /) -> int: ...
 
@@ -206,10 +260,10 @@ def take_op_failure() -> Exception | None: ...
 def layer_register(layer: int, /) -> None: ...
 def in_step() -> bool: ...
 def token_offset() -> int: ...
-def current_unit() -> tuple[int, int, int, int, int, int, int, int, int] | None: ...
+def current_unit() -> CurrentUnit | None: ...
 def kv_cache_create() -> _KVCache: ...
 def kv_cache_bytes(cache: _KVCache, /) -> tuple[int, int]: ...
-def kv_cache_layers(cache: object, /) -> list[tuple[int, int, int, int, int, int, int, int]]: ...
+def kv_cache_layers(cache: object, /) -> list[CacheLayer]: ...
 def attention_isa() -> str: ...
 def attention_rates(seconds: float, /) -> tuple[float, float]: ...
 
@@ -218,9 +272,7 @@ def attention_rates(seconds: float, /) -> tuple[float, float]: ...
 _TensorRows = tuple[int, int, int, int] | None  # address, strides of batch, head and row
 
 def cuda_library_open(path: str, /) -> object: ...
-def cuda_operation(
-    library: object, name: str, /
-) -> tuple[str, str, str, list[tuple[str, str, int, int, int, int, int, int, int]]]: ...
+def cuda_operation(library: object, name: str, /) -> tuple[str, str, str, tuple[CudaKernel, ...]]: ...
 
 _Attention = tuple[
     str, int, int, int, int, int, int,  # dtype, batch, heads, kv_heads, segment_len, head_dim, q_start
@@ -271,9 +323,11 @@ def executor_step(
     /,
 ) -> None: ...
 def executor_last_unit(executor: object, /) -> _Unit: ...
-def executor_timeline(executor: object, rank: int, /) -> list[tuple[int, _Unit, int, int]]: ...
+def executor_timeline(
+    executor: object, rank: int, /
+) -> list[tuple[int, _Unit, int, int]]: ...  # opcode, unit, start, end
 def executor_fills(executor: object, /) -> list[tuple[_Unit, int, int]]: ...
-def executor_totals(executor: object, rank: int, /) -> tuple[int, int, int, int, int, int]: ...
+def executor_totals(executor: object, rank: int, /) -> StepTotals: ...
 def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...
 def unit_state() -> Any: ...
 def unit_set_state(state: object, /) -> None: ...
@@ -285,4 +339,4 @@ def tier_out(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[
 def tier_in(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[int], /) -> None: ...
 def tier_wait(tier: object, group: object, load: int, /) -> None: ...
 def tier_reset(tier: object, /) -> None: ...
-def tier_facts(tier: object, /) -> tuple[str, bool, bool, int, int, int, int, int]: ...
+def tier_facts(tier: object, /) -> TierFacts: ...

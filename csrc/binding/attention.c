@@ -1,5 +1,6 @@
 /* attention.c - conversions for the attention room: torch's table and ops, layer keys, KV cache, current unit. */
 #include "binding.h"
+#include "records.h"
 
 #include "../../kernels/attention.h"
 #include "../../kernels/rate.h"
@@ -84,19 +85,17 @@ static PyObject *token_offset(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(n
     return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
 }
 
-PyDoc_STRVAR(
-    current_unit_doc,
-    "current_unit() -> tuple | None\n\n(pass, stage, microbatch, segment, num_segments, training, offset, length, "
-    "sequence_length) of the unit that runs now.");
+PyDoc_STRVAR(current_unit_doc, "current_unit() -> CurrentUnit | None\n\nThe unit that runs now.");
 
 static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
     if (unit == NULL)
         Py_RETURN_NONE;
-    return Py_BuildValue("iiiiiiLLL", (int)unit->unit.pass, (int)unit->unit.stage, (int)unit->unit.microbatch,
-                         (int)unit->unit.segment, (int)unit->num_segments, (int)unit->training, (long long)unit->offset,
-                         (long long)unit->length, (long long)unit->sequence_length);
+    return s1f_new_record(S1F_CURRENT_UNIT, "(iiiiiNLLL)", (int)unit->unit.pass, (int)unit->unit.stage,
+                          (int)unit->unit.microbatch, (int)unit->unit.segment, (int)unit->num_segments,
+                          PyBool_FromLong(unit->training), (long long)unit->offset, (long long)unit->length,
+                          (long long)unit->sequence_length);
 }
 
 /* -- KV cache -------------------------------------------------------------------------------------------------- */
@@ -122,9 +121,7 @@ static PyObject *kv_cache_bytes(PyObject *Py_UNUSED(module), PyObject *handle)
     return Py_BuildValue("LL", (long long)kv_bytes, (long long)grad_bytes);
 }
 
-PyDoc_STRVAR(kv_cache_layers_doc,
-             "kv_cache_layers(cache) -> [(stage, layer, batch, kv_heads, head_dim, bytes per element "
-             "of K and V, of dK and dV, with document ids)] of the last step");
+PyDoc_STRVAR(kv_cache_layers_doc, "kv_cache_layers(cache) -> [CacheLayer]\n\nThe layers that the last step used.");
 
 static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
 {
@@ -135,9 +132,9 @@ static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
     s1f_layer_shape shape;
     for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &layer, &shape); i++) {
         PyObject *item =
-            Py_BuildValue("(iLLLLiii)", (int)stage, (long long)layer, (long long)shape.batch, (long long)shape.kv_heads,
-                          (long long)shape.head_dim, (int)s1f_dtype_bytes(shape.dtype),
-                          shape.dtype == S1F_FLOAT64 ? 8 : 4, (int)shape.with_docs);
+            s1f_new_record(S1F_CACHE_LAYER, "(iLLLLiiN)", (int)stage, (long long)layer, (long long)shape.batch,
+                           (long long)shape.kv_heads, (long long)shape.head_dim, (int)s1f_dtype_bytes(shape.dtype),
+                           (int)s1f_dtype_bytes(s1f_dtype_of_sums(shape.dtype)), PyBool_FromLong(shape.with_docs));
         if (item == NULL || PyList_Append(list, item) < 0)
             Py_CLEAR(list);
         Py_XDECREF(item);

@@ -1,5 +1,6 @@
 /* cuda.c - conversions for the CUDA kernels: what their library holds, and launches from tensors' addresses. */
 #include "binding.h"
+#include "records.h"
 
 #include "../../kernels/cuda/attention_arguments.h"
 #include "../device/kernel_library.h"
@@ -33,14 +34,13 @@ static const s1f_cuda_operation *find_operation(const s1f_cuda_library *library,
 static PyObject *kernel_item(const void *kernels, int64_t i)
 {
     const s1f_cuda_kernel *kernel = (const s1f_cuda_kernel *)kernels + i;
-    return Py_BuildValue("(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype), (int)kernel->head_dim,
-                         (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps, (int)kernel->stages,
-                         (int)kernel->shared_bytes, (int)kernel->shared_limit);
+    return s1f_new_record(S1F_CUDA_KERNEL, "(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype),
+                          (int)kernel->head_dim, (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps,
+                          (int)kernel->stages, (int)kernel->shared_bytes, (int)kernel->shared_limit);
 }
 
 PyDoc_STRVAR(cuda_operation_doc,
-             "cuda_operation(library, name) -> (source, compiler, architectures, [kernel])\n\nkernel: (name, dtype, "
-             "head_dim, query_rows, key_rows, warps, stages, shared_bytes, shared_limit).");
+             "cuda_operation(library, name) -> (source, compiler, architectures, tuple of CudaKernel)");
 
 static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -51,7 +51,7 @@ static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)
     const s1f_cuda_operation *operation = find_operation(library, name);
     return operation == NULL ? NULL
                              : Py_BuildValue("(sssN)", operation->source, operation->compiler, operation->architectures,
-                                             s1f_list_of(operation->num_kernels, kernel_item, operation->kernels));
+                                             s1f_tuple_of(operation->num_kernels, kernel_item, operation->kernels));
 }
 
 /* -- attention ------------------------------------------------------------------------------------------------- */

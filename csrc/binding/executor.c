@@ -3,6 +3,7 @@
  * The walk holds no GIL; each callback takes it and gives it back. Tensors over receive places are made once per (edge,
  * place) and kept as long as messages there look alike. */
 #include "binding.h"
+#include "records.h"
 
 #include "../device/device.h"
 #include "../run/executor.h"
@@ -509,9 +510,9 @@ static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *argument
             gone += ns; /* a unit that only waits */
     }
     int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
-    return Py_BuildValue("(LLLLLL)", (long long)start, (long long)end, (long long)(spent[S1F_OP_RUN] - gone),
-                         (long long)spent[S1F_OP_WAIT], (long long)spent[S1F_OP_SEND],
-                         (long long)(spent[S1F_OP_BACK] + gone));
+    return s1f_new_record(S1F_STEP_TOTALS, "(LLLLLL)", (long long)start, (long long)end,
+                          (long long)(spent[S1F_OP_RUN] - gone), (long long)spent[S1F_OP_WAIT],
+                          (long long)spent[S1F_OP_SEND], (long long)(spent[S1F_OP_BACK] + gone));
 }
 
 static PyObject *fill_item(const void *fills, int64_t i)
@@ -603,8 +604,7 @@ PyMethodDef s1f_executor_methods[] = {
     {"executor_timeline", executor_timeline, METH_VARARGS,
      "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
     {"executor_totals", executor_totals, METH_VARARGS,
-     "executor_totals(executor, rank) -> (start_ns, end_ns, run_ns, wait_ns, send_ns, tier_ns) of the last step; tier_ns: in A and "
-     "BACK, and not in run_ns"},
+     "executor_totals(executor, rank) -> StepTotals of the last step"},
     {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
      "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
     {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},

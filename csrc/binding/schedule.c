@@ -1,5 +1,6 @@
 /* schedule.c - conversions for the schedule room: schedules and lowered programs. */
 #include "binding.h"
+#include "records.h"
 
 #include "../core/check.h"
 #include "../core/defer.h"
@@ -583,8 +584,8 @@ static PyObject *program_lower_edges(PyObject *Py_UNUSED(module), PyObject *argu
 static PyObject *edge_item(const void *edges, int64_t i)
 {
     const s1f_edge *edge = (const s1f_edge *)edges + i;
-    return Py_BuildValue("(iiiiiiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
-                         edge->destination_rank, (int)edge->channel, edge->num_places, (long long)edge->num_messages);
+    return s1f_new_record(S1F_PROGRAM_EDGE, "(iiiiiiL)", edge->source_stage, edge->destination_stage, edge->source_rank,
+                          edge->destination_rank, (int)edge->channel, edge->num_places, (long long)edge->num_messages);
 }
 
 static PyObject *program_edges(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -687,9 +688,7 @@ PyMethodDef s1f_schedule_methods[] = {
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,
      "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and program_memory."},
-    {"program_edges", program_edges, METH_O,
-     "(source_stage, destination_stage, source_rank, destination_rank, channel, num_places, num_messages) per "
-     "edge."},
+    {"program_edges", program_edges, METH_O, "program_edges(program): a ProgramEdge per edge."},
     {"program_stage_peak", program_stage_peak, METH_VARARGS,
      "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},
     {"program_peak_tokens", program_peak_tokens, METH_VARARGS,

@@ -1,5 +1,6 @@
 /* tier.c - conversions for the tier: a load is a list of addresses and one of sizes. */
 #include "binding.h"
+#include "records.h"
 
 #include "../run/tier.h"
 
@@ -84,9 +85,9 @@ static PyObject *tier_facts(PyObject *Py_UNUSED(module), PyObject *handle)
         return NULL;
     s1f_tier_facts facts;
     s1f_tier_get_facts(tier, &facts);
-    return Py_BuildValue("(sNNLLLLL)", facts.file_system, PyBool_FromLong(facts.is_direct),
-                         PyBool_FromLong(facts.is_memory), (long long)facts.file_bytes, (long long)facts.bytes_out,
-                         (long long)facts.bytes_in, (long long)facts.ns_out, (long long)facts.ns_in);
+    return s1f_new_record(S1F_TIER_FACTS, "(sNNLLLLL)", facts.file_system, PyBool_FromLong(facts.is_direct),
+                          PyBool_FromLong(facts.is_memory), (long long)facts.file_bytes, (long long)facts.bytes_out,
+                          (long long)facts.bytes_in, (long long)facts.ns_out, (long long)facts.ns_in);
 }
 
 PyMethodDef s1f_tier_methods[] = {
@@ -98,7 +99,5 @@ PyMethodDef s1f_tier_methods[] = {
     {"tier_wait", tier_wait, METH_VARARGS,
      "tier_wait(tier, group, load): waits for what was asked last of the load; OSError where the file system fails."},
     {"tier_reset", tier_reset, METH_O, "Forgets all loads and a failure; afterwards the tier touches no memory."},
-    {"tier_facts", tier_facts, METH_O,
-     "(file system, goes past the page cache, lies in memory, bytes of the file, bytes written, bytes read, nanoseconds "
-     "that writing took, and reading)."},
+    {"tier_facts", tier_facts, METH_O, "tier_facts(tier) -> TierFacts"},
     {NULL, NULL, 0, NULL}};

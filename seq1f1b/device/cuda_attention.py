@@ -91,13 +91,12 @@ def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) 
     length = x.shape[dim]
     first = rank * length
     if unit is not None:
-        offset, expected = unit[6], unit[7]
-        if length * num_shards != expected:
+        if length * num_shards != unit.length:
             raise ValueError(
-                f"positions of dimension {dim}, which has {length} elements; the segment has {expected} tokens "
+                f"positions of dimension {dim}, which has {length} elements; the segment has {unit.length} tokens "
                 f"(shards: {num_shards})"
             )
-        first += offset
+        first += unit.offset
     position = torch.arange(first, first + length, device=x.device)
     if not doc_ids.numel():
         return position

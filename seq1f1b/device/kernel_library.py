@@ -29,26 +29,12 @@ VERIFIED = _PACKAGE / "data" / "kernels" / "verified.json"
 OPERATIONS = ("attention_forward", "attention_backward")
 
 
-class Kernel(NamedTuple):
-    """A row of a library's table: one operation in one shape."""
-
-    name: str
-    dtype: str
-    head_dim: int
-    query_rows: int  # tile of a block
-    key_rows: int
-    warps: int
-    stages: int
-    shared_bytes: int
-    shared_limit: int
-
-
 class Operation(NamedTuple):
     name: str
     source: str  # sha256 of what it was compiled from
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[_C.CudaKernel, ...]
     library: object
 
 
@@ -94,9 +80,7 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
     library = _C.cuda_library_open(str(path))
     found = {}
     for name in OPERATIONS:
-        source, compiler, architectures, rows = _C.cuda_operation(library, name)
-        kernels = tuple(Kernel(*row) for row in rows)
-        found[name] = Operation(name, source, compiler, architectures, kernels, library)
+        found[name] = Operation(name, *_C.cuda_operation(library, name), library)
     return found
 
 

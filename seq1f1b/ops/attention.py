@@ -153,7 +153,7 @@ def token_offset(*, shard: tuple[int, int] | None = None) -> int:
         raise ValueError(
             f"token_offset(shard=({rank}, {size})) outside a step, where no length is known: use positions"
         )
-    offset, length = (0, 0) if unit is None else unit[6:8]
+    offset, length = (0, 0) if unit is None else (unit.offset, unit.length)
     return offset + rank * (length // size)
 
 

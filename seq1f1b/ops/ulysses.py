@@ -104,8 +104,8 @@ def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
             f"({batch}, {size * tokens})"
         )
     unit = None if torch.compiler.is_compiling() else _C.current_unit()
-    if unit is not None and tokens * size != unit[7]:
+    if unit is not None and tokens * size != unit.length:
         raise ValueError(
-            f"q has {tokens} tokens on this rank, the segment has {unit[7]}: must be 1/{size} of them; give the engine "
-            f"shard=(rank, {size})"
+            f"q has {tokens} tokens on this rank, the segment has {unit.length}: must be 1/{size} of them; give the "
+            f"engine shard=(rank, {size})"
         )

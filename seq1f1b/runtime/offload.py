@@ -46,10 +46,10 @@ class Tier:
     def __init__(self, directory: str | os.PathLike[str], group: object, num_cells: int) -> None:
         self.handle: Any = _C.tier_create(os.fspath(directory))
         self._group, self.num_cells = group, num_cells
-        file_system, _, is_memory, *_ = _C.tier_facts(self.handle)
-        if is_memory:
+        facts = _C.tier_facts(self.handle)
+        if facts.is_memory:
             warnings.warn(
-                f"offload={os.fspath(directory)!r} lies in memory ({file_system}): what moves there frees none",
+                f"offload={os.fspath(directory)!r} lies in memory ({facts.file_system}): what moves there frees none",
                 RuntimeWarning,
                 stacklevel=5,  # where the engine is made
             )
@@ -69,7 +69,8 @@ class Tier:
 
     def totals(self) -> tuple[int, int, int, int]:
         """Bytes that have gone out, and come back, and the nanoseconds that their transfers took."""
-        return _C.tier_facts(self.handle)[4:]
+        facts = _C.tier_facts(self.handle)
+        return facts.bytes_out, facts.bytes_in, facts.ns_out, facts.ns_in
 
     def close(self) -> None:
         """Gives up the file, once the executors have, too."""

@@ -121,18 +121,16 @@ class Pipeline:
     def connect(self, program: Any, device_edges: type[DeviceEdges]) -> None:
         """Opens every edge of the program; all ranks in the same order."""
         edges, is_receiver = [], {}
-        for source, destination, source_rank, destination_rank, channel, *_ in _C.program_edges(program):
-            edge, text = (
-                Edge(source, destination, channel),
-                f"{_CHANNELS[channel]} of stage {source} to stage {destination}",
-            )
-            if self.rank in (source_rank, destination_rank):
-                receiver = self.rank == destination_rank
-                peer = source_rank if receiver else destination_rank
+        for found in _C.program_edges(program):
+            edge = _edge_of(found)
+            text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
+            if self.rank in (found.source_rank, found.destination_rank):
+                receiver = self.rank == found.destination_rank
+                peer = found.source_rank if receiver else found.destination_rank
                 is_receiver[edge] = receiver
                 self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
                 transport = self._options.device_transport or self.group.transport_to(peer)
-                edges.append(EdgeReport(source, destination, peer, transport))
+                edges.append(EdgeReport(edge.source, edge.destination, peer, transport))
         self.edges = tuple(edges)
         if self._options.device_transport is not None:
             self.device_edges = device_edges(self._options.device_transport, self.group, self.device)
@@ -145,7 +143,7 @@ class Pipeline:
             cache: of keys and values.
             fills: whether W runs in waits.
         """
-        ends = [self._ends.get(Edge(edge[0], edge[1], edge[4])) for edge in _C.program_edges(program)]
+        ends = [self._ends.get(_edge_of(edge)) for edge in _C.program_edges(program)]
         is_thread = self.group.is_thread
         executor = _C.executor_create(
             program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
@@ -190,3 +188,7 @@ class Pipeline:
         if self.device_edges is not None:
             self.device_edges.close()
         self.group.close()
+
+
+def _edge_of(found: _C.ProgramEdge) -> Edge:
+    return Edge(found.source_stage, found.destination_stage, found.channel)

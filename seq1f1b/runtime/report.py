@@ -371,8 +371,8 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
-    start, end, run, wait, send, tier = _C.executor_totals(record.order.executor, rank)
-    seconds = (end - start) * 1e-9
+    total = _C.executor_totals(record.order.executor, rank)
+    seconds = (total.end_ns - total.start_ns) * 1e-9
     timeline = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9)
         for opcode, unit, first, last in _C.executor_timeline(record.order.executor, rank)
@@ -382,22 +382,22 @@ def _rank_report(
         (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
     )
     filled = sum(last - first for _, first, last in fills)
-    layers = Counter(stage for stage, *_ in _C.kv_cache_layers(cache))
+    layers = Counter(layer.stage for layer in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, record.length, cache)
-    places = sum(edge[5] for edge in _C.program_edges(record.order.program) if edge[3] == rank)
+    places = sum(edge.num_places for edge in _C.program_edges(record.order.program) if edge.destination_rank == rank)
     return Report(
         rank=rank,
         step=record.number,
         training=record.training,
         segment_sizes=tuple(record.sizes),
-        start=start * 1e-9,
+        start=total.start_ns * 1e-9,
         seconds=seconds,
-        busy=run * 1e-9 + filled,
-        wait=wait * 1e-9 - filled,
-        send=send * 1e-9,
-        bubble=1.0 - (run * 1e-9 + filled) / seconds if seconds > 0 else 0.0,
+        busy=total.run_ns * 1e-9 + filled,
+        wait=total.wait_ns * 1e-9 - filled,
+        send=total.send_ns * 1e-9,
+        bubble=1.0 - (total.run_ns * 1e-9 + filled) / seconds if seconds > 0 else 0.0,
         stages=stages,
         kv_bytes=kv_bytes,
         planned_kv_bytes=planned_kv_bytes,
@@ -408,7 +408,7 @@ def _rank_report(
         timeline=timeline,
         fills=fills,
         edges=edges,
-        tier=tier * 1e-9,
+        tier=total.tier_ns * 1e-9,
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
@@ -419,11 +419,11 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     """Slots of the lowered program times (2, batch, kv heads, tokens, head dim) of each of the step's layers."""
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
     kv = grad = 0
-    for stage, _, batch, heads, head_dim, kv_element, grad_element, with_docs in _C.kv_cache_layers(cache):
-        kv_slots, grad_slots = slots[stage]
-        elements = 2 * batch * heads * length * head_dim
-        kv += kv_slots * (elements * kv_element + (batch * length * 4 if with_docs else 0))
-        grad += grad_slots * elements * grad_element
+    for layer in _C.kv_cache_layers(cache):
+        kv_slots, grad_slots = slots[layer.stage]
+        elements = 2 * layer.batch * layer.kv_heads * length * layer.head_dim
+        kv += kv_slots * (elements * layer.kv_element_bytes + (layer.batch * length * 4 if layer.with_docs else 0))
+        grad += grad_slots * elements * layer.grad_element_bytes
     return kv, grad
 
 

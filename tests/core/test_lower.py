@@ -27,7 +27,7 @@ class Lowered:
         ]
 
     def places(self) -> dict[tuple[int, int], int]:
-        return {(source, destination): places for source, destination, _, _, _, places, _ in self.edges}
+        return {(edge.source_stage, edge.destination_stage): edge.num_places for edge in self.edges}
 
 
 class Replay:
@@ -50,7 +50,9 @@ class Replay:
         self.at = [0] * len(lowered.ranks)
 
     def edge_into(self, stage: int, gradient: bool) -> int | None:
-        found = [e for e, edge in enumerate(self.edges) if edge[1] == stage and bool(edge[4]) is gradient]
+        found = [
+            e for e, edge in enumerate(self.edges) if edge.destination_stage == stage and bool(edge.channel) is gradient
+        ]
         assert len(found) <= 1
         return found[0] if found else None
 
@@ -183,7 +185,7 @@ def replay(lowered: Lowered, choose: Callable[[list[int]], int]) -> None:
     assert tuple(map(tuple, walk.ran)) == schedule.ranks
     assert not walk.coming and not walk.slots and not any(walk.live) and not walk.read_from
     for e, edge in enumerate(lowered.edges):
-        assert walk.sent[e] == len(walk.granted[e]) == edge[6] and not walk.in_place[e]
+        assert walk.sent[e] == len(walk.granted[e]) == edge.num_messages and not walk.in_place[e]
     for stage in range(schedule.num_stages):
         peak = (walk.live_peak[stage], walk.slots_peak["kv", stage], walk.slots_peak.get(("grad", stage), 0))
         assert _C.program_stage_peak(lowered.handle, stage) == peak
@@ -293,7 +295,7 @@ def test_evaluation_keeps_one_cache_and_no_unit() -> None:
     for stage in range(4):
         assert _C.program_stage_peak(lowered.handle, stage) == (1, 1, 0)
     assert set(lowered.places().values()) == {2}  # one in use, one on its way
-    assert [edge[4] for edge in lowered.edges] == [False] * 3
+    assert [edge.channel for edge in lowered.edges] == [False] * 3
 
 
 def peak_weight(order: tuple[Unit, ...], weights: dict[tuple[int, int], int]) -> int:

@@ -147,7 +147,7 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.dropout(self.stage(x), 0.4, training=self.training)
         unit = seq1f1b._C.current_unit()
-        self.made.setdefault((unit[2], unit[3]), []).append(y.detach().clone())
+        self.made.setdefault((unit.microbatch, unit.segment), []).append(y.detach().clone())
         return y
 
 
@@ -354,7 +354,7 @@ class Failing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         unit = seq1f1b._C.current_unit()
-        if torch.is_grad_enabled() and self.at == (unit[2], unit[3]):
+        if torch.is_grad_enabled() and self.at == (unit.microbatch, unit.segment):
             raise ValueError("no such token")
         return self.stage(x)
 

@@ -75,7 +75,7 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
         if number >= 3:
             loads.back(number - 3)
     facts = _C.tier_facts(loads.tier)
-    assert facts[3:6] == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
+    assert (facts.file_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
 
 
 def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> N
         loads.back(number)
     moving = time.monotonic_ns() - begin
     time.sleep(0.1)
-    *_, ns_out, ns_in = _C.tier_facts(loads.tier)
-    assert ns_out > 0 and ns_in > 0 and ns_out + ns_in <= moving
+    facts = _C.tier_facts(loads.tier)
+    assert facts.ns_out > 0 and facts.ns_in > 0 and facts.ns_out + facts.ns_in <= moving
 
 
 def test_misuse_is_told(tmp_path: Path) -> None:
