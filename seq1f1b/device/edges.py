@@ -22,10 +22,9 @@ import torch
 from seq1f1b import _C
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import Edge
+from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
-
-TRANSPORTS = ("nccl", "copy")
 
 
 def find_nccl() -> str | None:
@@ -94,14 +93,14 @@ class DeviceEdges:
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, object]:
         """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once."""
         _warn_of_few_queues(len(controls))
+        for edge in controls:
+            other = self._group.transport_to(self._group.peer_of(edge))
+            if other not in TRANSPORTS[self.transport].over:
+                raise ValueError(
+                    f'transport="{self.transport}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
+                    f'goes over {other}: use "nccl"'
+                )
         if self.transport == "copy":
-            for edge in controls:
-                other = self._group.transport_to(self._group.peer_of(edge))
-                if other not in ("loopback", "shm"):
-                    raise ValueError(
-                        f'transport="copy" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} goes '
-                        f'over {other}: use "nccl"'
-                    )
             in_process = self._group.is_thread
             self._ends = {edge: _C.copy_end(control, self._watchdog, in_process) for edge, control in controls.items()}
             return self._ends

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.device.edges import TRANSPORTS as DEVICE_TRANSPORTS
 from seq1f1b.ops.attention import check_shard
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
@@ -20,6 +19,7 @@ from seq1f1b.runtime.blocks import check_blocks
 from seq1f1b.runtime.splitting import Rule, Shard, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, check_units
+from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
 
@@ -75,9 +75,8 @@ class Options:
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
-        known = ("auto", "shm", "c10d", *DEVICE_TRANSPORTS)
-        if self.transport not in known:
-            raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, known))}")
+        if self.transport not in tuple(TRANSPORTS):
+            raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, TRANSPORTS))}")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
         if self.weights not in ("planned", "fill"):
@@ -112,7 +111,7 @@ class Options:
     @property
     def device_transport(self) -> str | None:
         """The transport whose messages stay on GPUs, None for those of host memory."""
-        return self.transport if self.transport in DEVICE_TRANSPORTS else None
+        return self.transport if TRANSPORTS[self.transport].between_gpus else None
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
         """Segment sizes for a sequence of this many tokens. documents: of packed rows, for ``"balanced"``."""

@@ -15,6 +15,7 @@ from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.shm import connect_shm
 from seq1f1b.transport.store import StoreRank
+from seq1f1b.transport.table import TRANSPORTS
 
 
 def connect(
@@ -38,8 +39,9 @@ def connect(
         ValueError: the ranks ask for what cannot be; on every rank.
         PipelineError: another rank failed, or did not come.
     """
-    if transport not in ("auto", "shm", "c10d", "nccl", "copy"):
-        raise ValueError(f'transport must be "auto", "shm", "c10d", "nccl" or "copy", got {transport!r}')
+    if transport not in tuple(TRANSPORTS):
+        *others, last = (f'"{name}"' for name in TRANSPORTS)
+        raise ValueError(f"transport must be {', '.join(others)} or {last}, got {transport!r}")
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the pipeline's process group")
