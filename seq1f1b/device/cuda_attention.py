@@ -44,46 +44,40 @@ _BOTTOM_RIGHT = 2  # custom_mask_type of the efficient ops: causal, the last que
 class Options(NamedTuple):
     """Which keys a query sees, and how; window 0, softcap 0 and empty tensors stand for none."""
 
+    key_docs: Tensor  # (batch, keys), int32
+    slopes: Tensor  # (heads) or (batch, heads), float32
+    docs: Tensor  # (batch, tokens) of the queries, int32
     scale: float
     window: int
     softcap: float
-    slopes: Tensor  # (heads) or (batch, heads), float32
-    docs: Tensor  # (batch, tokens) of the queries, int32
-    key_docs: Tensor  # (batch, keys)
 
 
-# -- the ops ---------------------------------------------------------------------------------------------------------
+# -- the ops, with the arguments of csrc/torch/op_table.h: tensors, then the options from slopes on -------------------
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, Options(scale, window, softcap, slopes, docs, docs))
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, Options(options[1], *options))
 
 
 def causal_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, docs: Tensor,
-    scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dk, dv = (t.new_empty(t.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for t in (k, v))
-    return _backward(dout, q, k, v, out, lse, Options(scale, window, softcap, slopes, docs, docs), dk, dv, store=True)
+    return _backward(dout, q, k, v, out, lse, Options(options[1], *options), dk, dv, store=True)
 
 
-def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, scale: float, window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    keys, values, key_docs = torch.ops.seq1f1b.cache_write.default(k, v, docs, layer)
-    return _forward(q, keys, values, Options(scale, window, softcap, slopes, docs, key_docs))
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    keys, values, key_docs = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
+    return _forward(q, keys, values, Options(key_docs, *options))
 
 
 def segment_attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, scale: float,
-    window: int, softcap: float, kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, *options_and_heads: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *options, kv_heads = options_and_heads
     keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
-    options = Options(scale, window, softcap, slopes, docs, key_docs)
-    return _backward(dout, q, keys, values, out, lse, options, dk, dv, store=held.numel() == 0)
+    chosen = Options(key_docs, *options)
+    return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=held.numel() == 0)
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:

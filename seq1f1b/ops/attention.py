@@ -268,6 +268,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
     for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs)):
         if other is not None and other.device != q.device:
             raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
+    _check_shapes(q, k, v)
+    if slopes is not None:
+        _check_slopes(slopes, q)
+    if docs is not None:
+        _check_doc_ids(docs, q)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     batch, heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1:
@@ -278,18 +286,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise ValueError(f"k is {_text(k)}, v is {_text(v)}: must agree with q {_text(q)} in all but heads")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-    if slopes is not None:
-        if slopes.is_complex():
-            raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
-        if slopes.requires_grad:
-            raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
-        if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
-            raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
-    if docs is not None:
-        if docs.is_floating_point() or docs.is_complex():
-            raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
-        if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
-            raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
+
+
+def _check_slopes(slopes: Tensor, q: Tensor) -> None:
+    batch, heads, _, _ = q.shape
+    if slopes.is_complex():
+        raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
+        raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
+
+
+def _check_doc_ids(docs: Tensor, q: Tensor) -> None:
+    batch, _, tokens, _ = q.shape
+    if docs.is_floating_point() or docs.is_complex():
+        raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
+    if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
+        raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
 
 
 def _check_tensors(*, optional: bool = False, **values: Any) -> None:
@@ -356,33 +370,28 @@ def _fake_forward(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float, window: int, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     _check_devices(q, k, v, slopes, doc_ids)
     return _fake_forward(q)
 
 
-def _fake_segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float, window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_devices(q, k, v, slopes, doc_ids)
-    return _fake_forward(q)
+def _fake_segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _fake_causal_attention(q, k, v, *options)
 
 
 def _fake_causal_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
-    scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_devices(dout, q, k, v, out, lse, slopes, doc_ids)
     return _token_major(q, q.shape[1]), _token_major(k, k.shape[1]), _token_major(k, k.shape[1])
 
 
 def _fake_segment_attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, scale: float,
-    window: int, softcap: float, kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_devices(dout, q, out, lse, slopes, doc_ids)
+    kv_heads = others[-1]
     return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads)
 
 

@@ -102,7 +102,7 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
     assert kernel_library.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
     assert kernel_library.choose("attention_backward", queries()) is None
     empty = torch.empty(0)
-    options = cuda_attention.Options(0.125, 0, 0.0, empty, empty, empty)
+    options = cuda_attention.Options(empty, empty, empty, 0.125, 0, 0.0)
     assert cuda_attention.way(queries(), options) == "own"
     for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
         assert cuda_attention.way(queries(), other) != "own"
