@@ -1,4 +1,4 @@
-"""Where the inputs of a stage's units come from, and where their outputs go: the batch, or another stage.
+"""Sources of the inputs of a stage's units, and sinks of their outputs: the batch, or another stage.
 
 ``loss_step.py`` has the end that makes the loss, ``vocabulary_step.py`` those of a vocabulary over the ranks.
 """
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 
 class Source:
-    """Where the inputs of a stage's units come from."""
+    """Gives the units of a stage their inputs."""
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         """For F: the module's positional arguments."""
@@ -79,7 +79,7 @@ class FromStage(Source):
 
 
 class Sink(Part):
-    """Where the outputs of a stage's units go."""
+    """Takes the outputs of a stage's units."""
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""

@@ -55,7 +55,7 @@ class Stage:
         self.module, self.index, self.device = module, index, device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        # Where the vocabulary is spread, the output goes to the shards of all ranks.
+        # If the vocabulary is spread, the output goes to the shards of all ranks.
         self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())

@@ -203,7 +203,7 @@ class Step:
                 part.end()
 
     def losses(self) -> list[Tensor]:
-        """Of the M micro-batches on the rank of the last stage, [] elsewhere."""
+        """Losses of the M micro-batches on the rank of the last stage, [] elsewhere."""
         if self._last is None or self._batch.target is None:
             return []
         assert self._weighting is not None
