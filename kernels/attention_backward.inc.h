@@ -1,7 +1,8 @@
 /* attention_backward.inc.h - blocked attention, backward. Included by attention_blocked.inc.h.
  *
  * A task is a kv head, or a range of its keys where there are few heads; so each tile of dk and dv has one
- * owner, which adds it to the accumulators once. With X and P as in forward from the stored lse, D = rowsum(dout * out):
+ * owner, which adds it to the accumulators once. With X and P as in forward from the stored lse,
+ * D = rowsum(dout * out):
  *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K
  * A micro-tile of S and dP becomes P and dS while it is in L1, so no block of them is written and read again as fp32.
  * Packed rows and dQ of a whole head are in the worker's scratch, and so near. Ranges of a head share the rows; dQ of

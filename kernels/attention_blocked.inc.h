@@ -1,7 +1,7 @@
 /* attention_blocked.inc.h - blocked attention: the one source of every instruction set's kernels.
  *
- * attention_forward.inc.h and attention_backward.inc.h say what a task of each does, and how. Here is what both share: the
- * sizes of blocks, how tasks are handed out, and the rows of a block.
+ * attention_forward.inc.h and attention_backward.inc.h say what a task of each does, and how. Here is what both share:
+ * the sizes of blocks, how tasks are handed out, and the rows of a block.
  *
  * Products are of fp32, or of pairs of bf16 (OPERAND_PAIRS), where P and dS are rounded to bf16; sums, row statistics,
  * exponents and D are fp32 in both.

@@ -1,15 +1,15 @@
 /* attention_options.inc.h - window, soft cap, slopes, documents. Included by attention_blocked.inc.h.
  *
- * Softmax works on exponents of two, x = factor S with S = q k^T and factor = scale log2(e). Where soft cap or slopes are
- * on, a pass over S turns it into exponents first, and the factor is 1. Where only window or documents are, the pass
- * lowers what they hide and leaves the rest of S as it is, to the bit: whether a row takes the pass depends on the rows
- * beside it, and these on the number of threads. Blocks of which an option hides every pair are skipped. */
+ * Softmax works on exponents of two, x = factor S with S = q k^T and factor = scale log2(e). Where soft cap or slopes
+ * are on, a pass over S turns it into exponents first, and the factor is 1. Where only window or documents are, the
+ * pass lowers what they hide and leaves the rest of S as it is, to the bit: whether a row takes the pass depends on the
+ * rows beside it, and these on the number of threads. Blocks of which an option hides every pair are skipped. */
 
 static const double LOG2_E = 1.44269504088896340736;
 static const double LN_2 = 0.69314718055994530942;
-/* LOWEST: the highest exponent of a row that has seen nothing yet. Finite, so that differences stay numbers. HIDDEN: added
- * to S or an exponent, it leaves a power of 0 beside anything that is seen; and a row of which a block hides all gets sums
- * that the first key it sees multiplies by 0. It stays finite times the factor. */
+/* LOWEST: the highest exponent of a row that has seen nothing yet. Finite, so that differences stay numbers. HIDDEN:
+ * added to S or an exponent, it leaves a power of 0 beside anything that is seen; and a row of which a block hides all
+ * gets sums that the first key it sees multiplies by 0. It stays finite times the factor. */
 static const float LOWEST = -0x1p126f, HIDDEN = -0x1p100f;
 
 typedef struct {        /* of one query head */
@@ -52,7 +52,8 @@ static void id_range(const int32_t *ids, int64_t count, int32_t *low, int32_t *h
     }
 }
 
-/* Tells how much the rows from `token` on see of the keys from `first_key` on. Rows past the last token do not count. */
+/* Tells how much the rows from `token` on see of the keys from `first_key` on. Rows past the last token do not
+ * count. */
 static visibility block_visibility(const exponent_rule *rule, int64_t token, int64_t rows, int64_t first_key,
                                    int64_t keys)
 {

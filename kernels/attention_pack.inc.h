@@ -1,4 +1,5 @@
-/* attention_pack.inc.h - q, k, v and dout become operands, results become elements. Included by attention_blocked.inc.h.
+/* attention_pack.inc.h - q, k, v and dout become operands, results become elements. Included by
+ * attention_blocked.inc.h.
  *
  *   rows     (rows, depth), depth = dim / PER_OPERAND: operands along a row; the left side of q k^T and dout v^T
  *   panels   (rows / PANEL, depth, PANEL): rows transposed; the right side of the same products

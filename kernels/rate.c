@@ -84,8 +84,8 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* At least one slice of each, in turn: the rates are compared, and another user of the core slows both or none. The first
- * ones also wake the wide units: they are slow and do not count. */
+/* At least one slice of each, in turn: the rates are compared, and another user of the core slows both or none. The
+ * first ones also wake the wide units: they are slow and do not count. */
 s1f_rates s1f_measure_rates(double seconds)
 {
     rate_loop loops[] = {fma_loop(), bf16_loop()};

@@ -65,7 +65,7 @@ void *s1f_from_capsule(PyObject *capsule, const char *name);
     PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed);
 S1F_HANDLES(S1F_DECLARE_HANDLE)
 
-/* -- "O&" converters: 1, or 0 with the exception set ----------------------------------------------------------------- */
+/* -- "O&" converters: 1, or 0 with the exception set --------------------------------------------------------------- */
 
 int s1f_to_int64(PyObject *number, void *out);   /* int64_t; ValueError where it does not fit */
 int s1f_to_address(PyObject *number, void *out); /* void *, or another pointer, from an int */
@@ -97,10 +97,11 @@ typedef struct {
 int s1f_to_int64s(PyObject *numbers, void *out);
 int s1f_to_doubles(PyObject *numbers, void *out);
 
-/* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in 0..<end - 1>". */
+/* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
+ * 0..<end - 1>". */
 int s1f_require_count(const char *name, int64_t count, int64_t wanted);
-/* A tuple with, for each pass, seconds of [stage][segment], or None; zeroed before. The values of each are for PyMem_Free,
- * also on an error. */
+/* A tuple with, for each pass, seconds of [stage][segment], or None; zeroed before. The values of each are for
+ * PyMem_Free, also on an error. */
 int s1f_to_pass_seconds(PyObject *passes, const s1f_shape *shape, s1f_doubles seconds[S1F_MAX_PASSES]);
 int s1f_require_index(const char *name, int64_t i, int64_t end);
 

@@ -138,8 +138,8 @@ PyDoc_STRVAR(
     cuda_attention_scratch_doc,
     "cuda_attention_scratch(library, operation, kernel, arguments) -> bytes of the device that a launch needs\n\n"
     "arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, "
-    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: "
-    "(address, stride of batch, head, row) or None; docs and lse: addresses.");
+    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, "
+    "num_parts); tensors: (address, stride of batch, head, row) or None; docs and lse: addresses.");
 
 static PyObject *cuda_attention_scratch(PyObject *Py_UNUSED(module), PyObject *args)
 {

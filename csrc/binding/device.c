@@ -1,7 +1,7 @@
 /* device.c - conversions for edges between GPUs: devices, watchdogs, NCCL and the ends.
  *
- * A handle keeps the arguments that it was made from, and with them what it borrows: a watchdog its group and device, an
- * end its control edge and watchdog. */
+ * A handle keeps the arguments that it was made from, and with them what it borrows: a watchdog its group and device,
+ * an end its control edge and watchdog. */
 #include "binding.h"
 
 #include "../device/copy_end.h"

@@ -594,10 +594,10 @@ PyMethodDef s1f_executor_methods[] = {
     {"executor_set_tier", executor_set_tier, METH_VARARGS,
      "executor_set_tier(executor, tier): where moved units are; a load's number is the cell of all stages"},
     {"executor_step", executor_step, METH_VARARGS,
-     "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\nrun(pass, "
-     "stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over all "
-     "micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the program's "
-     "WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."},
+     "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\n"
+     "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over "
+     "all micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the "
+     "program's WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."},
     {"executor_fills", executor_fills, METH_O,
      "executor_fills(executor) -> [(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step"},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},

@@ -1,4 +1,4 @@
-/* tested.h - functions that tests call and Python code of the package does not: a table of them is the module's _tested.
+/* tested.h - what tests call and Python code of the package does not: a table of functions, the module's _tested.
  *
  * The tests' own extension, tests/c/core_extension.c, is compiled from the product's headers and holds no code of the
  * product: what it makes current, and the errors that it raises, are those of this module. */

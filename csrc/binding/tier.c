@@ -93,7 +93,8 @@ static PyObject *tier_facts(PyObject *Py_UNUSED(module), PyObject *handle)
 PyMethodDef s1f_tier_methods[] = {
     {"tier_create", tier_create, METH_VARARGS, "tier_create(directory): a tier whose file lies there, without a name."},
     {"tier_out", tier_out, METH_VARARGS,
-     "tier_out(tier, load, addresses, sizes): begins to write this memory, which must stay until tier_wait or tier_reset."},
+     "tier_out(tier, load, addresses, sizes): begins to write this memory, which must stay until tier_wait or "
+     "tier_reset."},
     {"tier_in", tier_in, METH_VARARGS,
      "tier_in(tier, load, addresses, sizes): begins to read it back, in the same parts."},
     {"tier_wait", tier_wait, METH_VARARGS,

@@ -90,10 +90,11 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
 
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
-     "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit waits for, in "
-     "an order of these passes (bits 1 << pass), num_segments those of its micro-batch; where two passes may make an input, both are named, and R and L where the "
-     "unit may have one. num_ranks: shards of the vocabulary."},
+     "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit "
+     "waits for, in an order of these passes (bits 1 << pass), num_segments those of its micro-batch; where two passes "
+     "may make an input, both are named, and R and L where the unit may have one. num_ranks: shards of the "
+     "vocabulary."},
     {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
-     "unit_lifetimes(num_segments, passes, unit, cell_kind=0): (takes, frees), the names of what the unit holds from its start "
-     "on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."},
+     "unit_lifetimes(num_segments, passes, unit, cell_kind=0): (takes, frees), the names of what the unit holds from "
+     "its start on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."},
     {NULL, NULL, 0, NULL}};

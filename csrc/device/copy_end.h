@@ -2,8 +2,8 @@
  * host, on one GPU or on several. No multiprocessor takes part, and no transfer waits for another one's start.
  *
  * With POST the receiver says where the place is; with the header the sender says which event ends the copy. Within one
- * process both are pointers, between processes CUDA's IPC handles. A message that is larger than its place (in the first
- * step of a shape) goes through host memory, and the place has grown when it is posted again. */
+ * process both are pointers, between processes CUDA's IPC handles. A message that is larger than its place (in the
+ * first step of a shape) goes through host memory, and the place has grown when it is posted again. */
 #ifndef S1F_COPY_END_H
 #define S1F_COPY_END_H
 

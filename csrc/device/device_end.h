@@ -6,15 +6,16 @@
  * own, on which its transfers run in order of message:
  *
  *     POST n     event `freed` on the stream that computes: all readers of the place have been started before
- *     RECEIVE n  host: waits for header n. Stream: after `freed`, and after the start of the last unit that was started,
- *                so that no transfer occupies the GPU long before it is due: receive, event `done`
+ *     RECEIVE n  host: waits for header n. Stream: after `freed`, and after the start of the last unit that was
+ *                started, so that no transfer occupies the GPU long before it is due: receive, event `done`
  *     WAIT n     the stream that computes waits for `done`
- *     SEND n     host: waits for POST n, sends the header. Stream: after an event on the stream that computes: send, `done`
+ *     SEND n     host: waits for POST n, sends the header. Stream: after an event on the stream that computes: send,
+ *                `done`
  *     finish     host: waits until what it received is there (so that no optimizer's step reads half a gradient)
  *
- * No receive is enqueued before its header has come, and whoever sent the header enqueues the send, and waits until it is
- * enqueued, before anything else. So each receive on a GPU ends without this host, and calls that wait for the whole GPU
- * (an allocation, loading a kernel) delay a step but cannot stop it for ever.
+ * No receive is enqueued before its header has come, and whoever sent the header enqueues the send, and waits until it
+ * is enqueued, before anything else. So each receive on a GPU ends without this host, and calls that wait for the whole
+ * GPU (an allocation, loading a kernel) delay a step but cannot stop it for ever.
  *
  * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
  * allocated. The watchdog (watchdog.h) looks after what the host does not wait for. */
@@ -47,7 +48,8 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
     /* The next three may wait; NULL: nothing to do. */
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
     s1f_status (*receive_staged)(s1f_device_end *end, int32_t place, const void *payload); /* it came over the host */
-    /* Sender. May put *message into host memory (on_device 0, tensors[] in host memory) where the GPU's cannot take it. */
+    /* Sender. May put *message into host memory (on_device 0, tensors[] in host memory) where the GPU's cannot take
+     * it. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
                                const void **tensors);
     /* Enqueue on end->stream, under the watchdog's lock. */

@@ -1,7 +1,7 @@
 /* driver.h - the part of the CUDA driver API that moves data and orders streams, bound at run time.
  *
- * A table of our own prototypes, filled by dlopen + dlsym from libcuda or from whatever library is named instead, so that
- * nothing here needs a toolkit or a GPU to be built, and tests can put another library in its place. */
+ * A table of our own prototypes, filled by dlopen + dlsym from libcuda or from whatever library is named instead, so
+ * that nothing here needs a toolkit or a GPU to be built, and tests can put another library in its place. */
 #ifndef S1F_DRIVER_H
 #define S1F_DRIVER_H
 

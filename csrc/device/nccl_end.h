@@ -13,8 +13,8 @@
 s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,
                                s1f_watchdog *watchdog, s1f_edge_end **out);
 s1f_status s1f_nccl_end_connect(s1f_edge_end *end);
-/* Starts to end the communicator, which needs the peer as well, and returns at once; freeing the end waits for it. A rank
- * that leaves calls it on all its ends before it frees one, or ranks may wait for each other in different ends. */
+/* Starts to end the communicator, which needs the peer as well, and returns at once; freeing the end waits for it. A
+ * rank that leaves calls it on all its ends before it frees one, or ranks may wait for each other in different ends. */
 void s1f_nccl_end_leave(s1f_edge_end *end);
 
 #endif

@@ -1,8 +1,8 @@
 /* watchdog.h - looks after the transfers between GPUs that the host does not wait for.
  *
  * One thread per rank and device. A failed group, a peer that is gone, an error of a transfer, and a transfer that has
- * started and does not end: each ends the step on every rank and aborts the transfers, so that a host which waits for the
- * GPU elsewhere comes back. */
+ * started and does not end: each ends the step on every rank and aborts the transfers, so that a host which waits for
+ * the GPU elsewhere comes back. */
 #ifndef S1F_WATCHDOG_H
 #define S1F_WATCHDOG_H
 
@@ -24,8 +24,8 @@ typedef struct { /* for device_end.c and watchdog.c alone */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 
-/* group and device are borrowed. timeout_ns: a transfer that has started and does not end for so long, while no other of
- * the rank ended either, is a failure. */
+/* group and device are borrowed. timeout_ns: a transfer that has started and does not end for so long, while no other
+ * of the rank ended either, is a failure. */
 s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
 void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns);

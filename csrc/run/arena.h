@@ -27,7 +27,8 @@ s1f_status s1f_arena_end_create(s1f_group *group, void *memory, int64_t bytes, i
                                 int32_t is_receiver, const char *text, s1f_edge_end **out);
 
 /* For transports that use an arena for headers only, and leave notes of their own between header and payload. Both ends
- * map it; the receiver owns a place until it posts it, the sender from then (s1f_arena_wait_posted) until it has sent. */
+ * map it; the receiver owns a place until it posts it, the sender from then (s1f_arena_wait_posted) until it has
+ * sent. */
 void *s1f_arena_place(s1f_edge_end *end, int32_t place);
 s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence);
 int s1f_arena_hangup_fd(const s1f_edge_end *end);

@@ -3,8 +3,8 @@
  * The executor sets it around every RUN; ops read it when they run, and whoever computes the unit hangs on it what its
  * modules may ask for. So a compiled graph never depends on the offset,
  * and nothing about the unit is an argument of an op. On CUDA, backward and recomputation run on autograd's device
- * threads, so a thread-local alone is wrong there: the thread's unit comes first (ranks that are threads of one process,
- * the loopback), else the process's (the one engine that is inside a step). */
+ * threads, so a thread-local alone is wrong there: the thread's unit comes first (ranks that are threads of one
+ * process, the loopback), else the process's (the one engine that is inside a step). */
 #ifndef S1F_CURRENT_UNIT_H
 #define S1F_CURRENT_UNIT_H
 

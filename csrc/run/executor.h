@@ -28,8 +28,8 @@ typedef struct { /* a message for a unit */
 typedef struct {
     void *context;
     /* Computes the unit. inputs: the messages that the program has it wait for, in the order of its WAITs; what comes
-     * from this rank itself is not among them. `result` is zeroed before and read only if num_sends > 0; each of so many
-     * SENDs, of the same data on different edges, releases `keep` once. */
+     * from this rank itself is not among them. `result` is zeroed before and read only if num_sends > 0; each of so
+     * many SENDs, of the same data on different edges, releases `keep` once. */
     s1f_status (*run)(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
                       int32_t num_sends, s1f_result *result);
     void (*release)(void *context, void *keep);
@@ -60,8 +60,8 @@ typedef struct { /* measured at one stage during the last step */
 
 typedef struct s1f_executor s1f_executor;
 
-/* program, group, cache and ends are borrowed and must outlive the executor. ends[i]: this rank's end of edge i, NULL where
- * it has none. thread_scope: 1 where ranks are threads of one process. */
+/* program, group, cache and ends are borrowed and must outlive the executor. ends[i]: this rank's end of edge i, NULL
+ * where it has none. thread_scope: 1 where ranks are threads of one process. */
 s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_group *group, s1f_kv_cache *cache,
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
@@ -70,15 +70,16 @@ void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
  * first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
-/* Runs one step. sequence_length: tokens of the longest sequence; 0: learn it from the first message, where all are alike.
- * sizes: of the segments, [column] (s1f_column), NULL with 0.
+/* Runs one step. sequence_length: tokens of the longest sequence; 0: learn it from the first message, where all are
+ * alike. sizes: those of the segments, [column] (s1f_column), NULL with 0.
  * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes);
 
 /* The unit of the last instruction that began in the last step: where a step that failed stood. */
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
-/* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end. Borrowed. */
+/* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end.
+ * Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);
 /* What filled the waits of the last step, in order; less of those Ws is left for their RUNs. Borrowed. */
 const s1f_fill *s1f_executor_fills(const s1f_executor *executor, int64_t *count);

@@ -30,8 +30,8 @@ typedef struct { /* what a rank does; one cache line, written by that rank (or i
 
 _Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
 
-/* One rank's contribution to a gather. It has two buffers: a rank that writes round g + 2 has seen every rank's g + 1, so
- * all have read round g. */
+/* One rank's contribution to a gather. It has two buffers: a rank that writes round g + 2 has seen every rank's g + 1,
+ * so all have read round g. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
     int32_t bytes[2];

@@ -54,7 +54,8 @@ typedef struct {
     int32_t rank;                                                                  /* that failed first, -1: nobody */
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
 } s1f_failure;
-/* Ends the step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came first. */
+/* Ends the step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came
+ * first. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once somebody failed. */
 s1f_status s1f_group_check(const s1f_group *group);

@@ -1,18 +1,18 @@
 /* kv_cache.h - keys and values of earlier segments, and their gradients on the way back.
  *
- * One slab per (stage, layer, slot): k and v, each [batch][kv_heads][sequence_length][head_dim] in the model's dtype, and
- * one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of the
- * micro-batch, offset of the segment), never appended: recomputation finds them written, evaluation or a retry writes the
- * same rows again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is replaced where a step
- * needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the rows of a segment back
- * once its backward is done, for nothing reads them any more: it holds the tokens that are live, not its slots. Memory of
- * a device comes from a table of functions; it is held whole.
+ * One slab per (stage, layer, slot): k and v, each [batch][kv_heads][sequence_length][head_dim] in the model's dtype,
+ * and one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of
+ * the micro-batch, offset of the segment), never appended: recomputation finds them written, evaluation or a retry
+ * writes the same rows again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is
+ * replaced where a step needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the
+ * rows of a segment back once its backward is done, for nothing reads them any more: it holds the tokens that are live,
+ * not its slots. Memory of a device comes from a table of functions; it is held whole.
  *
  * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
- * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment are
- * *written* if they carry the serial of the slot's latest F of that segment: nothing is ever cleared, yet rows of an
- * earlier micro-batch or of a failed step are never read. A forward of segment s needs 0..s-1 written. A layer's dK/dV
- * slab belongs to a micro-batch by the same kind of tag: the first contribution stores, later ones add, whichever
+ * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment
+ * are *written* if they carry the serial of the slot's latest F of that segment: nothing is ever cleared, yet rows of
+ * an earlier micro-batch or of a failed step are never read. A forward of segment s needs 0..s-1 written. A layer's
+ * dK/dV slab belongs to a micro-batch by the same kind of tag: the first contribution stores, later ones add, whichever
  * segment it comes from (a layer may be skipped in the last).
  * Any use out of order is S1F_ERR_STATE and names stage, layer, micro-batch and segment.
  *
@@ -55,15 +55,15 @@ typedef struct {
 s1f_status s1f_kv_cache_create(s1f_kv_cache **out);
 void s1f_kv_cache_free(s1f_kv_cache *cache); /* NULL is fine */
 
-/* Enters a step: slots of each stage (at least one kv slot), tokens of the longest sequence, the most segments of one. A
- * micro-batch may have fewer of both; its slot has room for the longest. Keeps slabs, forgets every
+/* Enters a step: slots of each stage (at least one kv slot), tokens of the longest sequence, the most segments of one.
+ * A micro-batch may have fewer of both; its slot has room for the longest. Keeps slabs, forgets every
  * state and shape (also what a failed step left). S1F_ERR_ARG on counts below 1 or a stage named twice. */
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
                                    int64_t sequence_length, int32_t num_segments);
-/* Called by the executor around each RUN. begin of F: of segment 0, the micro-batch takes the slot over. finish of F and
- * B: the segment is done; finish of the last F where no backward follows (training 0), and of B.0, frees the slot. I (the
- * gradient of the input) counts as B; R reads what its F has written; W touches nothing. A unit that failed is not
- * finished: it may begin again. */
+/* Called by the executor around each RUN. begin of F: of segment 0, the micro-batch takes the slot over. finish of F
+ * and B: the segment is done; finish of the last F where no backward follows (training 0), and of B.0, frees the slot.
+ * I (the gradient of the input) counts as B; R reads what its F has written; W touches nothing. A unit that failed is
+ * not finished: it may begin again. */
 s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
 s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit *unit);
 
@@ -76,13 +76,13 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
 s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer, s1f_layer_shape *shape,
                              s1f_kv_rows *rows, s1f_kv_grads *grads);
 
-/* At least `bytes` of memory for the computation of an op, 64-byte aligned, with anything in it: borrowed until the next
- * call or free. One for the whole cache, kept and replaced by a bigger one like a slab, so that the steps after the first
- * allocate none; its memory goes back after each unit of a long sequence, as rows do. */
+/* At least `bytes` of memory for the computation of an op, 64-byte aligned, with anything in it: borrowed until the
+ * next call or free. One for the whole cache, kept and replaced by a bigger one like a slab, so that the steps after
+ * the first allocate none; its memory goes back after each unit of a long sequence, as rows do. */
 s1f_status s1f_kv_cache_scratch(s1f_kv_cache *cache, int64_t bytes, void **out);
 
-/* Bytes reserved for K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by bigger
- * ones, so that this is also the most held. */
+/* Bytes reserved for K/V slabs (document ids included) and of dK/dV slabs. Slabs are only ever added or replaced by
+ * bigger ones, so that this is also the most held. */
 void s1f_kv_cache_bytes(const s1f_kv_cache *cache, int64_t *kv_bytes, int64_t *grad_bytes);
 
 /* Layers used since begin_step, index ascending from 0: 0 past the last, else 1 and what its slabs hold. */

@@ -1,10 +1,11 @@
 /* p2p.h - point-to-point transfers between neighbouring stages: one interface, one transport behind each edge.
  *
- * An edge is directed and first-in first-out. The receiver owns its places. POST n: place is free for message n. SEND n:
- * waits for POST n, then puts header and payload into the place. WAIT n: waits for SEND n. The two directions between two
- * ranks are two edges and never wait for each other. RECEIVE n, where a program has it, lets the transfer start: a
- * transport whose transfers need both ends needs it. Both ends know (sequence, place) of every message from the lowered
- * program; the header says what the message is, and WAIT checks it: a mismatch is an error, never silent corruption.
+ * An edge is directed and first-in first-out. The receiver owns its places. POST n: place is free for message n. SEND
+ * n: waits for POST n, then puts header and payload into the place. WAIT n: waits for SEND n. The two directions
+ * between two ranks are two edges and never wait for each other. RECEIVE n, where a program has it, lets the transfer
+ * start: a transport whose transfers need both ends needs it. Both ends know (sequence, place) of every message from
+ * the lowered program; the header says what the message is, and WAIT checks it: a mismatch is an error, never silent
+ * corruption.
  *
  * Threads. An edge end is used by one thread. Nothing here takes Python's GIL, except transports that are Python
  * callbacks; callers hold no GIL. */
@@ -88,8 +89,8 @@ s1f_status s1f_p2p_wait(s1f_edge_end *end, int64_t sequence, int32_t place, cons
 /* Whether `wait` would return without waiting: a posted message has come, or the step has failed. Also 1 where the
  * transport cannot tell. */
 int s1f_p2p_has_come(s1f_edge_end *end, int64_t sequence);
-/* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, and payload_bytes, and seals the header.
- * The data of message n may be reused once s1f_p2p_count_sent says more than n; unchanged until then. */
+/* message->num_tensors data pointers; fills sequence, tensor bytes and offsets, and payload_bytes, and seals the
+ * header. The data of message n may be reused once s1f_p2p_count_sent says more than n; unchanged until then. */
 s1f_status s1f_p2p_send(s1f_edge_end *end, int64_t sequence, int32_t place, s1f_message *message,
                         const void *const *tensors);
 /* Messages of this step whose data is no longer read. */
@@ -105,7 +106,8 @@ int64_t s1f_message_payload_bytes(const void *place);
 /* Makes magic, version and checksum those of a header whose other fields stand. At most S1F_MAX_TENSORS tensors. */
 void s1f_message_seal(s1f_message *message);
 /* S1F_ERR_STATE unless a place holds message `sequence` of its edge as it was sent, and every tensor lies within its
- * payload. Then its header may be followed; what it says of tokens is not looked at here. The payload has no checksum. */
+ * payload. Then its header may be followed; what it says of tokens is not looked at here. The payload has no
+ * checksum. */
 s1f_status s1f_message_check_sound(const s1f_message *message, int64_t sequence);
 /* S1F_ERR_STATE naming both unless the message is the expected one: step, sequence, stages, direction, microbatch,
  * segment, training. */

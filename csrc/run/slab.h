@@ -1,4 +1,4 @@
-/* slab.h - a block of memory of the KV cache: kept from step to step, replaced by a bigger one where a step needs it. */
+/* slab.h - a block of memory of the KV cache: kept from step to step, replaced where a step needs a bigger one. */
 #ifndef S1F_SLAB_H
 #define S1F_SLAB_H
 
@@ -20,14 +20,14 @@ typedef struct { /* zeros: an empty one */
     void *owner;                   /* memory's, NULL where it is malloc's */
 } s1f_slab;
 
-/* Makes the slab hold at least `bytes`, 64-byte aligned where it is malloc's, and counts its bytes in *total. What it held
- * is gone where it must grow or move: the old memory goes first, so that the two are never held together. */
+/* Makes the slab hold at least `bytes`, 64-byte aligned where it is malloc's, and counts its bytes in *total. What it
+ * held is gone where it must grow or move: the old memory goes first, so that the two are never held together. */
 s1f_status s1f_slab_reserve(s1f_slab *slab, int64_t bytes, const s1f_slab_memory *memory, int64_t device,
                             int64_t *total);
 void s1f_slab_free(s1f_slab *slab);
 
-/* Gives back the memory of rows [begin, end) (bytes) of every strip (one per batch entry and kv head), whole pages only.
- * What lies behind `end` in a strip is dead too. The next touch finds zeros. Only for malloc's memory. */
+/* Gives back the memory of rows [begin, end) (bytes) of every strip (one per batch entry and kv head), whole pages
+ * only. What lies behind `end` in a strip is dead too. The next touch finds zeros. Only for malloc's memory. */
 void s1f_slab_release_rows(const s1f_slab *slab, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end);
 
 #endif

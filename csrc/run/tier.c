@@ -192,7 +192,7 @@ static int open_without_name(const char *directory, int flags)
     return file;
 }
 
-/* Writes and reads one block: a directory that takes a file may still have no room, or refuse transfers past the cache. */
+/* Writes and reads one block: a directory that takes a file may have no room, or refuse transfers past the cache. */
 static int try_block(s1f_tier *tier)
 {
     memset(tier->chunk, 0x5a, S1F_TIER_ALIGNMENT);

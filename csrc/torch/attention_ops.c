@@ -1,5 +1,5 @@
-/* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on torch's
- * threads. */
+/* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on
+ * torch's threads. */
 #include "../../kernels/attention.h"
 #include "op_table.h"
 #include "segment_rows.h"

@@ -1,7 +1,7 @@
 /* op_call.h - one call of an op: its tensors, what it owns, and how it fails. For the files of the ops alone.
  *
- * A boxed kernel owns its arguments. s1f_op_run takes them from torch's stack, runs the op's body, puts its outputs there,
- * and releases everything else, however the body ends. */
+ * A boxed kernel owns its arguments. s1f_op_run takes them from torch's stack, runs the op's body, puts its outputs
+ * there, and releases everything else, however the body ends. */
 #ifndef S1F_OP_CALL_H
 #define S1F_OP_CALL_H
 
@@ -33,8 +33,8 @@ typedef struct {
     int any_device;               /* registered for every device, not the CPU alone */
 } s1f_op;
 
-/* The kernel of an op: `stack` holds its arguments, then its results. Throws torch's exception where the body fails; the
- * failure then waits in s1f_op_failure_take. */
+/* The kernel of an op: `stack` holds its arguments, then its results. Throws torch's exception where the body fails;
+ * the failure then waits in s1f_op_failure_take. */
 void s1f_op_run(const s1f_op *op, StableIValue *stack);
 
 /* S1F_ERR_SYSTEM, naming the function of libtorch. */

@@ -4,23 +4,21 @@
 
 #include "op_call.h"
 
-/* X(name, tensors, which come first in the schema, outputs, 1: for any device, schema) */
-#define S1F_OPTIONS "float scale, SymInt window, float softcap"
-#define S1F_OPS(X)                                                                                                      \
-    X(causal_attention, 5, 2, 0,                                                                                        \
-      "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS ") -> (Tensor, Tensor)")             \
-    X(causal_attention_backward, 8, 3, 0,                                                                               \
-      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS \
-      ") -> (Tensor, Tensor, Tensor)")                                                                                  \
-    X(segment_attention, 6, 2, 0,                                                                                       \
-      "(Tensor q, Tensor k, Tensor v, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS                        \
-      ") -> (Tensor, Tensor)")                                                                                          \
-    X(segment_attention_backward, 7, 3, 0,                                                                              \
-      "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, Tensor slopes, Tensor doc_ids, " S1F_OPTIONS       \
-      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                 \
-    X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")           \
-    X(cache_read, 2, 6, 1,                                                                                              \
-      "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")                  \
+/* The options of attention: two tensors, then three numbers.
+ * X(name, tensors, which come first in the schema, outputs, 1: for any device, schema) */
+#define S1F_OPTIONS "Tensor slopes, Tensor doc_ids, float scale, SymInt window, float softcap"
+#define S1F_OPS(X)                                                                                                     \
+    X(causal_attention, 5, 2, 0, "(Tensor q, Tensor k, Tensor v, " S1F_OPTIONS ") -> (Tensor, Tensor)")                \
+    X(causal_attention_backward, 8, 3, 0,                                                                              \
+      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " S1F_OPTIONS                               \
+      ") -> (Tensor, Tensor, Tensor)")                                                                                 \
+    X(segment_attention, 6, 2, 0, "(Tensor q, Tensor k, Tensor v, Tensor layer, " S1F_OPTIONS ") -> (Tensor, Tensor)") \
+    X(segment_attention_backward, 7, 3, 0,                                                                             \
+      "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, " S1F_OPTIONS                                     \
+      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                \
+    X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")          \
+    X(cache_read, 2, 6, 1,                                                                                             \
+      "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")                 \
     X(positions, 2, 1, 0, "(Tensor x, Tensor doc_ids, SymInt dim, SymInt rank, SymInt num_shards) -> Tensor")
 
 #define S1F_OP_BODY(name, num_tensors, num_outputs, any_device, schema) s1f_status s1f_op_##name(s1f_op_call *call);

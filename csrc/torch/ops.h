@@ -3,26 +3,28 @@
  *   causal_attention(q, k, v, slopes, doc_ids, scale, window, softcap) -> (out, lse)
  *   causal_attention_backward(dout, q, k, v, out, lse, slopes, doc_ids, scale, window, softcap) -> (dq, dk, dv)
  *   segment_attention(q, k, v, layer, slopes, doc_ids, scale, window, softcap) -> (out, lse)
- *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads) -> (dq, dk, dv)
+ *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads)
+ *     -> (dq, dk, dv)
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
- *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and dv
- *     have tokens whose sums they hold: all, to be added to, or before the first contribution none
- *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's; within
- *     their documents, where doc_ids is not empty
+ *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and
+ *     dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
+ *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's;
+ *     within their documents, where doc_ids is not empty
  *
- * cache_write and cache_read are for every device: on other devices than the CPU attention is Python's, by torch's own ops
- * (seq1f1b/device/cuda_attention.py), over these views of slabs that torch's allocator gave. The views are borrowed until
- * the unit ends. The other ops have CPU kernels here.
- * The first pair is functional. The second runs within a unit of a step: it keeps k and v in the KV cache of the current
- * unit, adds dK and dV of the prefix to the cache's slab and returns the complete ones of its own rows. An empty tensor
- * stands for "none". Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads, head_dim), so that
- * the transpose that follows attention is free. Autograd, fake kernels and the checks that a user meets are Python's. */
+ * cache_write and cache_read are for every device: on other devices than the CPU attention is Python's, by torch's own
+ * ops (seq1f1b/device/cuda_attention.py), over these views of slabs that torch's allocator gave. The views are borrowed
+ * until the unit ends. The other ops have CPU kernels here.
+ * The first pair is functional. The second runs within a unit of a step: it keeps k and v in the KV cache of the
+ * current unit, adds dK and dV of the prefix to the cache's slab and returns the complete ones of its own rows. An
+ * empty tensor stands for "none". Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads,
+ * head_dim), so that the transpose that follows attention is free. Autograd, fake kernels and the checks that a user
+ * meets are Python's. */
 #ifndef S1F_OPS_H
 #define S1F_OPS_H
 
 #include "../core/status.h"
 
-/* Registers the ops with the torch that is bound (s1f_torch_bind). Again is fine. Hold the GIL: the lock of this call. */
+/* Registers the ops with the torch that is bound (s1f_torch_bind). Again is fine. Hold the GIL: the call's lock. */
 s1f_status s1f_ops_register(void);
 
 /* The last failure of an op on this thread since the last take: its status and text (borrowed until the next failure),

@@ -2,8 +2,8 @@
 #include "../run/current_unit.h"
 #include "op_table.h"
 
-/* Ids of packed documents: the position of the document's first token. Each token begins one or goes on with that before
- * it, so that ids of another kind are seen here, and not in a loss that is a little off. */
+/* Ids of packed documents: the position of the document's first token. Each token begins one or goes on with that
+ * before it, so that ids of another kind are seen here, and not in a loss that is a little off. */
 static s1f_status check_document_starts(const s1f_op_tensor *docs, int64_t batch, const int32_t *starts, int64_t first)
 {
     for (int64_t i = 0; i < docs->sizes[1]; i++) {

@@ -5,9 +5,9 @@
  * headers, so that drift is a compile error. All of them exist since torch 2.10, which is the floor.
  *
  * Ownership, as in libtorch: a handle that comes through an out-parameter is a new reference, given back by
- * aoti_torch_delete_tensor_object; sizes, strides and data pointers are borrowed from the tensor. A boxed kernel owns its
- * arguments. Every call but the codes returns 0, or not 0 on failure; aoti_torch_check(0, ...) throws a C++ exception
- * that becomes RuntimeError, and must be the last thing a kernel does. */
+ * aoti_torch_delete_tensor_object; sizes, strides and data pointers are borrowed from the tensor. A boxed kernel owns
+ * its arguments. Every call but the codes returns 0, or not 0 on failure; aoti_torch_check(0, ...) throws a C++
+ * exception that becomes RuntimeError, and must be the last thing a kernel does. */
 #ifndef S1F_TORCH_ABI_H
 #define S1F_TORCH_ABI_H
 

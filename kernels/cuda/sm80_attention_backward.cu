@@ -1,5 +1,5 @@
-/* sm80_attention_backward.cu - the backward kernels that are compiled, and their launcher. No line here is one that only nvcc
- * takes, so the tests compile it for the CPU. */
+/* sm80_attention_backward.cu - the backward kernels that are compiled, and their launcher. No line here is one that
+ * only nvcc takes, so the tests compile it for the CPU. */
 #include "attention_launch.cuh"
 #include "kernel_table.h"
 #include "sm80_key_gradients.cuh"
@@ -42,7 +42,7 @@ using namespace s1f;
     X(fp16, S1F_FLOAT16, 64)                                                                                           \
     X(fp16, S1F_FLOAT16, 128)
 
-/* -- entries: key_gradients and what goes with it, query_gradients, what any tile needs ------------------------------- */
+/* -- entries: key_gradients and what goes with it, query_gradients, what any tile needs ---------------------------- */
 
 #define KEYS_NAME(element, head_dim, rows, keys, key_warps, query_warps, stages)                                       \
     s1f_attention_backward_##element##_d##head_dim##_m##rows##n##keys##w##key_warps##x##query_warps##s##stages
@@ -118,7 +118,7 @@ const entry key_entries[] = {ALL(KEYS_POINTER)}, round_entries[] = {ALL(ROUND_PO
 constexpr int NUM_TILES = sizeof key_entries / sizeof key_entries[0];
 constexpr int NUM_QUERY_TILES = sizeof query_entries / sizeof query_entries[0];
 
-/* -- what can be launched, and how ------------------------------------------------------------------------------------ */
+/* -- what can be launched, and how --------------------------------------------------------------------------------- */
 
 bool is_supported_backward(const s1f_attention_args &a)
 {
@@ -150,8 +150,8 @@ struct plan {
 };
 
 /* The way over the queries is cut where there would be fewer than two blocks of key_gradients per SM of the large GPUs
- * (132 SMs), but into parts of at least 4 turns. By the shape and these constants alone, so that results do not depend on
- * the device. */
+ * (132 SMs), but into parts of at least 4 turns. By the shape and these constants alone, so that results do not depend
+ * on the device. */
 int parts_for(const s1f_cuda_attention_args &args, int64_t blocks, int64_t turns)
 {
     const int64_t wanted = 264, fewest_turns = 4;
@@ -204,7 +204,7 @@ int64_t scratch_bytes(const void *arguments, int32_t asked)
     return p.tile < 0 ? -error_of_no_kernel() : p.bytes;
 }
 
-/* -- launch ------------------------------------------------------------------------------------------------------------ */
+/* -- launch -------------------------------------------------------------------------------------------------------- */
 
 attention_backward_arguments arguments_of(const s1f_cuda_attention_args &args, const plan &p)
 {

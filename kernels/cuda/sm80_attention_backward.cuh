@@ -4,14 +4,14 @@
  *   dV += P^T dO        dK += scale dS^T Q                         dQ = scale dS K
  *
  * Kernels   prepare_rows      delta and lse2 = lse log2 e, of rows padded to whole tiles; zeroes the sums of dQ
- *           key_gradients     dK and dV: a block owns a tile of keys of a kv head and goes over the tiles of queries of all
- *                             heads that read it, so each sum has one owner and one order. dQ: sums in memory to which
- *                             blocks add in any order; left out where dQ is to be deterministic
- *           add_parts         where blocks are few, the way over the queries is cut into parts: adds up what they summed,
- *                             in the order of their index
+ *           key_gradients     dK and dV: a block owns a tile of keys of a kv head and goes over the tiles of queries of
+ *                             all heads that read it, so each sum has one owner and one order. dQ: sums in memory to
+ *                             which blocks add in any order; left out where dQ is to be deterministic
+ *           add_parts         where blocks are few, the way over the queries is cut into parts: adds up what they
+ *                             summed, in the order of their index
  *           round_queries     dQ of its sums
- *           query_gradients   deterministic dQ: a block owns a tile of queries and makes P and dS again (7 products of a
- *                             pair of tiles in all instead of 5)
+ *           query_gradients   deterministic dQ: a block owns a tile of queries and makes P and dS again (7 products of
+ *                             a pair of tiles in all instead of 5)
  * Numerics  bf16 or fp16 in and out, P and dS rounded to that; fp32 sums
  * Bits      dK and dV of equal inputs are equal; dQ too by query_gradients
  * Truth     s1f_attention_ref_backward() of ../attention_ref.c */
@@ -79,7 +79,7 @@ S1F_DEVICE id_range ids_between(const visibility &rule, int first, int last)
     return ids;
 }
 
-/* -- corners of P and dS: element r of lane's in the 16 x 8 corner (i, j), as matrix_multiply_add leaves it ----------- */
+/* -- corners of P and dS: element r of lane's in the 16 x 8 corner (i, j), as matrix_multiply_add leaves it -------- */
 
 template <int ROWS, int COLUMNS, typename Body> S1F_DEVICE void for_each(float (&s)[ROWS][COLUMNS][4], Body body)
 {
@@ -97,7 +97,8 @@ template <int ROWS, int COLUMNS, typename Body> S1F_DEVICE void for_each(float (
 /* A hidden product, or its tanh, becomes this: its P is 0 by any factor above 2^-50, its square finite. */
 constexpr float HIDDEN = -0x1p60f;
 
-/* From products, or the tanh of what is capped: p becomes P, rounded, and s becomes P cap', so that dS = s (dP - delta). */
+/* From products, or the tanh of what is capped: p becomes P, rounded, and s becomes P cap', so that dS = s (dP -
+ * delta). */
 template <typename Element, int ROWS, int COLUMNS, typename Statistic>
 S1F_DEVICE void probabilities(float (&s)[ROWS][COLUMNS][4], uint32_t (&p)[COLUMNS / 2][ROWS][4],
                               const attention_options &options, Statistic lse2)
@@ -134,7 +135,7 @@ S1F_DEVICE void cap_products(float (&s)[ROWS][COLUMNS][4], const attention_optio
         for_each(s, [&](float &x, int, int, int) { x = tanh_fast(options.inner * x); });
 }
 
-/* -- delta and lse2; grid: padded_len / ROW_PADDING, query heads, batch --------------------------------------------- */
+/* -- delta and lse2; grid: padded_len / ROW_PADDING, query heads, batch -------------------------------------------- */
 
 template <typename Element, int HEAD_DIM> struct prepare_rows {
     using arguments = attention_backward_arguments;
@@ -183,7 +184,7 @@ template <typename Element, int HEAD_DIM> struct prepare_rows {
     }
 };
 
-/* -- sums of the parts; grid: num_blocks(), kv heads, batch; a thread takes 4 elements of dK or of dV ------------------ */
+/* -- sums of the parts; grid: num_blocks(), kv heads, batch; a thread takes 4 elements of dK or of dV -------------- */
 
 template <typename Element, int HEAD_DIM> struct add_parts {
     using arguments = attention_backward_arguments;
@@ -236,7 +237,7 @@ template <typename Element, int HEAD_DIM> struct add_parts {
     }
 };
 
-/* -- dQ of its sums, as key_gradients `Gradients` laid them out; grid: tiles of queries, query heads, batch ----------- */
+/* -- dQ of its sums, as key_gradients `Gradients` laid them out; grid: tiles of queries, query heads, batch -------- */
 
 template <typename Element, int HEAD_DIM, typename Gradients> struct round_queries {
     using arguments = attention_backward_arguments;

@@ -1,13 +1,13 @@
-/* sm80_attention_forward.cu - the forward kernels that are compiled, and their launcher. No line here is one that only nvcc
- * takes, so the tests compile it for the CPU. */
+/* sm80_attention_forward.cu - the forward kernels that are compiled, and their launcher. No line here is one that only
+ * nvcc takes, so the tests compile it for the CPU. */
 #include "attention_launch.cuh"
 #include "kernel_table.h"
 #include "sm80_attention_forward.cuh"
 
 using namespace s1f;
 
-/* X(element, dtype, head_dim, rows, keys, warps, slots, KB of the configuration). The launcher takes the first that fits;
- * nobody has timed them yet. Two blocks of 80 KB fit an SM of sm_80. */
+/* X(element, dtype, head_dim, rows, keys, warps, slots, KB of the configuration). The launcher takes the first that
+ * fits; nobody has timed them yet. Two blocks of 80 KB fit an SM of sm_80. */
 #define TILES(X, element, dtype)                                                                                       \
     X(element, dtype, 64, 128, 64, 4, 3, 99)                                                                           \
     X(element, dtype, 64, 128, 128, 4, 4, 163)                                                                         \
@@ -76,7 +76,7 @@ constexpr s1f_cuda_kernel kernels[] = {
 void (*const entries[])(attention_forward_arguments) = {ALL(POINTER)};
 constexpr int NUM_ENTRIES = sizeof entries / sizeof entries[0];
 
-/* -- what can be launched, and how ------------------------------------------------------------------------------------ */
+/* -- what can be launched, and how --------------------------------------------------------------------------------- */
 
 /* Index of the kernel: the one asked for if it is for these arguments; -1: none, as without a device. */
 int choose_kernel(const s1f_attention_args &a, int32_t asked)
@@ -133,7 +133,7 @@ int64_t scratch_bytes(const void *arguments, int32_t asked)
                      : scratch_of(args.attention, kernels[index], num_parts_of(args, kernels[index])).bytes;
 }
 
-/* -- launch ------------------------------------------------------------------------------------------------------------ */
+/* -- launch -------------------------------------------------------------------------------------------------------- */
 
 int merge(const s1f_attention_args &a, const attention_forward_arguments &arguments, void *stream)
 {

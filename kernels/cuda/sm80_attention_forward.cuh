@@ -1,8 +1,8 @@
 /* sm80_attention_forward.cuh - out and lse of one segment over its prefix; attention.h says what they are.
  *
- * A block takes ROWS rows of queries that share a kv head and goes over the keys they see, KEYS at a time, with a running
- * maximum and sum per row (online softmax). Queries of a group are packed: row r is token r / group, head r % group of
- * it, so that K and V are read once for the group, and short segments fill a tile.
+ * A block takes ROWS rows of queries that share a kv head and goes over the keys they see, KEYS at a time, with a
+ * running maximum and sum per row (online softmax). Queries of a group are packed: row r is token r / group, head r %
+ * group of it, so that K and V are read once for the group, and short segments fill a tile.
  *
  *   S = Q K^T        ldmatrix of Q (kept in registers where they suffice) and K; sums in registers
  *   P = 2^(S - max)  in registers
@@ -251,8 +251,8 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
         }
     }
 
-    /* Scores become P; `out` and `sum` what they are beside the new maximum. A row that has seen no key yet has a maximum
-     * of -infinity, and sums of 0. */
+    /* Scores become P; `out` and `sum` what they are beside the new maximum. A row that has seen no key yet has a
+     * maximum of -infinity, and sums of 0. */
     static S1F_DEVICE void update_rows(scores &score, outputs &out, float (&highest)[LINES], float (&sum)[LINES],
                                        float factor)
     {
@@ -343,8 +343,8 @@ template <typename Element, int HEAD_DIM, int ROWS, int KEYS, int WARPS, int SLO
         }
     }
 
-    /* Through the warp's rows of the Q tile, so that 16 bytes go out at once. Only this warp read them, and it has met a
-     * barrier since. */
+    /* Through the warp's rows of the Q tile, so that 16 bytes go out at once. Only this warp read them, and it has met
+     * a barrier since. */
     static S1F_DEVICE void store_out(const arguments &a, const place &at, const outputs &out, uint32_t q_tile)
     {
         S1F_UNROLL

@@ -2,9 +2,9 @@
  *
  * P and dS are made transposed, a key per row: what a warp made of them is then, in its registers, the first factor of
  * P^T dO and dS^T Q. What other warps made comes through shared memory, as does dS for dQ. With KEY_WARPS x QUERY_WARPS
- * warps, warp (i, j) makes keys i, queries j of P and dS, and keys i, columns j of dK and dV. There are two barriers per
- * pair of tiles, three with one stage of dO; products of a warp's own P and dS run between them, so that warps seldom
- * wait for each other. */
+ * warps, warp (i, j) makes keys i, queries j of P and dS, and keys i, columns j of dK and dV. There are two barriers
+ * per pair of tiles, three with one stage of dO; products of a warp's own P and dS run between them, so that warps
+ * seldom wait for each other. */
 #ifndef S1F_CUDA_SM80_KEY_GRADIENTS_CUH
 #define S1F_CUDA_SM80_KEY_GRADIENTS_CUH
 
@@ -28,8 +28,8 @@ struct key_gradients {
     static_assert(KEYS % 16 == 0 && QUERIES % 16 == 0 && COLUMNS % 16 == 0 && DQ_COLUMNS % 16 == 0, "whole fragments");
     static_assert(ROW_PADDING % QUERY_ROWS == 0, "lse2 and delta have whole tiles");
 
-    /* Shared memory, bytes: K, V; two stages of Q, DOUT_STAGES of dO; P and dS, a key per row; lse2 and delta, two stages
-     * of each. */
+    /* Shared memory, bytes: K, V; two stages of Q, DOUT_STAGES of dO; P and dS, a key per row; lse2 and delta, two
+     * stages of each. */
     static constexpr int KEY_TILE = KEY_ROWS * HEAD_DIM * 2, QUERY_TILE = QUERY_ROWS * HEAD_DIM * 2;
     static constexpr int PAIR_TILE = KEY_ROWS * QUERY_ROWS * 2, STATISTICS = QUERY_ROWS * 4;
     static constexpr int K = 0, V = K + KEY_TILE, Q = V + KEY_TILE, DOUT = Q + 2 * QUERY_TILE;
@@ -41,8 +41,8 @@ struct key_gradients {
     using factors = uint32_t[QUERIES / 16][KEYS / 16][4]; /* a corner, rounded */
     using key_sums = float[KEYS / 16][COLUMNS / 8][4];
 
-    /* The place of a block, and its turns: pairs of a query head and a tile of queries, tiles fastest. Little is kept, for
-     * registers are short; what few turns need is found again. */
+    /* The place of a block, and its turns: pairs of a query head and a tile of queries, tiles fastest. Little is kept,
+     * for registers are short; what few turns need is found again. */
     struct place {
         int first_key, first_tile, num_tiles; /* tiles of queries that see some of the keys, but for documents */
         int begin, end;                       /* turns of the part */
@@ -303,7 +303,8 @@ struct key_gradients {
 
     /* -- results ------------------------------------------------------------------------------------------------ */
 
-    /* Stores sums to the part's, or to the slab, or adds to what it holds; complete rows of the segment go to its own. */
+    /* Stores sums to the part's, or to the slab, or adds to what it holds; complete rows of the segment go to its
+     * own. */
     static S1F_DEVICE void store(const arguments &a, const place &here, const key_sums &d, float factor, float *parts,
                                  float *slab, void *own_rows)
     {

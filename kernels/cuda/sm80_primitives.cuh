@@ -10,7 +10,8 @@
  *   C, D (16 x 8) d[0], d[1] row group, columns 2 pair and 2 pair + 1; d[2], d[3] row group + 8
  *
  * A kernel is a struct: `arguments` (passed by value), THREADS, BLOCKS_PER_SM (at least so many fit by registers) and
- * `static S1F_DEVICE void run(const arguments &)`. S1F_KERNEL(name, struct) makes an entry of it, which launch() starts. */
+ * `static S1F_DEVICE void run(const arguments &)`. S1F_KERNEL(name, struct) makes an entry of it, which launch()
+ * starts. */
 #ifndef S1F_CUDA_SM80_PRIMITIVES_CUH
 #define S1F_CUDA_SM80_PRIMITIVES_CUH
 
@@ -255,7 +256,7 @@ template <> S1F_DEVICE void matrix_multiply_add<fp16>(float (&d)[4], const uint3
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* -- between the lanes of a warp; all 32 take part ------------------------------------------------------------------ */
+/* -- between the lanes of a warp; all 32 take part ----------------------------------------------------------------- */
 
 /* The value of lane (own lane ^ mask). */
 S1F_DEVICE float shuffle_xor(float value, int mask)
@@ -275,7 +276,7 @@ S1F_DEVICE uint32_t warp_ballot(bool condition)
     return __ballot_sync(0xffffffffu, condition);
 }
 
-/* -- arithmetic ------------------------------------------------------------------------------------------------------ */
+/* -- arithmetic ---------------------------------------------------------------------------------------------------- */
 
 /* 2^x, relative error below 2^-22; 0 at -infinity. */
 S1F_DEVICE float exp2_fast(float x)
@@ -306,8 +307,8 @@ S1F_DEVICE float maximum(float a, float b)
     return fmaxf(a, b);
 }
 
-/* x, of which the compiler then knows nothing: what is computed from it stays where it is written, instead of being kept
- * in a register from before a loop on. */
+/* x, of which the compiler then knows nothing: what is computed from it stays where it is written, instead of being
+ * kept in a register from before a loop on. */
 S1F_DEVICE uint32_t opaque(uint32_t x)
 {
     asm volatile("" : "+r"(x));
@@ -352,7 +353,7 @@ template <> S1F_DEVICE void unpack<fp16>(uint32_t word, float &first, float &sec
         : "r"(word));
 }
 
-/* -- launch ---------------------------------------------------------------------------------------------------------- */
+/* -- launch -------------------------------------------------------------------------------------------------------- */
 
 #define S1F_KERNEL(name, ...)                                                                                          \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, __VA_ARGS__::BLOCKS_PER_SM)                     \

@@ -1,7 +1,7 @@
 /* sm80_products.cuh - products of matrices that lie in tiles (sm80_tile.cuh) or in registers, a warp's share of them.
  *
- * d[i][j] is the 16 x 8 corner at row 16 i, column 8 j; a[i][k] the 16 x 16 corner of the first factor at row 16 i, depth
- * 16 k. Each adds to d. */
+ * d[i][j] is the 16 x 8 corner at row 16 i, column 8 j; a[i][k] the 16 x 16 corner of the first factor at row 16 i,
+ * depth 16 k. Each adds to d. */
 #ifndef S1F_CUDA_SM80_PRODUCTS_CUH
 #define S1F_CUDA_SM80_PRODUCTS_CUH
 
