@@ -98,7 +98,7 @@ class Schedule:
         for rank, order in enumerate(orders):
             if not order:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_C.schedule_from_units(orders))
+        self._adopt(_C.schedule_from_units(orders, 0))
 
     def _adopt(self, handle: Any) -> None:
         self.handle = handle  # of the C core; the engine lowers it
@@ -385,7 +385,9 @@ class Schedule:
             ValueError: the order recomputes or moves units, which torch has no cell for, or its micro-batches differ in
                 their segments.
         """
-        return _C.schedule_to_csv(self.handle)
+        from seq1f1b.adapters import torch_csv
+
+        return torch_csv.to_csv(self)
 
     @classmethod
     def from_csv(cls, text: str, *, num_segments: int) -> Schedule:
@@ -397,7 +399,9 @@ class Schedule:
         Raises:
             ValueError: names line and cell.
         """
-        return cls._from_handle(_C.schedule_from_csv(text, num_segments))
+        from seq1f1b.adapters import torch_csv
+
+        return torch_csv.from_csv(text, num_segments)
 
     def simulate(
         self,

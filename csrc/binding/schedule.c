@@ -460,26 +460,16 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
 
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
-static PyObject *text_of(PyObject *handle, s1f_status (*write)(const s1f_schedule *schedule, char **text))
+static PyObject *schedule_to_text(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     const s1f_schedule *schedule;
     if (!s1f_to_schedule(handle, &schedule))
         return NULL;
     char *text = NULL;
-    s1f_status status = write(schedule, &text);
+    s1f_status status = s1f_schedule_to_text(schedule, &text);
     PyObject *result = status == S1F_OK ? PyUnicode_FromString(text) : s1f_raise(status);
     free(text);
     return result;
-}
-
-static PyObject *schedule_to_text(PyObject *Py_UNUSED(module), PyObject *handle)
-{
-    return text_of(handle, s1f_schedule_to_text);
-}
-
-static PyObject *schedule_to_csv(PyObject *Py_UNUSED(module), PyObject *handle)
-{
-    return text_of(handle, s1f_schedule_to_csv);
 }
 
 static PyObject *schedule_from_text(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -511,12 +501,12 @@ static int read_named_unit(PyObject *tuple, s1f_unit *unit)
     return 1;
 }
 
-static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *ranks)
+static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    if (!PyTuple_Check(ranks)) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple with a tuple of units for each rank");
+    PyObject *ranks;
+    s1f_count num_segments = {.name = "num_segments"};
+    if (!PyArg_ParseTuple(arguments, "O!O&", &PyTuple_Type, &ranks, s1f_to_count, &num_segments))
         return NULL;
-    }
     int32_t num_ranks = (int32_t)PyTuple_Size(ranks);
     int64_t total = 0, next = 0;
     int64_t *num_units = PyMem_Calloc((size_t)num_ranks + 1, sizeof *num_units);
@@ -533,7 +523,7 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *rank
     PyObject *handle = NULL;
     if (is_read && units != NULL) {
         s1f_schedule *schedule = NULL;
-        s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, &schedule);
+        s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, num_segments.value, &schedule);
         handle = s1f_new_schedule(status, schedule, NULL);
     } else if (!PyErr_Occurred()) {
         PyErr_NoMemory();
@@ -541,17 +531,6 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *rank
     PyMem_Free(units);
     PyMem_Free(num_units);
     return handle;
-}
-
-static PyObject *schedule_from_csv(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    const char *text;
-    s1f_count num_segments = {.name = "num_segments"};
-    if (!PyArg_ParseTuple(arguments, "sO&", &text, s1f_to_count, &num_segments))
-        return NULL;
-    s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_csv(text, num_segments.value, &schedule);
-    return s1f_new_schedule(status, schedule, NULL);
 }
 
 /* -- lowered programs ---------------------------------------------------------------------------------------------- */
@@ -679,11 +658,10 @@ PyMethodDef s1f_schedule_methods[] = {
      "schedule_offload(schedule, chosen): the same order with O, A and L of these cells, given in the same way."},
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
-    {"schedule_to_csv", schedule_to_csv, METH_O, "Torch's CSV with flat index microbatch * num_segments + segment."},
-    {"schedule_from_units", schedule_from_units, METH_O,
-     "schedule_from_units(ranks): a schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank."},
+    {"schedule_from_units", schedule_from_units, METH_VARARGS,
+     "schedule_from_units(ranks, num_segments): a schedule handle, from a tuple of (letter, stage, microbatch, segment) "
+     "for each rank. num_segments: of every micro-batch; 0: those that the units name."},
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
-    {"schedule_from_csv", schedule_from_csv, METH_VARARGS, "schedule_from_csv(text, num_segments): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,

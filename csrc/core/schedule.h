@@ -78,22 +78,19 @@ int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 
 /* -- text (schedule_text.c) ----------------------------------------------------------------------------------------
- * Ours: one line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the
- * stage, on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit
- * do not count. Torch's: one line of CSV per rank, "2F3" = stage 2, forward, flat index 3 = microbatch * num_segments +
- * segment; an empty cell is a bubble and says nothing about the order. It has F, B, I and W alone.
- * The readers find the counts and the placement in the text; in ours a micro-batch has the segments that it names. They do not check the order: s1f_schedule_check does. */
+ * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage, on
+ * every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not count.
+ * The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They do not
+ * check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
-/* S1F_ERR_ARG naming the unit that torch has no letter for, or a micro-batch with fewer segments than others. */
-s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text);
-/* From the units of each rank, those of rank 0 first, as from a text with a line for each rank. S1F_ERR_ARG naming line and
- * unit. *out is owned by the caller and untouched on error. */
-s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
-                                   s1f_schedule **out);
 /* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);
-s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out);
+/* From the units of each rank, those of rank 0 first, as from a text with a line for each rank. num_segments: of every
+ * micro-batch; 0: found, as from a text. S1F_ERR_ARG naming line and unit. *out is owned by the caller and untouched on
+ * error. */
+s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
+                                   int32_t num_segments, s1f_schedule **out);
 
 #endif

@@ -1,4 +1,4 @@
-/* schedule_text.c - a schedule as text, ours and torch's CSV; written and read back. */
+/* schedule_text.c - a schedule as text, written and read back, and from units. */
 #include "schedule.h"
 
 #include <stdio.h>
@@ -9,14 +9,8 @@ enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
 
 /* -- writing ----------------------------------------------------------------------------------------------------- */
 
-static void csv_unit_text(const s1f_schedule *schedule, s1f_unit unit, char *text, size_t bytes)
-{
-    int64_t flat = (int64_t)unit.microbatch * s1f_schedule_num_segments(schedule) + unit.segment;
-    snprintf(text, bytes, "%d%c%lld", unit.stage, s1f_pass_letter(unit.pass), (long long)flat);
-}
-
 /* Every unit takes at most UNIT_TEXT_BYTES with its separator; the text is cut to size at the end. */
-static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **text)
+s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 {
     int32_t num_ranks = s1f_schedule_num_ranks(schedule);
     int64_t num_units, total = 0;
@@ -33,11 +27,8 @@ static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **t
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++) {
             if (i > 0)
-                lines[used++] = as_csv ? ',' : ' ';
-            if (as_csv)
-                csv_unit_text(schedule, units[i], lines + used, UNIT_TEXT_BYTES - 1);
-            else
-                s1f_unit_text(units[i], with_stage, lines + used, UNIT_TEXT_BYTES - 1);
+                lines[used++] = ' ';
+            s1f_unit_text(units[i], with_stage, lines + used, UNIT_TEXT_BYTES - 1);
             used += strlen(lines + used);
         }
         lines[used++] = '\n';
@@ -46,34 +37,6 @@ static s1f_status write_lines(const s1f_schedule *schedule, int as_csv, char **t
     char *cut = realloc(lines, used);
     *text = cut != NULL ? cut : lines;
     return S1F_OK;
-}
-
-s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
-{
-    return write_lines(schedule, 0, text);
-}
-
-s1f_status s1f_schedule_to_csv(const s1f_schedule *schedule, char **text)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    for (int32_t m = 0; m < shape.num_microbatches; m++)
-        if (s1f_segments_of(&shape, m) != shape.num_segments)
-            return s1f_fail(S1F_ERR_ARG,
-                            "torch's CSV numbers the segments of all micro-batches alike, and micro-batch %d has %d of "
-                            "%d: write the order as text",
-                            (int)m, (int)s1f_segments_of(&shape, m), (int)shape.num_segments);
-    for (int32_t rank = 0; rank < s1f_schedule_num_ranks(schedule); rank++) {
-        int64_t num_units;
-        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++)
-            if (!s1f_pass_is_torchs(units[i].pass)) {
-                char unit[UNIT_TEXT_BYTES];
-                s1f_unit_text(units[i], 1, unit, sizeof unit);
-                return s1f_fail(S1F_ERR_ARG, "torch's CSV has no cell for %s of rank %d: write the order as text", unit,
-                                (int)rank);
-            }
-    }
-    return write_lines(schedule, 1, text);
 }
 
 /* -- reading ----------------------------------------------------------------------------------------------------- */
@@ -93,21 +56,20 @@ typedef struct {
 
 typedef struct {
     const char *at;
-    int as_csv;
     int32_t line, number, rank;
     int line_has_units;
 } scanner;
 
-static int is_separator(const scanner *s, char c)
+static int is_separator(char c)
 {
-    return c == ' ' || c == '\t' || c == '\r' || (s->as_csv && (c == ',' || c == '"'));
+    return c == ' ' || c == '\t' || c == '\r';
 }
 
 /* The next token; 0 at the end of the text. */
 static int next_token(scanner *s, token *t)
 {
     for (;;) {
-        while (is_separator(s, *s->at))
+        while (is_separator(*s->at))
             s->at++;
         if (*s->at == '#')
             s->at += strcspn(s->at, "\n");
@@ -122,7 +84,7 @@ static int next_token(scanner *s, token *t)
         s->line_has_units = 0;
     }
     t->begin = s->at;
-    while (*s->at != '\0' && *s->at != '\n' && *s->at != '#' && !is_separator(s, *s->at))
+    while (*s->at != '\0' && *s->at != '\n' && *s->at != '#' && !is_separator(*s->at))
         s->at++;
     t->bytes = (size_t)(s->at - t->begin);
     t->line = s->line;
@@ -183,7 +145,7 @@ static int read_character(const char **at, const char *end, char c)
 static const char syntax[] =
     "a unit is written F1.0 or [2]F1.0: a pass (F, B, I, W, R, S, T, E, G, O, A, L), micro-batch, segment";
 
-static s1f_status parse_ours(const token *t, parsed_unit *out)
+static s1f_status parse(const token *t, parsed_unit *out)
 {
     const char *at = t->begin, *end = t->begin + t->bytes;
     s1f_unit unit = {0, t->rank, 0, 0};
@@ -193,20 +155,6 @@ static s1f_status parse_ours(const token *t, parsed_unit *out)
         !read_character(&at, end, '.') || !read_number(&at, end, &unit.segment) || at != end)
         return fail_at(t, syntax);
     *out = (parsed_unit){.unit = unit, .rank = t->rank, .names_stage = names_stage, .where = *t};
-    return S1F_OK;
-}
-
-static s1f_status parse_torch(const token *t, int32_t num_segments, parsed_unit *out)
-{
-    const char *at = t->begin, *end = t->begin + t->bytes;
-    s1f_unit unit = {0, 0, 0, 0};
-    int32_t flat = 0;
-    if (!read_number(&at, end, &unit.stage) || !read_pass(&at, end, &unit.pass) || !s1f_pass_is_torchs(unit.pass) ||
-        !read_number(&at, end, &flat) || at != end)
-        return fail_at(t, "a cell is written 2F3: stage, a pass (F, B, I, W), flat index; transfers are not read");
-    unit.microbatch = flat / num_segments;
-    unit.segment = flat % num_segments;
-    *out = (parsed_unit){.unit = unit, .rank = t->rank, .names_stage = 1, .where = *t};
     return S1F_OK;
 }
 
@@ -298,52 +246,8 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     return S1F_OK;
 }
 
-/* Torch writes an F and a B that share their time as one cell, (0F1;0B0)OVERLAP_F_B. It is read as F, then B: parts
- * receives the two and 2 is returned; 1 with the token itself for any other cell. */
-static int split_overlapped(const token *t, token parts[2])
-{
-    static const char tail[] = ")OVERLAP_F_B";
-    const size_t tail_bytes = sizeof tail - 1;
-    const char *end = t->begin + t->bytes, *middle = memchr(t->begin, ';', t->bytes);
-    parts[0] = parts[1] = *t;
-    if (*t->begin != '(' || middle == NULL || (size_t)(end - middle) <= tail_bytes ||
-        memcmp(end - tail_bytes, tail, tail_bytes) != 0)
-        return 1;
-    parts[0].begin = t->begin + 1;
-    parts[0].bytes = (size_t)(middle - parts[0].begin);
-    parts[1].begin = middle + 1;
-    parts[1].bytes = (size_t)(end - middle - 1) - tail_bytes;
-    return 2;
-}
-
-/* num_segments 0: our own text. */
-static s1f_status read_lines(const char *text, int32_t num_segments, s1f_schedule **out)
-{
-    scanner s = {.at = text, .as_csv = num_segments > 0, .line = 1};
-    parsed_unit *units = NULL;
-    int64_t count = 0, capacity = 0;
-    token t;
-    s1f_status status = S1F_OK;
-    while (status == S1F_OK && next_token(&s, &t)) {
-        token parts[2] = {t};
-        int num_parts = s.as_csv ? split_overlapped(&t, parts) : 1;
-        for (int i = 0; i < num_parts && status == S1F_OK; i++) {
-            parsed_unit unit = {0};
-            status = s.as_csv ? parse_torch(&parts[i], num_segments, &unit) : parse_ours(&parts[i], &unit);
-            if (status == S1F_OK)
-                status = append_parsed(&units, &count, &capacity, unit);
-        }
-    }
-    if (status == S1F_OK && count == 0)
-        status = s1f_fail(S1F_ERR_ARG, "the text holds no unit");
-    if (status == S1F_OK)
-        status = create_from_parsed(units, count, num_segments, out);
-    free(units);
-    return status;
-}
-
 s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
-                                   s1f_schedule **out)
+                                   int32_t num_segments, s1f_schedule **out)
 {
     int64_t count = 0, next = 0;
     for (int32_t rank = 0; rank < num_ranks; rank++)
@@ -363,19 +267,28 @@ s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_uni
                 status = fail_at_unit(&parsed[next], syntax);
         }
     if (status == S1F_OK)
-        status = create_from_parsed(parsed, count, 0, out);
+        status = create_from_parsed(parsed, count, num_segments, out);
     free(parsed);
     return status;
 }
 
 s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
 {
-    return read_lines(text, 0, out);
-}
-
-s1f_status s1f_schedule_from_csv(const char *text, int32_t num_segments, s1f_schedule **out)
-{
-    if (num_segments < 1)
-        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, must be at least 1", num_segments);
-    return read_lines(text, num_segments, out);
+    scanner s = {.at = text, .line = 1};
+    parsed_unit *units = NULL;
+    int64_t count = 0, capacity = 0;
+    token t;
+    s1f_status status = S1F_OK;
+    while (status == S1F_OK && next_token(&s, &t)) {
+        parsed_unit unit = {0};
+        status = parse(&t, &unit);
+        if (status == S1F_OK)
+            status = append_parsed(&units, &count, &capacity, unit);
+    }
+    if (status == S1F_OK && count == 0)
+        status = s1f_fail(S1F_ERR_ARG, "the text holds no unit");
+    if (status == S1F_OK)
+        status = create_from_parsed(units, count, 0, out);
+    free(units);
+    return status;
 }

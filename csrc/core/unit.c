@@ -37,12 +37,11 @@
 static const struct {
     char letter;
     uint32_t products;
-    int is_torchs;
 } passes[] = {
-    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT), 1},
-    [S1F_PASS_BACKWARD] = {'B', GRADIENTS, 1},
-    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT), 1},
-    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT), 1},
+    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT)},
+    [S1F_PASS_BACKWARD] = {'B', GRADIENTS},
+    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT)},
+    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT)},
     [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
     [S1F_PASS_STATISTICS] = {'S', BIT(STATISTICS)},
     [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
@@ -66,11 +65,6 @@ int32_t s1f_pass_from_letter(char letter)
         if (passes[pass].letter == letter)
             return pass;
     return -1;
-}
-
-int s1f_pass_is_torchs(int32_t pass)
-{
-    return pass >= 0 && pass < s1f_num_passes && passes[pass].is_torchs;
 }
 
 void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes)

@@ -38,8 +38,6 @@ typedef struct {
 /* The letter of a pass: F, B, I, W, R, S, T, E, G, O, A or L; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
-/* Whether torch's pipelining has the pass, too, under the same letter. */
-int s1f_pass_is_torchs(int32_t pass);
 /* "F1.0", or "[2]F1.0" where with_stage. Writes at most `bytes` bytes, always terminated. */
 void s1f_unit_text(s1f_unit unit, int with_stage, char *text, size_t bytes);
 

@@ -116,6 +116,17 @@ def report(data: bytes) -> None:
             assert all(math.isfinite(x) for x in each.segment_seconds)
 
 
+def csv(data: bytes) -> None:
+    """Any CSV, behind a line with its number of segments, is an order that is written as it is read, or an error."""
+    number, _, text = data.decode("utf-8", "replace").partition("\n")
+    with _refusing():
+        num_segments = int(number)
+        order = Schedule.from_csv(text, num_segments=num_segments)
+        assert order.num_segments == num_segments
+        assert Schedule.from_csv(order.to_csv(), num_segments=num_segments) == order
+        order.check()
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,5 +200,5 @@ def _is_long(given: Any) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (profile, plan, machine, report, values, arguments)
+    target.__name__: target for target in (profile, plan, machine, report, csv, values, arguments)
 }
