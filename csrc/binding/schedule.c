@@ -354,12 +354,10 @@ static PyObject *schedule_cell_kinds(PyObject *Py_UNUSED(module), PyObject *hand
     const s1f_schedule *schedule;
     if (!s1f_to_schedule(handle, &schedule))
         return NULL;
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    uint16_t *optional = NULL;
-    s1f_status status = s1f_schedule_find_optional(schedule, &optional);
+    s1f_shape shape;
+    s1f_status status = s1f_schedule_full_shape(schedule, &shape);
     if (status != S1F_OK)
         return s1f_raise(status);
-    shape.optional = optional;
     int64_t of_stage = s1f_num_cells(&shape), count = shape.num_stages * of_stage;
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
     char *kinds = bytes == NULL ? NULL : PyBytes_AsString(bytes);
@@ -367,7 +365,6 @@ static PyObject *schedule_cell_kinds(PyObject *Py_UNUSED(module), PyObject *hand
         int32_t stage = (int32_t)(i / of_stage);
         kinds[i] = (char)s1f_kind_of_cell(&shape, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i % of_stage));
     }
-    free(optional);
     return bytes;
 }
 

@@ -13,7 +13,6 @@ typedef struct {
     s1f_shape shape;
     int shows_stages;
     s1f_lifetime_table lifetimes;
-    uint16_t *optional;                   /* of the shape */
     int64_t num_cells;                    /* of all stages */
     int64_t *number_of[S1F_MAX_PRODUCTS]; /* [cell of all stages]: 1 + position, in the order of its rank, of the unit
                                              that makes the product; 0: absent */
@@ -132,12 +131,12 @@ static s1f_status fail_too_few(const table *t, int64_t total)
 static s1f_status check_optional(const table *t, int64_t i)
 {
     const uint32_t moved = 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;
-    if (!(t->optional[i] & moved))
+    if (!(t->shape.optional[i] & moved))
         return S1F_OK;
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        if (moved >> product & 1 && !(t->optional[i] >> product & 1))
+        if (moved >> product & 1 && !(t->shape.optional[i] >> product & 1))
             return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
-    if (!(t->optional[i] >> S1F_PRODUCT_RECOMPUTED & 1))
+    if (!(t->shape.optional[i] >> S1F_PRODUCT_RECOMPUTED & 1))
         return S1F_OK;
     char out[UNIT_TEXT_BYTES], again[UNIT_TEXT_BYTES];
     describe(t, maker_of(t, S1F_PRODUCT_LEAVING, unit_of_cell(t, i)), out);
@@ -153,7 +152,7 @@ static s1f_status check_complete(const table *t)
             if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
                 t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
-    for (int64_t i = 0; t->optional != NULL && i < t->num_cells; i++) {
+    for (int64_t i = 0; t->shape.optional != NULL && i < t->num_cells; i++) {
         s1f_status status = check_optional(t, i);
         if (status != S1F_OK)
             return status;
@@ -309,8 +308,6 @@ static s1f_status check_no_cycle(const table *t)
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
-static const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
-
 /* The first unit of a rank that takes what is still held at position `now`. */
 static s1f_unit oldest_live(const table *t, const s1f_unit *units, int64_t now)
 {
@@ -320,7 +317,7 @@ static s1f_unit oldest_live(const table *t, const s1f_unit *units, int64_t now)
         s1f_product last = is_away                             ? S1F_PRODUCT_AWAY
                            : s1f_shape_has_backward(&t->shape) ? S1F_PRODUCT_WEIGHT_GRADIENT
                                                                : S1F_PRODUCT_OUTPUT;
-        if (s1f_unit_lifetimes(&t->lifetimes, units[i]).takes & live_bit &&
+        if (s1f_begins_to_live(s1f_unit_lifetimes(&t->lifetimes, units[i])) &&
             (last == S1F_PRODUCT_OUTPUT || t->number_of[last][cell(t, units[i])] > now))
             return units[i];
     }
@@ -363,7 +360,7 @@ static s1f_status check_live_units(const table *t, int64_t max_live_units)
         const s1f_unit *units = units_of(t, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++) {
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&t->lifetimes, units[i]);
-            if (lifetimes.takes & live_bit && ++live > max_live_units) {
+            if (s1f_begins_to_live(lifetimes) && ++live > max_live_units) {
                 char text[UNIT_TEXT_BYTES], oldest[UNIT_TEXT_BYTES];
                 describe(t, units[i], text);
                 describe(t, oldest_live(t, units, i), oldest);
@@ -371,7 +368,7 @@ static s1f_status check_live_units(const table *t, int64_t max_live_units)
                                 "a rank holds at most %lld live units: rank %d holds %lld from %s to %s",
                                 (long long)max_live_units, rank, (long long)live, oldest, text);
             }
-            live -= (lifetimes.frees & live_bit) != 0;
+            live -= s1f_ends_to_live(lifetimes);
         }
     }
     return S1F_OK;
@@ -404,8 +401,7 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
             next += t.num_cells;
         }
 
-    s1f_status status = s1f_schedule_find_optional(schedule, &t.optional);
-    t.shape.optional = t.optional;
+    s1f_status status = s1f_schedule_full_shape(schedule, &t.shape);
     t.lifetimes = s1f_lifetimes_of(&t.shape);
     if (status == S1F_OK)
         status = fill_once(&t);
@@ -421,7 +417,6 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
         status = check_no_cycle(&t);
     if (status == S1F_OK && max_live_units > 0)
         status = check_live_units(&t, max_live_units);
-    free(t.optional);
     free(numbers);
     return status;
 }

@@ -1,7 +1,7 @@
 /* defer.c - walks each rank's order once, and lets a queue of weight gradients follow it. */
 #include "defer.h"
 
-#include "check.h"
+#include "transform.h"
 
 #include <stdlib.h>
 
@@ -13,16 +13,14 @@ typedef struct {
     s1f_lifetime_table lifetimes;
 } deferral;
 
-static const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
-
 static int64_t most_live(const s1f_lifetime_table *lifetimes, const s1f_unit *units, int64_t num_units)
 {
     int64_t live = 0, most = 0;
     for (int64_t i = 0; i < num_units; i++) {
         s1f_lifetimes own = s1f_unit_lifetimes(lifetimes, units[i]);
-        live += (own.takes & live_bit) != 0;
+        live += s1f_begins_to_live(own);
         most = live > most ? live : most;
-        live -= (own.frees & live_bit) != 0;
+        live -= s1f_ends_to_live(own);
     }
     return most;
 }
@@ -40,7 +38,7 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int6
 {
     s1f_status status = S1F_OK;
     s1f_lifetimes lifetimes = s1f_unit_lifetimes(&d->lifetimes, unit);
-    if (lifetimes.takes & live_bit) {
+    if (s1f_begins_to_live(lifetimes)) {
         if (d->live >= most && d->first == d->end) {
             char text[48];
             s1f_unit_text(unit, 1, text, sizeof text);
@@ -49,7 +47,7 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int6
         }
         if (d->live >= most)
             status = append_oldest(d);
-        d->live += !(lifetimes.frees & live_bit); /* an order that does not go back holds nothing */
+        d->live += !s1f_ends_to_live(lifetimes); /* an order that does not go back holds nothing */
     } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY)) {
         d->live--;
     } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
@@ -80,37 +78,22 @@ static s1f_status defer(const s1f_schedule *schedule, deferral *d, int64_t most)
 
 s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    size_t cells = (size_t)shape.num_stages * (size_t)s1f_num_cells(&shape);
-    s1f_status status = s1f_schedule_check(schedule, 0); /* so that the queue holds each unit once, and each is there */
-    uint16_t *optional = NULL;
-    if (status == S1F_OK)
-        status = s1f_schedule_find_optional(schedule, &optional);
-    if (status != S1F_OK)
-        return status;
-    shape.optional = optional;
-    deferral d = {.pending = malloc(cells * sizeof *d.pending), .lifetimes = s1f_lifetimes_of(&shape)};
-    int64_t most = max_live_units;
-    for (int32_t rank = 0; rank < shape.num_ranks && max_live_units == 0; rank++) {
+    s1f_transform t; /* of a checked order: the queue holds each unit once, and each is there */
+    s1f_status status = s1f_transform_begin(schedule, &t);
+    deferral d = {.schedule = t.out, .lifetimes = s1f_lifetimes_of(&t.shape)};
+    int64_t most = max_live_units, cells = t.shape.num_stages * s1f_num_cells(&t.shape);
+    if (status == S1F_OK && (d.pending = malloc((size_t)cells * sizeof *d.pending)) == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %lld units", (long long)cells);
+    for (int32_t rank = 0; status == S1F_OK && rank < t.shape.num_ranks && max_live_units == 0; rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         int64_t own = most_live(&d.lifetimes, units, num_units);
         most = own > most ? own : most;
     }
-    if (d.pending == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %zu units", cells);
-    if (status == S1F_OK)
-        status = s1f_schedule_create_like(schedule, &d.schedule);
     if (status == S1F_OK)
         status = defer(schedule, &d, most);
-    free(optional);
     free(d.pending);
-    if (status != S1F_OK) {
-        s1f_schedule_free(d.schedule);
-        return status;
-    }
-    *out = d.schedule;
-    return S1F_OK;
+    return s1f_transform_finish(&t, status, out);
 }
 
 s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,

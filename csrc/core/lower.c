@@ -218,7 +218,7 @@ static void write_run(writer *w, s1f_unit unit, s1f_lifetimes lifetimes)
         *kv_slot = take_lowest_slot(&stage->kv, &peak->kv_slots);
     if (lifetimes.takes & grad)
         *grad_slot = take_lowest_slot(&stage->grad, &peak->grad_slots);
-    if (lifetimes.takes & 1u << S1F_HOLDS_FOR_WEIGHT && ++stage->live_units > peak->live_units)
+    if (s1f_begins_to_live(lifetimes) && ++stage->live_units > peak->live_units)
         peak->live_units = stage->live_units;
     write(w, S1F_OP_RUN, -1, unit, -1);
     s1f_instruction *run = &w->program->instructions[w->program->count - 1];
@@ -242,7 +242,7 @@ static void write_unit(writer *w, s1f_unit unit)
     write_run(w, unit, lifetimes);
     for (int32_t i = 0; i < uses->out.count; i++)
         write(w, S1F_OP_SEND, uses->out.edges[i], unit, *sequence_of(l, uses->out.edges[i], unit));
-    if (lifetimes.frees & 1u << S1F_HOLDS_FOR_WEIGHT) {
+    if (s1f_ends_to_live(lifetimes)) {
         write(w, S1F_OP_FREE, -1, unit, -1);
         l->stages[unit.stage].live_units--;
     }
@@ -295,10 +295,6 @@ static void fill_send_places(const lowering *l)
 
 static s1f_status copy_order(const s1f_schedule *schedule, s1f_program *program)
 {
-    s1f_status status = s1f_schedule_find_optional(schedule, &program->optional);
-    program->shape.optional = program->optional;
-    if (status != S1F_OK)
-        return status;
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         s1f_rank_program *own = &program->ranks[rank];
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &own->num_units);
@@ -360,9 +356,9 @@ static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int with
         return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", prefetch);
     s1f_program *program = NULL;
     lowering l = {0};
-    s1f_shape shape = s1f_schedule_shape(schedule);
+    s1f_shape shape;
     s1f_status status = s1f_schedule_check(schedule, 0);
-    if (status != S1F_OK)
+    if (status != S1F_OK || (status = s1f_schedule_full_shape(schedule, &shape)) != S1F_OK)
         return status;
     if ((status = s1f_program_create(&shape, &program)) != S1F_OK ||
         (status = copy_order(schedule, program)) != S1F_OK || (status = create_lowering(program, &l)) != S1F_OK)

@@ -1,7 +1,7 @@
 /* offload.c - copies an order, with Os, As and Ls. */
 #include "offload.h"
 
-#include "check.h"
+#include "transform.h"
 
 #include <stdlib.h>
 
@@ -69,30 +69,18 @@ static s1f_status copy_with(const s1f_schedule *schedule, const copier *c)
 
 s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t num_cells = shape.num_stages * s1f_num_cells(&shape);
-    uint16_t *optional = NULL;
-    copier c = {.shape = &shape, .chosen = chosen};
-    s1f_status status = s1f_schedule_check(schedule, 0);
-    if (status == S1F_OK && s1f_shape_makes(&shape, S1F_PRODUCT_LEAVING))
+    s1f_transform t;
+    s1f_status status = s1f_transform_begin(schedule, &t);
+    copier c = {.shape = &t.shape, .chosen = chosen, .out = t.out};
+    int64_t num_cells = t.shape.num_stages * s1f_num_cells(&t.shape);
+    if (status == S1F_OK && s1f_shape_makes(&t.shape, S1F_PRODUCT_LEAVING))
         status = s1f_fail(S1F_ERR_ARG, "the order moves units already: it has Os, As and Ls of its own");
-    if (status == S1F_OK)
-        status = s1f_schedule_find_optional(schedule, &optional);
-    shape.optional = optional;
     if (status == S1F_OK && (c.forward_at = malloc((size_t)num_cells * sizeof *c.forward_at)) == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to move %lld units", (long long)num_cells);
     for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
         c.forward_at[i] = -1;
     if (status == S1F_OK)
-        status = s1f_schedule_create_like(schedule, &c.out);
-    if (status == S1F_OK)
         status = copy_with(schedule, &c);
     free(c.forward_at);
-    free(optional);
-    if (status != S1F_OK) {
-        s1f_schedule_free(c.out);
-        return status;
-    }
-    *out = c.out;
-    return S1F_OK;
+    return s1f_transform_finish(&t, status, out);
 }

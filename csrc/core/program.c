@@ -23,12 +23,18 @@ s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %zu stages", num_stages);
     program->shape = *shape;
     size_t bytes = ((size_t)shape->num_microbatches + 1) * sizeof *program->first_cell;
+    size_t cells = num_stages * (size_t)s1f_num_cells(shape) * sizeof *program->optional;
+    if (shape->optional != NULL && (program->optional = malloc(cells)) == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for what becomes of the units of %zu stages", num_stages);
     if (shape->first_cell != NULL && (program->first_cell = malloc(bytes)) == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %d micro-batches", (int)shape->num_microbatches);
     if (status == S1F_OK) {
         if (program->first_cell != NULL)
             memcpy(program->first_cell, shape->first_cell, bytes);
         program->shape.first_cell = program->first_cell;
+        if (program->optional != NULL)
+            memcpy(program->optional, shape->optional, cells);
+        program->shape.optional = program->optional;
         memcpy(program->rank_of_stage, shape->rank_of_stage, num_stages * sizeof *program->rank_of_stage);
         program->shape.rank_of_stage = program->rank_of_stage;
         status = s1f_edges_create(&program->shape, &program->edges);
@@ -60,7 +66,6 @@ void s1f_program_free(s1f_program *program)
 
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes)
 {
-    const uint32_t live_bit = 1u << S1F_HOLDS_FOR_WEIGHT;
     const s1f_rank_program *own = &program->ranks[program->rank_of_stage[stage]];
     s1f_lifetime_table table = s1f_lifetimes_of(&program->shape);
     int64_t live = 0, peak = 0;
@@ -70,9 +75,9 @@ int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const
             continue;
         s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
         int64_t tokens = segment_sizes[s1f_column(&program->shape, unit)];
-        live += lifetimes.takes & live_bit ? tokens : 0;
+        live += s1f_begins_to_live(lifetimes) ? tokens : 0;
         peak = live > peak ? live : peak;
-        live -= lifetimes.frees & live_bit ? tokens : 0;
+        live -= s1f_ends_to_live(lifetimes) ? tokens : 0;
     }
     return peak;
 }

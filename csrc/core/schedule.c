@@ -1,6 +1,7 @@
 /* schedule.c - the order of every rank as plain arrays of units. */
 #include "schedule.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,10 +12,11 @@ typedef struct {
 
 struct s1f_schedule {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
-    int32_t *rank_of_stage; /* [num_stages] */
-    int64_t *first_cell;    /* of the shape */
-    order *orders;          /* [num_ranks] */
-    uint32_t passes;        /* bits of those that occur */
+    int32_t *rank_of_stage;       /* [num_stages] */
+    int64_t *first_cell;          /* of the shape */
+    order *orders;                /* [num_ranks] */
+    uint32_t passes;              /* bits of those that occur */
+    _Atomic(uint16_t *) optional; /* of the shape, once somebody has asked; readers may be several */
 };
 
 static s1f_status require_at_least_one(const char *name, int32_t value)
@@ -91,6 +93,7 @@ void s1f_schedule_free(s1f_schedule *schedule)
         for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
             free(schedule->orders[rank].units);
     free(schedule->orders);
+    free(schedule->optional);
     free(schedule->first_cell);
     free(schedule->rank_of_stage);
     free(schedule);
@@ -176,6 +179,8 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     }
     own->units[own->count++] = unit;
     schedule->passes |= 1u << unit.pass;
+    if (atomic_load_explicit(&schedule->optional, memory_order_relaxed) != NULL)
+        free(atomic_exchange(&schedule->optional, NULL));
     return S1F_OK;
 }
 
@@ -262,25 +267,39 @@ s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
     };
 }
 
-s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **out)
+/* What units of a checked or unchecked order make of the optional products, for each cell of all stages. */
+static s1f_status find_optional(const s1f_schedule *schedule, const s1f_shape *shape, uint16_t **out)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    uint32_t optional = 0;
-    *out = NULL;
-    for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        optional |= s1f_product_is_optional((s1f_product)product) ? 1u << product : 0;
-    if (!(shape.products & optional))
-        return S1F_OK;
-    int64_t num_cells = shape.num_stages * s1f_num_cells(&shape);
+    int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
     uint16_t *found = calloc((size_t)num_cells, sizeof *found);
     if (found == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for what becomes of %lld units", (long long)num_cells);
     for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
         for (int64_t i = 0; i < schedule->orders[rank].count; i++) {
             s1f_unit unit = schedule->orders[rank].units[i];
-            found[s1f_cell_of_all(&shape, unit)] |= (uint16_t)(s1f_pass_products(unit.pass) & optional);
+            found[s1f_cell_of_all(shape, unit)] |= (uint16_t)(s1f_pass_products(unit.pass) & s1f_optional_products());
         }
     *out = found;
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *out)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    if (shape.products & s1f_optional_products()) {
+        _Atomic(uint16_t *) *kept =
+            &((s1f_schedule *)schedule)->optional; /* kept in an order that is otherwise as it was */
+        uint16_t *own = NULL, *found = atomic_load(kept);
+        s1f_status status = found == NULL ? find_optional(schedule, &shape, &own) : S1F_OK;
+        if (status != S1F_OK)
+            return status;
+        if (own != NULL && !atomic_compare_exchange_strong(kept, &found, own))
+            free(own); /* another thread was first */
+        else if (own != NULL)
+            found = own;
+        shape.optional = found;
+    }
+    *out = shape;
     return S1F_OK;
 }
 

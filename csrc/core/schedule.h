@@ -66,11 +66,11 @@ uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
-/* Counts, placement and products of the order as it stands. What it points to is borrowed; `optional` is for the caller. */
+/* Counts, placement and products of the order as it stands; what it points to is borrowed. `optional` is NULL: ask so where
+ * it does not matter which cells are recomputed, or moved. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
-/* Which optional products the order makes for which cells of all stages, for a shape's `optional`. *out: free(); NULL: none
- * for any. S1F_ERR_MEMORY. */
-s1f_status s1f_schedule_find_optional(const s1f_schedule *schedule, uint16_t **out);
+/* The same with `optional`, which is found once, and borrowed until the next append or free. S1F_ERR_MEMORY. */
+s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shape);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 

@@ -74,11 +74,14 @@ int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
  * everywhere. */
 uint32_t s1f_products_of_passes(uint32_t passes);
-/* Whether an order may make a product for some cells only; all others it makes for every cell. */
+/* Bits of the products that an order may make for some cells only; all others it makes for every cell. */
+static inline uint32_t s1f_optional_products(void)
+{
+    return 1u << S1F_PRODUCT_RECOMPUTED | 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;
+}
 static inline int s1f_product_is_optional(s1f_product product)
 {
-    return product == S1F_PRODUCT_RECOMPUTED || product == S1F_PRODUCT_LEAVING || product == S1F_PRODUCT_AWAY ||
-           product == S1F_PRODUCT_COMING;
+    return s1f_optional_products() >> product & 1;
 }
 
 /* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last is
@@ -268,6 +271,16 @@ static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, 
 {
     int is_first = unit.segment == 0, is_last = unit.segment + 1 == s1f_segments_of(&table->shape, unit.microbatch);
     return table->of[s1f_kind_of_cell(&table->shape, unit)][unit.pass][is_first][is_last];
+}
+
+/* Whether the unit of a cell is live from the start of this unit on, or no more from its end. */
+static inline int s1f_begins_to_live(s1f_lifetimes lifetimes)
+{
+    return lifetimes.takes >> S1F_HOLDS_FOR_WEIGHT & 1;
+}
+static inline int s1f_ends_to_live(s1f_lifetimes lifetimes)
+{
+    return lifetimes.frees >> S1F_HOLDS_FOR_WEIGHT & 1;
 }
 
 #endif

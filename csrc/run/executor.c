@@ -326,7 +326,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
 /* A segment's saved state lives from the unit that saves it to FREE. */
 static void count_live(s1f_executor *executor, s1f_unit unit)
 {
-    if (!(s1f_unit_lifetimes(&executor->lifetimes, unit).takes & 1u << S1F_HOLDS_FOR_WEIGHT))
+    if (!s1f_begins_to_live(s1f_unit_lifetimes(&executor->lifetimes, unit)))
         return;
     s1f_stage_measure *measure = &executor->measures[unit.stage];
     int32_t units = ++executor->live_units[unit.stage];

@@ -2,6 +2,7 @@
 #include "vocabulary.h"
 
 #include "../core/check.h"
+#include "../core/transform.h"
 #include "in_time.h"
 
 #include <math.h>
@@ -107,7 +108,7 @@ static s1f_status start(void *context, int32_t rank, s1f_unit unit)
     return s1f_schedule_append(s->out, unit);
 }
 
-static s1f_status require_order(const s1f_schedule *schedule, const s1f_shape *shape, int what, int64_t ahead)
+static s1f_status require_order(const s1f_shape *shape, int what, int64_t ahead)
 {
     if (ahead < 0)
         return s1f_fail(S1F_ERR_ARG, "ahead is %lld, must be at least 0", (long long)ahead);
@@ -115,8 +116,7 @@ static s1f_status require_order(const s1f_schedule *schedule, const s1f_shape *s
         return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its vocabulary already: it holds S and T");
     if (what & S1F_SPREAD_INPUT && s1f_shape_makes(shape, S1F_PRODUCT_EMBEDDED))
         return s1f_fail(S1F_ERR_SCHEDULE, "the order spreads its embedding already: it holds E and G");
-    s1f_status status = s1f_shape_check_shards(shape);
-    return status == S1F_OK ? s1f_schedule_check(schedule, 0) : status;
+    return s1f_shape_check_shards(shape);
 }
 
 static s1f_status require_seconds(spreading *s, int64_t num_units)
@@ -186,22 +186,20 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
 {
     static const s1f_clock_rules rules = {.choose = choose, .start = start, .all_look = 1};
     s1f_shape shape = s1f_schedule_shape(schedule);
-    s1f_status status = require_order(schedule, &shape, what, ahead);
-    uint16_t *optional = NULL;
+    s1f_status status = require_order(&shape, what, ahead);
+    s1f_transform t = {0};
     if (status == S1F_OK)
-        status = s1f_schedule_find_optional(schedule, &optional);
+        status = s1f_transform_begin(schedule, &t);
     if (status != S1F_OK)
-        return status;
-    shape.optional = optional;
+        return s1f_transform_finish(&t, status, out);
+    shape = t.shape;
     uint32_t passes = (what & S1F_SPREAD_OUTPUT ? 1u << S1F_PASS_STATISTICS : 0) |
                       (what & S1F_SPREAD_INPUT ? 1u << S1F_PASS_EMBED : 0) |
                       (what & S1F_SPREAD_INPUT && s1f_shape_has_backward(&shape) ? 1u << S1F_PASS_EMBED_GRADIENT : 0);
     shape.products |= s1f_products_of_passes(passes);
-    spreading s = {.pass_seconds = pass_seconds, .num_cells = s1f_num_cells(&shape)};
+    spreading s = {.pass_seconds = pass_seconds, .num_cells = s1f_num_cells(&shape), .out = t.out};
     int64_t num_units = 0;
     status = create(&s, schedule, &shape, what, ahead, &num_units);
-    if (status == S1F_OK)
-        status = s1f_schedule_create_like(schedule, &s.out);
     if (status == S1F_OK)
         status = s1f_run_in_time(&s.board, num_units, s.tolerance, &rules, &s);
     if (status == S1F_ERR_SCHEDULE && ahead > 0)
@@ -215,11 +213,5 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
     for (int queue = 0; queue < NUM_QUEUES; queue++)
         free(s.cells[queue]);
     s1f_board_free(&s.board);
-    free(optional);
-    if (status != S1F_OK) {
-        s1f_schedule_free(s.out);
-        return status;
-    }
-    *out = s.out;
-    return S1F_OK;
+    return s1f_transform_finish(&t, status, out);
 }
