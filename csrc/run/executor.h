@@ -66,8 +66,8 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
                                s1f_edge_end *const *ends, int32_t thread_scope, const s1f_compute *compute,
                                s1f_executor **out);
 void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
-/* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages. NULL, as at
- * first: none, and BACK is S1F_ERR_STATE. */
+/* The tier that holds moved units, borrowed: BACK waits for the load whose number is the unit's cell of all stages.
+ * NULL, as at first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
 /* Runs one step. sequence_length: tokens of the longest sequence; 0: learn it from the first message, where all are
