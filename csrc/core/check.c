@@ -106,8 +106,8 @@ static s1f_unit unit_of_cell(const table *t, int64_t i)
     return s1f_unit_of_cell(&t->shape, S1F_PASS_FORWARD, (int32_t)(i / of_stage), i % of_stage);
 }
 
-/* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of the
- * order, however large an index a text names. */
+/* Fewer units than cells: a forward is missing, and one of the first num_units + 1. Memory stays linear in the units of
+ * the order, however large an index a text names. */
 static s1f_status fail_too_few(const table *t, int64_t total)
 {
     unsigned char *present = calloc((size_t)total + 1, 1);

@@ -6,8 +6,8 @@
  * 2. A unit comes after all that it waits for, as unit.h states it, each dependency under its own sentence.
  * 3. Program order and transfers have no cycle: else the ranks wait for each other for ever.
  * 4. At most S1F_MOST_LEAVING units of a rank are between O and A, and S1F_MOST_COMING between L and their backward.
- * 5. A rank holds at most the stated number of live units: live from F, or R where there is one, to the end of B (W where
- *    the backward is split), but not from the end of A to L; in an order that goes forward only, while it runs.
+ * 5. A rank holds at most the stated number of live units: live from F, or R where there is one, to the end of B (W
+ *    where the backward is split), but not from the end of A to L; in an order that goes forward only, while it runs.
  *
  * Between two ranks rule 2 is part of rule 3: nobody runs a unit before its message has come. */
 #ifndef S1F_CHECK_H

@@ -40,7 +40,8 @@ static void add_use(builder *b, int32_t stage, int32_t pass, int32_t role, int32
         b->uses[b->num_uses++] = (use){(int64_t)stage * S1F_MAX_PASSES + pass, role, edge};
 }
 
-/* The edge of an input, new if no other pass of the stage has asked for it; `first`: of the stage's edges. -1: no memory. */
+/* The edge of an input, new if no other pass of the stage has asked for it; `first`: of the stage's edges. -1: no
+ * memory. */
 static int32_t edge_of(builder *b, const s1f_unit_input *input, int32_t stage, int32_t first)
 {
     const s1f_shape *shape = b->shape;

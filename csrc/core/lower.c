@@ -105,8 +105,8 @@ static int message_has_come(void *context, const s1f_stand *at, int32_t edge)
 
 static const s1f_walk_rules credit_rules = {.has_come = message_has_come, .with_credits = 1};
 
-/* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit. The order passed its
- * check, so there is one. Returns 0 if not. */
+/* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit. The order passed
+ * its check, so there is one. Returns 0 if not. */
 static int add_place(credit_walk *w, int32_t rank)
 {
     for (int32_t step = 0; step < w->walk.num_ranks; step++) /* whoever waits for whom ends in the cycle */

@@ -25,8 +25,8 @@ typedef struct {
     int32_t round;        /* interleaving: a round holds at least so many micro-batches */
     int32_t extra_warmup; /* more forwards before the first backward, for each stage behind the rank's own */
     int64_t cap;          /* (stage, segment) units that a rank holds at most */
-    /* Seconds of F, I and W, each [stage][segment]; all three or none. Those of all units, with their transfers, sum to at
-     * most 1e300. */
+    /* Seconds of F, I and W, each [stage][segment]; all three or none. Those of all units, with their transfers, sum to
+     * at most 1e300. */
     const double *costs[S1F_SPLIT_PASSES];
     double transfer;           /* seconds of a message between two ranks */
     int32_t placement;         /* s1f_placement_kind */

@@ -39,8 +39,8 @@ typedef struct {
  *   + layers * 4 q * sum of (t + 1) over t in [begin, end)                  scores and weighted values
  * with h = hidden, q = heads * head_dim. The backward pass is twice that for every token, so it does not move the
  * partition. Norms, rotary positions, the router of experts and the embedding look-up are left out.
- * S1F_ERR_ARG if a count is below its least, kv_heads does not divide heads, heads does not divide hidden where head_dim
- * is 0, or not 0 <= begin <= end <= 2^40. */
+ * S1F_ERR_ARG if a count is below its least, kv_heads does not divide heads, heads does not divide hidden where
+ * head_dim is 0, or not 0 <= begin <= end <= 2^40. */
 s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t end, double *flops);
 
 /* Equal lengths: segments differ by at most one unit of multiple_of, the longer ones first. */
@@ -60,8 +60,8 @@ s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const 
 
 /* Equal measured cost. The sequence is cut into num_costs pieces of equal length (tokens may straddle two); costs[i] is
  * what piece i costs, in any unit, spread evenly over it. So num_costs = seq_len gives the cost of each token, and
- * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum > 0 and at most 1e300.
- * S1F_ERR_MEMORY if the running sums (8 bytes per piece) cannot be allocated. */
+ * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum > 0 and at most
+ * 1e300. S1F_ERR_MEMORY if the running sums (8 bytes per piece) cannot be allocated. */
 s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,
                                   double mix, int64_t multiple_of, int64_t *sizes);
 

@@ -1,4 +1,5 @@
-/* receives.c - one order of all transfers, found by running all ranks against each other; and the proof that it holds. */
+/* receives.c - one order of all transfers, found by running all ranks against each other; and the proof that it
+ * holds. */
 #include "receives.h"
 
 #include "walk.h"
@@ -85,7 +86,8 @@ static int has_come(void *context, const s1f_stand *at, int32_t edge)
     return r->walk.links[edge].num_sent > wait->sequence;
 }
 
-/* Just before a unit the rank lets the transfers of the same time go first, and after it those that come before its end. */
+/* Just before a unit the rank lets the transfers of the same time go first, and after it those that come before its
+ * end. */
 static int yields(void *context, int32_t rank, int has_run)
 {
     run *r = context;

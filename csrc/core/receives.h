@@ -3,8 +3,8 @@
  * NCCL promises no buffer, streams may share a hardware queue, and whatever waits for the device waits for all that was
  * started there. So the transfers of all ranks get one total order, in which each stands right after the unit that
  * produces its message, and a rank starts its own ones (sends and receives) and its units in that order. Then the least
- * transfer that is not complete never waits for a later one, whatever shares a queue and wherever a host waits; and when
- * a receive starts, all that it waits for has been started.
+ * transfer that is not complete never waits for a later one, whatever shares a queue and wherever a host waits; and
+ * when a receive starts, all that it waits for has been started.
  *
  * The order is that of a run in which F takes 1, B 2, I and W 1 units of time: a receive then starts beside the unit
  * during which its message is due. */

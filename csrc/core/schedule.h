@@ -17,8 +17,8 @@ enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
  * *out is owned by the caller (s1f_schedule_free) and untouched on error. */
 s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
                                const int32_t *rank_of_stage, s1f_schedule **out);
-/* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one is below
- * 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
+/* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one
+ * is below 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
 s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
@@ -66,8 +66,8 @@ uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
-/* Counts, placement and products of the order as it stands; what it points to is borrowed. `optional` is NULL: ask so where
- * it does not matter which cells are recomputed, or moved. */
+/* Counts, placement and products of the order as it stands; what it points to is borrowed. `optional` is NULL: ask so
+ * where it does not matter which cells are recomputed, or moved. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
 /* The same with `optional`, which is found once, and borrowed until the next append or free. S1F_ERR_MEMORY. */
 s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shape);
@@ -78,10 +78,10 @@ int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 
 /* -- text (schedule_text.c) ----------------------------------------------------------------------------------------
- * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage, on
- * every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not count.
- * The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They do not
- * check the order: s1f_schedule_check does. */
+ * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage,
+ * on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not
+ * count. The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
+ * do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);

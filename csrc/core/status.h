@@ -29,8 +29,8 @@ s1f_status s1f_fail_prefixed(s1f_status status, const char *format, ...) __attri
 /* Message of the last failure on this thread, "" if none. Borrowed: valid until the next failure on this thread. */
 const char *s1f_last_error(void);
 
-/* Asked now and then by what may take long, from the thread that called it: anything but S1F_OK ends it. The binding sets
- * it, for Python's signals; NULL: nobody asks. */
+/* Asked now and then by what may take long, from the thread that called it: anything but S1F_OK ends it. The binding
+ * sets it, for Python's signals; NULL: nobody asks. */
 extern s1f_status (*s1f_interrupted)(void);
 s1f_status s1f_check_interrupted(void);
 

@@ -4,9 +4,9 @@
  * *products*; each product of a cell is made by exactly one unit. Whatever asks for dependencies or lifetimes (check,
  * lower, simulate, memory, the searches, the drawings) asks here, so a new pass is an edit of the tables in unit.c.
  *
- * Where an order spreads the vocabulary over the ranks, rank r holds shard r of the output layer's rows, and the cells of
- * stage r, which must lie there, have the passes S and T of that shard; where it spreads the input embedding, E and G.
- * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
+ * Where an order spreads the vocabulary over the ranks, rank r holds shard r of the output layer's rows, and the cells
+ * of stage r, which must lie there, have the passes S and T of that shard; where it spreads the input embedding, E and
+ * G. [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
 #ifndef S1F_UNIT_H
 #define S1F_UNIT_H
 
@@ -84,15 +84,15 @@ static inline int s1f_product_is_optional(s1f_product product)
     return s1f_optional_products() >> product & 1;
 }
 
-/* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last is
- * what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
+/* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last
+ * is what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
 typedef struct {
     int32_t num_ranks, num_stages, num_microbatches;
     int32_t num_segments; /* of every micro-batch; with first_cell the most that one has */
     uint32_t products;
     const int32_t *rank_of_stage; /* [num_stages]; borrowed, as are the others */
-    /* [num_microbatches + 1], from 0: the cells of micro-batch m within its stage are first_cell[m] .. first_cell[m + 1] - 1,
-     * one for each of its segments. NULL: every micro-batch has num_segments. */
+    /* [num_microbatches + 1], from 0: the cells of micro-batch m within its stage are first_cell[m] up to the one
+     * before first_cell[m + 1], one for each of its segments. NULL: every micro-batch has num_segments. */
     const int64_t *first_cell;
     const uint16_t *optional; /* [cell of all stages] bits of optional products; NULL: all that the order makes */
 } s1f_shape;
@@ -143,11 +143,12 @@ static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
 }
 /* The unit of a pass and a stage that has this cell. */
 s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t cell);
-/* The same unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the last. */
+/* The same unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the
+ * last. */
 s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i);
 
-/* Column of a unit in tables of costs, sizes and bytes, [stage][column] or [column]: its segment, where all micro-batches are
- * alike; with first_cell its cell, for then each micro-batch has lengths of its own. */
+/* Column of a unit in tables of costs, sizes and bytes, [stage][column] or [column]: its segment, where all
+ * micro-batches are alike; with first_cell its cell, for then each micro-batch has lengths of its own. */
 static inline int64_t s1f_column(const s1f_shape *shape, s1f_unit unit)
 {
     return shape->first_cell == NULL ? unit.segment : s1f_cell(shape, unit);
@@ -227,8 +228,8 @@ static inline int s1f_reads_moved(const s1f_shape *shape, s1f_unit unit)
     return s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT) && s1f_cell_has(shape, unit, S1F_PRODUCT_COMING);
 }
 
-/* At once on their way out of one rank, from O to A, and back, from L to the backward: bounds the bytes that are neither
- * here nor there. Two may come: the one that is read next, and the one behind it. */
+/* At once on their way out of one rank, from O to A, and back, from L to the backward: bounds the bytes that are
+ * neither here nor there. Two may come: the one that is read next, and the one behind it. */
 enum { S1F_MOST_LEAVING = 1, S1F_MOST_COMING = 2 };
 
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
@@ -247,8 +248,8 @@ typedef enum {
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
     S1F_HOLDS_FORWARD_WORK = 9,    /* what F, or R, allocates for a while: that one alone */
     S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
-    /* gradients of the unit's own keys and values, where pages go back: B or I of the last segment, which takes those of
-     * all, to the unit's own */
+    /* gradients of the unit's own keys and values, where pages go back: B or I of the last segment, which takes those
+     * of all, to the unit's own */
     S1F_HOLDS_KV_GRADIENT_ROWS = 11,
     S1F_NUM_HOLDINGS = 12
 } s1f_holding;

@@ -51,8 +51,8 @@ typedef struct {
     void (*send)(void *context, const s1f_stand *at, int32_t edge);
     void (*post)(void *context, int32_t rank, int32_t edge);
     void (*through)(void *context, const s1f_stand *at);
-    /* 1: the rank, just before (has_run 0) or after its unit, or after it sent or posted, lets others go first: it stands
-     * still until it is asked to go on again. */
+    /* 1: the rank, just before (has_run 0) or after its unit, or after it sent or posted, lets others go first: it
+     * stands still until it is asked to go on again. */
     int (*yields)(void *context, int32_t rank, int has_run);
     int (*yields_to_woken)(void *context, int32_t rank);
 } s1f_walk_rules;

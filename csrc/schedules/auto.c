@@ -245,7 +245,8 @@ static void start_unit(lister *l, int32_t rank, choice chosen)
     s1f_search_append(l->search, unit);
 }
 
-/* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it (3). */
+/* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it
+ * (3). */
 static int64_t limit_of(const lister *l, int32_t rank)
 {
     const s1f_problem *p = l->problem;

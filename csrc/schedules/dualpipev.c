@@ -1,9 +1,10 @@
-/* dualpipev.c - the micro-batches of a rank's first stage meet those on their way back in its second, so that F and B take
- * turns in the steady state: two stages per rank in a V. [DualPipe, DeepSeek-V3, arXiv:2412.19437; its V form is
+/* dualpipev.c - the micro-batches of a rank's first stage meet those on their way back in its second, so that F and B
+ * take turns in the steady state: two stages per rank in a V. [DualPipe, DeepSeek-V3, arXiv:2412.19437; its V form is
  * DeepSeek's published DualPipeV]
  *
- * Warm-up and cool-down split some backwards and put their W off. F = I = W of one stage: bubble (P - 1) F, peak 2 P + 1.
- * There an F and the next B share the device at the same time; here they run one after the other. M >= 2 P. */
+ * Warm-up and cool-down split some backwards and put their W off. F = I = W of one stage: bubble (P - 1) F,
+ * peak 2 P + 1. There an F and the next B share the device at the same time; here they run one after the other.
+ * M >= 2 P. */
 #include "families.h"
 
 #include <stdlib.h>

@@ -66,8 +66,8 @@ s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t 
                                   s1f_append *forward, s1f_append *backward, int64_t context);
 /* The same where an item is a unit of the rank's own stage, in plain order. */
 s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup);
-/* The same where an item is a group of `size` micro-batches in plain order, which goes forward, and back, as a whole. `size`
- * divides M. */
+/* The same where an item is a group of `size` micro-batches in plain order, which goes forward, and back, as a whole.
+ * `size` divides M. */
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
 /* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
@@ -77,8 +77,8 @@ const char *s1f_rule_one_stage_per_rank(const s1f_request *request);
 
 /* The rule of M, or of M k where there are segments, of a family with both names: its validity begins with it. */
 const char *s1f_rule_of_units(const s1f_request *request);
-/* The first of two rules that is broken, where the backward is split: M k is at least least_units; option cap, where given,
- * is at least least_cap (rule cap_rule). */
+/* The first of two rules that is broken, where the backward is split: M k is at least least_units; option cap, where
+ * given, is at least least_cap (rule cap_rule). */
 const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule);
 
 #endif

@@ -1,5 +1,5 @@
-/* in_time.h - for builders that order units by running them: when the inputs of a unit are there, and a clock under which
- * every free rank chooses what it does. */
+/* in_time.h - for builders that order units by running them: when the inputs of a unit are there, and a clock under
+ * which every free rank chooses what it does. */
 #ifndef S1F_IN_TIME_H
 #define S1F_IN_TIME_H
 

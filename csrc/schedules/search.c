@@ -170,7 +170,8 @@ static int64_t related(const s1f_search *x, s1f_unit unit)
            unit.segment;
 }
 
-/* A unit's past is what it waits for, and the past of that; in the longest micro-batch, and so in those with fewer segments. */
+/* A unit's past is what it waits for, and the past of that; in the longest micro-batch, and so in those with fewer
+ * segments. */
 static void fill_past(s1f_search *x)
 {
     int64_t count = (int64_t)S1F_SPLIT_PASSES * x->problem->num_stages * x->problem->num_segments;
@@ -363,7 +364,8 @@ static double time_order(s1f_search *x, double limit)
     return num_ended == P ? last : INFINITY;
 }
 
-/* Bytes before each unit of the rank from index `from` up to `to`, whose own bytes follow; 0 where the cap is broken. */
+/* Bytes before each unit of the rank from index `from` up to `to`, whose own bytes follow; 0 where the cap is
+ * broken. */
 static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
 {
     int64_t cap = x->problem->cap_bytes[rank], live = from == x->first[rank] ? 0 : x->live[from];
@@ -377,7 +379,8 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
     return 1;
 }
 
-/* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are equal. */
+/* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are
+ * equal. */
 static int precedes(const s1f_search *x, s1f_unit a, s1f_unit b)
 {
     int64_t i = related(x, a), j = related(x, b);
