@@ -98,7 +98,7 @@ class Spec:
     segments: int = 1
     split: str = "even"
     head_in_loss: bool = False
-    weights: str = "planned"  # of ours: where W runs, as PipelineEngine takes it
+    weights: str = "planned"  # of ours: where W runs, as Schedule.replace takes it
     spread: bool = False  # of ours: the rows of the head over the ranks
     checkpoint: bool = False  # of torch's: every block is computed again, by torch.utils.checkpoint
     share: float = 1.0  # of our auto orders: units that a rank may hold, over those that 1F1B does
@@ -203,8 +203,8 @@ class OurArm(Arm):
             loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(**seconds)
         prefetch = EARLY_PREFETCH if options is not None else 1
         self.engine = seq1f1b.PipelineEngine(
-            list(self.modules), schedule=order, num_microbatches=case.microbatches, num_segments=k,
-            segment_sizes=sizes, loss_fn=loss_fn, prefetch=prefetch, weights=spec.weights,
+            list(self.modules), schedule=order.replace(prefetch=prefetch, weights=spec.weights),
+            num_microbatches=case.microbatches, num_segments=k, segment_sizes=sizes, loss_fn=loss_fn,
             unchecked=spec.attention != "ours",  # torch's attention, over keys and values of its own
         )  # fmt: skip
         if isinstance(loss_fn, nn.Module):

@@ -94,7 +94,9 @@ def report(name: str, costs: list[float], discarded: int) -> None:
 def pair() -> None:
     torch.set_num_threads(1)
     module, inputs = Scale(), torch.randn(M, LENGTH, WIDTH)
-    engine = seq1f1b.PipelineEngine(module, num_microbatches=M, num_segments=K, loss_fn=sum_loss, loss_reduction="sum")
+    engine = seq1f1b.PipelineEngine(
+        module, num_microbatches=M, num_segments=K, loss_fn=sum_loss, loss=seq1f1b.Loss(reduction="sum")
+    )
 
     def ours() -> None:
         engine.step(inputs, target=inputs)
@@ -121,7 +123,12 @@ def two(rank: int, world: int) -> None:
     flat = torch.randn(PAIRS, LENGTH // K, WIDTH)
     first, last = rank == 0, rank == world - 1
     engine = seq1f1b.PipelineEngine(
-        Scale(), num_microbatches=M, num_segments=K, loss_fn=sum_loss, loss_reduction="sum", transport="shm"
+        Scale(),
+        num_microbatches=M,
+        num_segments=K,
+        loss_fn=sum_loss,
+        loss=seq1f1b.Loss(reduction="sum"),
+        transport="shm",
     )
     order = seq1f1b.build_schedule("seq1f1b", num_ranks=world, num_microbatches=M, num_segments=K)
     one = Schedule1F1B(PipelineStage(Scale(), rank, world, device), PAIRS, sum_loss, scale_grads=False)
@@ -244,7 +251,7 @@ def sleep(rank: int, world: int, options: argparse.Namespace, path: str) -> None
         segments = orders[family].num_segments
         engine = seq1f1b.PipelineEngine(
             Sleeper(unit * k / segments), schedule=orders[family], num_microbatches=count, num_segments=segments,
-            loss_fn=sum_loss, loss_reduction="sum", transport=transport,
+            loss_fn=sum_loss, loss=seq1f1b.Loss(reduction="sum"), transport=transport,
         )  # fmt: skip
         if not units:
             only_sleep(engine, unit)

@@ -32,7 +32,7 @@ def makespan_of_auto(case: dict[str, Any]) -> float:
     backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
     places = case["num_microbatches"] * case["num_segments"]
     transfer = exact_cases.options_of(case)["transfer"]
-    return schedule.simulate(forward, backward, weight, transfer, prefetch=places).makespan
+    return schedule.replace(prefetch=places).simulate(forward, backward, weight, transfer).makespan
 
 
 def auto_of(case: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ def engine_of(transport: str, rehearsed: bool, *arguments: Any, **options: Any) 
         from stand_in_engine import StandInEngine
 
         made = StandInEngine
-    return made(*arguments, transport=transport, timeout=20.0, first_step_timeout=30.0, **options)
+    return made(*arguments, transport=transport, limits=seq1f1b.Limits(step=20.0, first_step=30.0), **options)
 
 
 def step_of_rank(

@@ -214,7 +214,7 @@ def shortest_makespan(plan: StepPlan, whole: Sequence[Any]) -> int:
         for stages in zip(inputs, weight, strict=True)
     ]
     places = sum(plan.schedule.segments_of)
-    return round(plan.schedule.simulate(forward, backward, weight, prefetch=places).makespan)
+    return round(plan.schedule.replace(prefetch=places).simulate(forward, backward, weight).makespan)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Arms:
                 stage(),
                 loss_fn=example.HeadLoss(config) if rank == 1 else None,
                 arg_rules={"doc_ids": "slice"},
-                scale_grads=False,
+                loss=seq1f1b.Loss(scale_grads=False),
                 **options,
             )
 
@@ -294,7 +294,7 @@ class Arms:
         engine = self._fixed.get(len(inputs))
         if engine is None:
             engine = self._fixed[len(inputs)] = self._engine(
-                num_microbatches=len(inputs), num_segments=FIXED_K, segment_sizes="balanced", model_shape=self._shape
+                num_microbatches=len(inputs), num_segments=FIXED_K, segment_sizes=self._shape
             )
         engine.step(inputs, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=batch.tokens)
 

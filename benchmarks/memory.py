@@ -117,10 +117,12 @@ class PlannedArm(OurArm):
         if arm.recomputed:
             levers["recompute"] = Share(arm.recomputed, plan.num_segments)
         if arm.moved:
-            levers["offload_units"] = Share(arm.moved, plan.num_segments)
+            levers["units"] = Share(arm.moved, plan.num_segments)
         if arm.moved or "O" in order.kinds:
             levers["offload"] = directory
-        self.engine = seq1f1b.PipelineEngine(list(self.modules), plan=plan, loss_fn=loss_fn, **levers)
+        self.engine = seq1f1b.PipelineEngine(
+            list(self.modules), schedule=plan, loss_fn=loss_fn, memory=seq1f1b.Memory(**levers)
+        )
         if self.has_last:
             self.modules.append(loss_fn)
         self._tokens, self._targets = case.batch()

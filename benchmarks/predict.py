@@ -459,7 +459,8 @@ def measure(
     result: list[Any] = [[]]
     if world.rank < num_ranks:
         group = world.groups[num_ranks]
-        order = arguments["plan"].build() if "plan" in arguments else arguments["schedule"]
+        given = arguments["schedule"]
+        order = given.build() if isinstance(given, Plan) else given
         mine = [i for i, rank in enumerate(order.rank_of_stage) if rank == world.rank]
         engine = seq1f1b.PipelineEngine(
             [make_stage(setup, i, layers) for i in mine], loss_fn=cross_entropy, group=group, **arguments
@@ -587,7 +588,7 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
         medians = []
         for number, plan in enumerate(plans, 1):
             assert plan.layout.layers is not None
-            times = measure(world, setup, plan.layout.layers, length, 2, M, {"plan": plan})
+            times = measure(world, setup, plan.layout.layers, length, 2, M, {"schedule": plan})
             medians.append(statistics.median(times) if times else math.nan)
             world.say(
                 f"{number:>3} {plan.seconds * 1e3:>11.1f}{medians[-1] * 1e3:>13.1f}  {plan.schedule} "

@@ -240,12 +240,11 @@ def sleeping_step(order: Schedule, weights: str, seconds: dict[Unit, float]) -> 
         own = [stage for stage, rank in enumerate(order.rank_of_stage) if rank == group.rank]
         engine = PipelineEngine(
             [Sleeper(stage, seconds) for stage in own],
-            schedule=order,
+            schedule=order.replace(weights=weights),
             num_microbatches=order.num_microbatches,
             num_segments=order.num_segments,
             loss_fn=lambda output, target: output.sum(),
             group=group,
-            weights=weights,
         )
         x = torch.randn(order.num_microbatches, 4 * order.num_segments, 4, requires_grad=True)
         for _ in range(2):
@@ -273,7 +272,7 @@ def sleep(options: argparse.Namespace) -> None:
         seconds = {unit: UNIT * draw.uniform(1 - JITTER, 1 + JITTER) for unit in units}
         for name, (order, weights) in arms.items():
             durations = [[seconds[unit] for unit in rank] for rank in order.ranks]
-            simulated = order.simulate(durations=durations, fill=weights == "fill").makespan
+            simulated = order.replace(weights=weights).simulate(durations=durations).makespan
             work = sum(seconds.values()) / order.num_ranks
             lost[name].append((sleeping_step(order, weights, seconds), simulated / work - 1))
     print(f"units of {UNIT * 1e3:g} ms, {SEEDS} seeds: lost over the ranks' mean work")
@@ -320,9 +319,9 @@ def simulate_units(order: Schedule, measured: Measured, fill: bool) -> tuple[flo
         kv=round(measured.kv * LENGTH),
         kv_gradients=round(measured.kv_gradients * LENGTH),
     )
-    run = order.simulate(
+    run = order.replace(weights="fill" if fill else "planned").simulate(
         seconds["F"], seconds["B"], seconds["W"], LATENCY, input=seconds["I"], bandwidth=BANDWIDTH,
-        message_bytes=tokens * HIDDEN * 4, memory=memory, fill=fill,
+        message_bytes=tokens * HIDDEN * 4, memory=memory,
     )  # fmt: skip
     assert run.memory is not None
     return run.makespan, max(run.memory.total)

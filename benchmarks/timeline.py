@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def measure(rank: int, options: argparse.Namespace, path: str) -> None:
         options.length, options.segments, strategy="profiled", costs=report.segment_seconds, multiple_of=16
     )
     if options.waits:
-        other, arguments = "1F1B, W in waits", {"schedule": "1f1b", "weights": "fill"}
+        other, arguments = "1F1B, W in waits", {"schedule": partial(seq1f1b.build_schedule, "1f1b", weights="fill")}
     else:
         other = f"Seq1F1B, {options.segments} segments"
         arguments = {"num_segments": options.segments, "segment_sizes": sizes}

@@ -41,7 +41,7 @@ class Config:
 
     @property
     def shape(self) -> seq1f1b.ModelShape:
-        """What the balanced partition needs to know of the model."""
+        """What a split into equal FLOPs needs to know of the model."""
         return seq1f1b.ModelShape(
             hidden=self.hidden,
             layers=self.layers,

@@ -259,11 +259,9 @@ def train(args: argparse.Namespace) -> bool:
         schedule=args.schedule,
         num_microbatches=args.microbatches,
         num_segments=args.segments,
-        segment_sizes=None if args.even else "balanced",
-        model_shape=config.shape,
+        segment_sizes=None if args.even else config.shape,
         arg_rules={"doc_ids": "slice"},
-        recompute="all" if args.recompute else "none",
-        offload=args.offload,
+        memory=seq1f1b.Memory(recompute="all" if args.recompute else "none", offload=args.offload),
         loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
         group=place.group,
     )

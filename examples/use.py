@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b
+from seq1f1b import Loss, PipelineEngine
 
 VOCAB, HIDDEN, HEADS, BLOCKS, BATCH, LENGTH, STEPS = 64, 64, 4, 4, 8, 128, 20
 
@@ -68,7 +69,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 seq1f1b.init_process_group("gloo")  # torchrun has set address, rank and number of ranks
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 stage = build_stage(rank, num_ranks)  # your layers of this rank, an nn.Module
-engine = seq1f1b.PipelineEngine(stage, num_microbatches=4, num_segments=4, loss_fn=loss_fn, loss_weight="targets")
+engine = PipelineEngine(stage, num_microbatches=4, num_segments=4, loss_fn=loss_fn, loss=Loss(weight="targets"))
 optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
 for step, (tokens, target) in enumerate(batches()):
     losses = engine.step(tokens, target=target)  # one per micro-batch on the last rank, [] elsewhere

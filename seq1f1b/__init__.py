@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from seq1f1b.ops.context import add_loss, carry_in, carry_out
     from seq1f1b.ops.packing import document_starts, pack_documents
     from seq1f1b.ops.ulysses import ulysses_attention
+    from seq1f1b.runtime.arguments import Limits, Loss, Memory
     from seq1f1b.runtime.engine import PipelineEngine
     from seq1f1b.runtime.findings import SegmentWarning
     from seq1f1b.runtime.verify import Verification
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from seq1f1b.transport import LoopbackGroup, init_process_group
 
 __all__ = [
+    "Limits",
     "LoopbackGroup",
+    "Loss",
+    "Memory",
     "ModelShape",
     "PipelineEngine",
     "PipelineError",
@@ -65,7 +69,10 @@ __version__ = "0.3.0"
 
 # Public name -> module that defines it and imports torch.
 _NEEDS_TORCH: dict[str, str] = {
+    "Limits": "seq1f1b.runtime.arguments",
     "LoopbackGroup": "seq1f1b.transport",
+    "Loss": "seq1f1b.runtime.arguments",
+    "Memory": "seq1f1b.runtime.arguments",
     "PipelineEngine": "seq1f1b.runtime.engine",
     "PipelineState": "seq1f1b.adapters.checkpoint",
     "ScheduleSeq1F1B": "seq1f1b.adapters.pipelining",

@@ -1,4 +1,4 @@
-"""A plan: one way to train a model, and the file that ``seq1f1b plan`` writes and ``PipelineEngine(plan=...)`` runs.
+"""A plan: one way to train a model, and the file that ``seq1f1b plan`` writes and ``PipelineEngine`` runs.
 
 Needs nothing of ``seq1f1b.planning``, which finds plans.
 """
@@ -72,7 +72,7 @@ class StepLength:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, and what it should cost. :meth:`save` writes the file that ``PipelineEngine(plan=...)`` runs.
+    """One way to train, and what it should cost. :meth:`save` writes a file; ``PipelineEngine(schedule=file)`` runs it.
 
     Attributes:
         model, hardware, seq_len, layout: what was planned for.
@@ -133,6 +133,7 @@ class Plan:
             num_segments=self.num_segments,
             stages_per_rank=self.stages_per_rank,
             options=self.options,
+            prefetch=self.prefetch,
         )
         return order.with_cell_kinds(self.units) if self.units else order
 
@@ -194,7 +195,8 @@ class Plan:
             raise ValueError(
                 f"the plan recomputes ({layout.recompute!r}), which the engine leaves to the module: plan with "
                 "recompute 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
-                "schedule, num_microbatches, num_segments and segment_sizes. Whole units are recomputed by recompute="
+                "schedule, num_microbatches, num_segments and segment_sizes. Whole units are recomputed by "
+                "Memory(recompute=...)"
             )
         return {
             "schedule": self.build(),
@@ -202,7 +204,6 @@ class Plan:
             "num_segments": self.num_segments,
             "segment_sizes": {each.seq_len: list(each.segment_sizes) for each in self.lengths}
             or list(self.segment_sizes),
-            "prefetch": self.prefetch,
         }
 
 

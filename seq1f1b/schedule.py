@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,10 @@ class Schedule:
     Made by :func:`build_schedule`, :meth:`from_text`, :meth:`from_csv`, or from the units of every rank. Nothing is
     checked beyond the placement (a stage lives on one rank) until :meth:`check`, which :meth:`simulate` and the engine
     call.
+
+    Attributes:
+        prefetch: receive places of a rank beyond the most that the order needs at once.
+        fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
     """
 
     def __init__(self, ranks: Iterable[Iterable[Unit]]) -> None:
@@ -100,20 +105,49 @@ class Schedule:
                 raise ValueError(f"rank {rank} has no units")
         self._adopt(_C.schedule_from_units(orders, 0))
 
-    def _adopt(self, handle: Any) -> None:
+    def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
         self.handle = handle  # of the C core; the engine lowers it
+        self.prefetch: int = 1 if like is None else like.prefetch
+        self.fills: bool = like is not None and like.fills
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
         rows = _C.schedule_rows(handle)
         self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
         self._units: dict[int, tuple[Unit, ...]] = {}
-        self._lowered: dict[int, Any] = {}  # by prefetch: what the core reads again in every simulation
+        self._lowered: Any = None  # what the core reads again in every simulation
 
     @classmethod
-    def _from_handle(cls, handle: Any) -> Schedule:
+    def _from_handle(cls, handle: Any, like: Schedule | None = None) -> Schedule:
+        """An order of the core. like: one that runs with the places, and fills waits, as this one is to."""
         schedule = cls.__new__(cls)
-        schedule._adopt(handle)
+        schedule._adopt(handle, like)
         return schedule
+
+    def replace(self, *, prefetch: int | None = None, weights: str | None = None) -> Schedule:
+        """The same units in the same order, but run with other places, or with W elsewhere.
+
+        Args:
+            prefetch: receive places of a rank beyond the most that the order needs at once; a sender without a free
+                place waits. None: as they are.
+            weights: when weight gradients are made. ``"planned"``: where the order has them. ``"fill"``: also while a
+                rank waits for a message, product by product and in the order's own sequence, so that gradients are
+                bit-equal from run to run; at the latest where the order has them, so that memory stays as planned. The
+                engine runs an order of whole backwards with ``"fill"`` as :meth:`defer_weights` of it. None: as it is.
+        Raises:
+            ValueError, TypeError: ``prefetch`` is below 0 or no int, ``weights`` is something else.
+        """
+        other = copy.copy(self)
+        if prefetch is not None:
+            if not isinstance(prefetch, int) or isinstance(prefetch, bool):
+                raise TypeError(f"prefetch must be an int, got {type(prefetch).__name__}")
+            if prefetch < 0:
+                raise ValueError(f"prefetch is {prefetch}, must be at least 0")
+            other.prefetch, other._lowered = prefetch, self._lowered if prefetch == self.prefetch else None
+        if weights is not None:
+            if weights not in ("planned", "fill"):
+                raise ValueError(f"weights is {weights!r}, must be 'planned' or 'fill'")
+            other.fills = weights == "fill"
+        return other
 
     @property
     def segments_of(self) -> tuple[int, ...]:
@@ -148,10 +182,12 @@ class Schedule:
         return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and _C.schedule_equal(self.handle, other.handle)
+        if not isinstance(other, Schedule) or (self.prefetch, self.fills) != (other.prefetch, other.fills):
+            return False
+        return _C.schedule_equal(self.handle, other.handle)
 
     def __hash__(self) -> int:
-        return hash(_C.schedule_digest(self.handle))
+        return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
 
     def __repr__(self) -> str:
         return (
@@ -161,13 +197,13 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The same order without backward units: what evaluation runs."""
-        return self._from_handle(_C.schedule_forward_only(self.handle))
+        return self._from_handle(_C.schedule_forward_only(self.handle), like=self)
 
     def defer_weights(self, max_live_units: int | None = None) -> Schedule:
         """The same order with every backward split, and W as late as memory allows.
 
-        Each W stands where its rank would else hold more units; the Ws of a rank stand in the order of its Is. A
-        runtime that runs W in waits (``PipelineEngine(weights="fill")``) has most to fill them with in such an order.
+        Each W stands where its rank would else hold more units; the Ws of a rank stand in the order of its Is. If W
+        runs in waits (``weights="fill"`` of :meth:`replace`), such an order has most to fill them with.
 
         Args:
             max_live_units: cap on the units of one rank between their forward and their W; None: the most that any rank
@@ -178,7 +214,7 @@ class Schedule:
         """
         if max_live_units is not None and max_live_units < 1:
             raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0))
+        return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0), like=self)
 
     def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """The same order with an R just before the backward of each of these units.
@@ -194,7 +230,9 @@ class Schedule:
             ValueError: ``units`` is something else.
         """
         check_units("recompute", units)
-        return self if units == "none" else self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)))
+        if units == "none":
+            return self
+        return self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)), like=self)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """The same order, in which what these units save is away, in a tier, while nobody reads it.
@@ -211,7 +249,9 @@ class Schedule:
             ValueError: ``units`` is something else, or this order moves units already.
         """
         check_units("offload_units", units)
-        return self if units == "none" else self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)))
+        if units == "none":
+            return self
+        return self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)), like=self)
 
     def fit(
         self,
@@ -221,7 +261,6 @@ class Schedule:
         *,
         message_bytes: int | Sequence[int] = 0,
         statistics_bytes: int | Sequence[int] = 0,
-        prefetch: int = 1,
         tier: Costs | None = None,
         **seconds: Any,
     ) -> Schedule:
@@ -236,7 +275,7 @@ class Schedule:
             room: bytes that a rank may hold, of the kinds that live in units or in receive places; a number, or one
                 for each rank. Weights, the optimizer and ``memory.logits`` come on top.
             by: what units may do, ``"recompute"``, ``"offload"``, or both.
-            message_bytes, statistics_bytes, prefetch: as of :meth:`simulate`.
+            message_bytes, statistics_bytes: as of :meth:`simulate`.
             tier: seconds of a unit's way out, or back, as of :meth:`simulate`; needed for both ways together.
             seconds: of the passes, of moving, and of messages, as of :meth:`simulate`; used for both ways together.
         Raises:
@@ -248,9 +287,9 @@ class Schedule:
         sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
         start = None
         if len(set(by)) == 2:
-            start = self.simulate(**seconds, message_bytes=message_bytes, prefetch=prefetch).start
+            start = self.simulate(**seconds, message_bytes=message_bytes).start
         kinds = _C.program_fit(
-            self._lower(prefetch),
+            self._lower(),
             self._bytes(memory, sizes, statistics_sizes),
             self._room(room),
             "recompute" in by,
@@ -271,7 +310,7 @@ class Schedule:
         order = self
         for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
             if kind in kinds:
-                order = self._from_handle(change(order.handle, bytes(x == kind for x in kinds)))
+                order = self._from_handle(change(order.handle, bytes(x == kind for x in kinds)), like=self)
         return order
 
     def cell_kinds(self) -> tuple[str, ...]:
@@ -337,7 +376,8 @@ class Schedule:
         in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
 
         def spread(more: int) -> Schedule:
-            return self._from_handle(_C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order))
+            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order)
+            return self._from_handle(spread_over, like=self)
 
         orders = [spread(ahead or 0)]
         for more in (1, 2) if ahead is None and head else ():
@@ -418,7 +458,6 @@ class Schedule:
         bandwidth: float | Sequence[float] | None = None,
         message_bytes: int | Sequence[int] = 0,
         send: float = 0.0,
-        prefetch: int = 1,
         durations: Sequence[Sequence[float]] | None = None,
         segment_sizes: Sequence[int] | None = None,
         unit_bytes: int | Sequence[Sequence[int]] | None = None,
@@ -427,7 +466,6 @@ class Schedule:
         jitter: float = 0.0,
         transfer_jitter: float = 0.0,
         seed: int = 0,
-        fill: bool = False,
         steps: int = 1,
         optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
@@ -440,7 +478,8 @@ class Schedule:
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
 
-        Simulates the program that the engine runs, with its places and credits.
+        Simulates the program that the engine runs, with its places and credits. If the order fills waits, the block of
+        a W is what is left of it.
 
         Args:
             forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
@@ -456,18 +495,15 @@ class Schedule:
                 None: infinite.
             message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
             send: seconds that a sender itself spends on a message.
-            prefetch: places of a receiver beyond those it needs; a sender without a free place waits.
             durations: seconds of every unit, per rank in run order, in place of those of the passes:
                 replays what was measured.
             segment_sizes: tokens of each segment, for ``peak_tokens``.
             unit_bytes: activation bytes of a unit, a number or ``[stage][segment]``, for ``peak_bytes``.
             memory: bytes of everything a step holds, for ``memory``.
-            critical: also find ``slack`` and ``critical_path``.
+            critical: also find ``slack`` and ``critical_path``. Not of an order that fills waits.
             jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
             transfer_jitter: the same of every message's time on its link and its latency.
             seed: the same one draws the same times.
-            fill: while a rank waits for a message it runs W, as ``PipelineEngine(weights="fill")`` does. The block of a
-                W is then what is left of it. Not with ``critical``.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
             optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
@@ -481,7 +517,7 @@ class Schedule:
         _check_steps(steps, optimizer_sync, seed)
         tokens = None if segment_sizes is None else self._tokens(segment_sizes)
         sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
-        program = self._lower(prefetch)
+        program = self._lower()
         seconds = self._pass_seconds(
             forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient, move_out, move_in
         )
@@ -491,7 +527,7 @@ class Schedule:
             durations,
             (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send, self._tier_seconds(tier)),
             (sizes, statistics_sizes),
-            (jitter, transfer_jitter, seed, fill),
+            (jitter, transfer_jitter, seed, self.fills),
             (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
@@ -608,20 +644,18 @@ class Schedule:
         *,
         message_bytes: int | Sequence[int] = 0,
         statistics_bytes: int | Sequence[int] = 0,
-        prefetch: int = 1,
     ) -> PeakMemory:
         """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
 
         Args and errors are those of :meth:`simulate`.
         """
         sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
-        return self._memory(self._lower(prefetch), memory, sizes, statistics_sizes)[1]
+        return self._memory(self._lower(), memory, sizes, statistics_sizes)[1]
 
-    def _lower(self, prefetch: int) -> Any:
-        program = self._lowered.get(prefetch)
-        if program is None:
-            program = self._lowered[prefetch] = _C.program_lower_edges(self.handle, prefetch)
-        return program
+    def _lower(self) -> Any:
+        if self._lowered is None:
+            self._lowered = _C.program_lower_edges(self.handle, self.prefetch)
+        return self._lowered
 
     def _per_unit(self, costs: Any, name: str) -> list[Any]:
         """One value per (stage, segment), flat."""
@@ -819,6 +853,8 @@ def build_schedule(
     options: Mapping[str, Any] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
     offload_units: str | Callable[[Unit], bool] = "none",
+    prefetch: int = 1,
+    weights: str = "planned",
 ) -> Schedule:
     """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
 
@@ -839,14 +875,16 @@ def build_schedule(
             ``transfer``: seconds of a message between two ranks.
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
-            splits unless told otherwise. Times take it that messages find a place: give the engine, and
-            :meth:`Schedule.simulate`, as large a ``prefetch`` as still shortens the step.
+            splits unless told otherwise. Times take it that messages find a place: give it as large a ``prefetch`` as
+            still shortens the step.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
         offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
+        prefetch, weights: how many receive places there are beyond the most that the order needs, and whether W fills
+            waits (``"fill"``) or not (``"planned"``), see :meth:`Schedule.replace`.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
@@ -857,7 +895,7 @@ def build_schedule(
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     flat = _flat_options(options, *counts)
     schedule = Schedule._from_handle(_C.schedule_build(name, *counts, flat))
-    return schedule.recompute(recompute).offload(offload_units)
+    return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)
 
 
 def schedules() -> tuple[str, ...]:

@@ -8,7 +8,7 @@
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
  *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and
  *     dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
- *   positions(x, doc_ids, dim, rank, num_shards) -> int64 positions of x's tokens, shard `rank` of the segment's;
+ *   positions(x, doc_ids, dim, rank, num_parts) -> int64 positions of x's tokens, part `rank` of the segment's;
  *     within their documents, where doc_ids is not empty
  *
  * cache_write and cache_read are for every device: on other devices than the CPU attention is Python's, by torch's own

@@ -44,22 +44,22 @@ s1f_status s1f_op_positions(s1f_op_call *call)
     const s1f_op_tensor *x = &call->inputs[0];
     s1f_op_tensor *docs = &call->inputs[1];
     int64_t dim = s1f_op_int(call->scalars[0]), rank = s1f_op_int(call->scalars[1]), one = 1;
-    int64_t num_shards = s1f_op_int(call->scalars[2]);
+    int64_t num_parts = s1f_op_int(call->scalars[2]);
     if (dim < -x->ndim || dim >= x->ndim)
         return s1f_fail(S1F_ERR_ARG, "dim is %lld, x has %lld dimensions", (long long)dim, (long long)x->ndim);
-    if (rank < 0 || rank >= num_shards)
-        return s1f_fail(S1F_ERR_ARG, "shard is (%lld, %lld), must be (rank, size) with 0 <= rank < size",
-                        (long long)rank, (long long)num_shards);
+    if (rank < 0 || rank >= num_parts)
+        return s1f_fail(S1F_ERR_ARG, "sequence_parallel is (%lld, %lld), must be (rank, size) with 0 <= rank < size",
+                        (long long)rank, (long long)num_parts);
     int64_t length = x->sizes[dim < 0 ? dim + x->ndim : dim], first = rank * length;
     const s1f_current_unit *unit = s1f_current_unit_get();
     if (unit != NULL) {
         char name[64];
         s1f_unit_text(unit->unit, 1, name, sizeof name);
-        if (length * num_shards != unit->length)
+        if (length * num_parts != unit->length)
             return s1f_fail(S1F_ERR_ARG,
                             "%s: positions of dimension %lld, which has %lld elements; the segment has %lld tokens "
-                            "(shards: %lld)",
-                            name, (long long)dim, (long long)length, (long long)unit->length, (long long)num_shards);
+                            "(parts: %lld)",
+                            name, (long long)dim, (long long)length, (long long)unit->length, (long long)num_parts);
         first += unit->offset;
     }
     if (docs->numel > 0)

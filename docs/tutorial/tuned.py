@@ -90,8 +90,7 @@ def main():
         stage,
         num_microbatches=4,
         num_segments=4,
-        segment_sizes="balanced",
-        model_shape=SHAPE,
+        segment_sizes=SHAPE,
         loss_fn=loss_fn,
     )
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)

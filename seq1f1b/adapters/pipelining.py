@@ -5,7 +5,9 @@ Torch's classes split the batch and merge the outputs here as they do for their 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,24 +15,17 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
 from seq1f1b.partition import ModelShape
+from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.splitting import Rule
-from seq1f1b.schedule import Schedule, build_schedule
+from seq1f1b.runtime.orders import build
+from seq1f1b.schedule import Schedule, nearest_name
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
-# Arguments of an engine that come from the stage and from the other arguments of a schedule.
-_TAKEN = ("schedule", "num_microbatches", "loss_fn", "scale_grads", "group", "plan")
-
-
-def _count_segments(n_segments: int | None, num_segments: int | None) -> int:
-    """k, under either of its names."""
-    if n_segments is not None and num_segments is not None:
-        raise TypeError(f"n_segments is {n_segments} and num_segments is {num_segments}: give one, they mean the same")
-    given = num_segments if n_segments is None else n_segments
-    return 1 if given is None else given
+_TAKEN = ("stage", "num_microbatches", "num_segments", "loss_fn", "group")
+"""Arguments of an engine that come from the stage and from the other arguments of a schedule."""
 
 
 class _Segmented:
@@ -43,43 +38,89 @@ class _Segmented:
     _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _merge_outputs: Callable[[list[Any]], Any]
     _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
+    _family: str  # of its orders, unless it is given another
 
-    def _plan(self, name: str, stages: Sequence[Any], n_microbatches: int, n_segments: int, **options: Any) -> None:
-        """Builds the order; called before torch's constructor, which asks for it."""
-        for taken in _TAKEN:
-            if taken in options:
-                raise TypeError(f"{taken}= is an argument of PipelineEngine that {type(self).__name__} sets itself")
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        n_segments: int = 1,
+        segment_sizes: ModelShape | Sequence[int] | None = None,
+        seq_dim: int = 1,
+        **engine: Any,
+    ) -> None:
+        self._check_options(engine)
+        self._own_stages = list(stage) if isinstance(stage, Sequence) else [stage]
+        self._order = self._build(engine.pop("schedule", self._family), n_microbatches, n_segments)
+        if "grad_dtype" not in engine:
+            engine["grad_dtype"] = None if n_segments == 1 else torch.float32
+        self._engine_options = {
+            "num_segments": n_segments,
+            "segment_sizes": segment_sizes,
+            "seq_dim": seq_dim,
+            **engine,
+        }
+        self._engine: PipelineEngine | None = None
+        super().__init__(  # type: ignore[call-arg] # torch's, which asks for the order
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads=scale_grads,
+        )
+
+    def _check_options(self, given: Mapping[str, Any]) -> None:
+        """Raises unless these are keyword arguments of an engine, and none that the stage or torch's arguments tell."""
+        name, known = type(self).__name__, inspect.signature(PipelineEngine).parameters
+        for option in given:
+            if option in _TAKEN:
+                raise TypeError(f"{option}= is an argument of PipelineEngine that {name} sets itself")
+            if option not in known:
+                options = sorted({"n_segments", *known} - {*_TAKEN})
+                raise TypeError(f"{name} has no argument {option!r}{nearest_name(option, options)}")
+        loss = given.get("loss", Loss())
+        if not isinstance(loss, Loss):
+            raise TypeError(f"loss must be a seq1f1b.Loss, got {type(loss).__name__}")
+        if not loss.scale_grads:
+            raise ValueError(f"Loss.scale_grads is False: give {name} its own argument scale_grads=False instead")
+
+    def _build(self, schedule: Any, n_microbatches: int, n_segments: int) -> Schedule:
+        """The order of these stages, which must lie where it has them."""
+        stages = self._own_stages
         ranks, rest = divmod(stages[0].num_stages, len(stages))
         if rest:
             raise ValueError(f"{stages[0].num_stages} stages do not fill ranks of {len(stages)} stages each")
-        self._order: Schedule = build_schedule(
-            name,
-            num_ranks=ranks,
-            num_microbatches=n_microbatches,
-            num_segments=n_segments,
-            stages_per_rank=len(stages),
-        )
+        source, _ = order_of(schedule, n_microbatches, n_segments, None)
+        order = build(source, ranks, n_microbatches, n_segments, len(stages))
         for stage in stages:
-            rank, group_rank = self._order.rank_of_stage[stage.stage_index], stage.group_rank
+            rank, group_rank = order.rank_of_stage[stage.stage_index], stage.group_rank
             if rank != group_rank:
-                raise ValueError(f"stage {stage.stage_index} of {name} belongs to rank {rank}, it is on {group_rank}")
-        self._own_stages = list(stages)
-        self._engine_options = {"grad_dtype": None if n_segments == 1 else torch.float32} | options
-        self._engine: PipelineEngine | None = None
+                raise ValueError(
+                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, it is on {group_rank}"
+                )
+        return order
 
     @property
     def engine(self) -> PipelineEngine:
         """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
         if self._engine is None:
+            loss = self._engine_options.get("loss", Loss())
+            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
             self._engine = PipelineEngine(
                 [stage.submod for stage in self._own_stages],
                 schedule=self._order,
                 num_microbatches=self._n_microbatches,
-                num_segments=self._order.num_segments,
                 loss_fn=self._loss_fn,
-                scale_grads=False,  # after the last backward, by gradient_divisor, as torch does
                 group=self._own_stages[0].group,
-                **self._engine_options,
+                **{**self._engine_options, "loss": replace(loss, scale_grads=False)},
             )
         return self._engine
 
@@ -206,43 +247,18 @@ class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
             ``Schedule1F1B``. ``stage`` is a ``PipelineStage`` with one stage per rank; ``loss_fn(output, target)`` is
             called per segment. With ``scale_grads`` a step divides by M what it adds to ``.grad``, and nothing that was
             there before: steps before ``zero_grad`` accumulate.
-        n_segments, or num_segments: k, parts of every sequence; 1 where neither is given. Attention must be
-            :func:`seq1f1b.causal_attention`, and other state along the sequence must be handed on by ``carry_in`` and
-            ``carry_out``.
-        segment_sizes, model_shape, seq_dim, arg_rules, loss_reduction, loss_weight, transport, timeout, grad_dtype: as
-            of :class:`seq1f1b.PipelineEngine`. ``arg_rules`` is needed for tensor keyword arguments where
-            n_segments > 1. ``grad_dtype`` is by default the parameters' own where n_segments = 1, else fp32.
-        engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
+        n_segments: k, parts of every sequence. Attention must be :func:`seq1f1b.causal_attention`, and other state
+            along the sequence must be handed on by ``carry_in`` and ``carry_out``.
+        segment_sizes, seq_dim: as of :class:`seq1f1b.PipelineEngine`.
+        engine: any other argument of :class:`seq1f1b.PipelineEngine`. ``arg_rules`` is needed for tensor keyword
+            arguments where n_segments > 1. ``grad_dtype`` is by default the parameters' own where n_segments = 1, else
+            fp32. ``schedule`` may name, give or build another order for stages that lie where torch has them.
     Raises:
         ValueError, TypeError: arguments that break a rule.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
-    def __init__(
-        self,
-        stage: Any,
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        *,
-        n_segments: int | None = None,
-        num_segments: int | None = None,
-        segment_sizes: str | Sequence[int] | None = None,
-        model_shape: ModelShape | None = None,
-        seq_dim: int = 1,
-        arg_rules: Mapping[str, Rule] | None = None,
-        **engine_options: Any,
-    ) -> None:
-        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
-        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
-        k = _count_segments(n_segments, num_segments)
-        self._plan("seq1f1b", [stage], n_microbatches, k, **engine_options)
-        super().__init__(
-            stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
-        )
+    _family = "seq1f1b"
 
 
 class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
@@ -252,35 +268,8 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
     rank s modulo the number of ranks.
     """
 
-    def __init__(
-        self,
-        stages: list[Any],
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        *,
-        n_segments: int | None = None,
-        num_segments: int | None = None,
-        segment_sizes: str | Sequence[int] | None = None,
-        model_shape: ModelShape | None = None,
-        seq_dim: int = 1,
-        arg_rules: Mapping[str, Rule] | None = None,
-        **engine_options: Any,
-    ) -> None:
-        engine_options |= {"segment_sizes": segment_sizes, "model_shape": model_shape}
-        engine_options |= {"seq_dim": seq_dim, "arg_rules": arg_rules}
-        k = _count_segments(n_segments, num_segments)
-        self._plan("seq1f1b-interleaved", stages, n_microbatches, k, **engine_options)
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads=scale_grads,
-        )
+    _family = "seq1f1b-interleaved"
+
+    def __init__(self, stages: Sequence[Any], n_microbatches: int, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(stages, n_microbatches, *arguments, **keywords)
         self.pipeline_order = self._get_pipeline_order()

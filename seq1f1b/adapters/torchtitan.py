@@ -42,12 +42,13 @@ from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1
 from seq1f1b.ops.attention import causal_attention, layer_handle
 from seq1f1b.ops.attention import positions as token_positions
 from seq1f1b.partition import ModelShape
+from seq1f1b.runtime.arguments import Loss
 
 __all__ = ["convert", "pipelining_fn", "segmented", "shape_of"]
 
 
 def segmented(
-    spec: ModelSpec, *, n_segments: int, segment_sizes: str | Sequence[int] | None = None, **engine_options: Any
+    spec: ModelSpec, *, n_segments: int, segment_sizes: ModelShape | Sequence[int] | None = None, **engine_options: Any
 ) -> ModelSpec:
     """Returns a spec of the same model whose pipeline runs every micro-batch in segments along the sequence.
 
@@ -73,7 +74,7 @@ def segmented(
 def pipelining_fn(
     *,
     n_segments: int,
-    segment_sizes: str | Sequence[int] | None = None,
+    segment_sizes: ModelShape | Sequence[int] | None = None,
     base: Callable[..., Any] = pipeline_llm,
     **engine_options: Any,
 ) -> Callable[..., Any]:
@@ -85,7 +86,7 @@ def pipelining_fn(
 
     Args:
         n_segments: k, the number of segments of every sequence. A ``ChunkedLossWrapper`` chunks each segment.
-        segment_sizes: None (even), ``"balanced"`` by the model's FLOPs, or a list of k lengths.
+        segment_sizes: None (even), a ``ModelShape`` for equal FLOPs, as ``shape_of(spec.model)``, or k lengths.
         base: the spec's own ``pipelining_fn``.
         engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
     Raises:
@@ -120,8 +121,7 @@ def pipelining_fn(
             PipelineStage(part, rank + i * size, size * len(parts), device, group=mesh.get_group())
             for i, part in enumerate(parts)
         ]
-        options: dict[str, Any] = {"model_shape": shape_of(model_config) if segment_sizes == "balanced" else None}
-        options |= {"segment_sizes": segment_sizes, "arg_rules": {"positions": "slice"}, **engine_options}
+        options = {"segment_sizes": segment_sizes, "arg_rules": {"positions": "slice"}, **engine_options}
         M = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
 
         def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
@@ -129,7 +129,7 @@ def pipelining_fn(
             return loss  # type: ignore[no-any-return]
 
         # Its losses are sums over tokens divided by the count of the whole step.
-        options |= {"scale_grads": False, "loss_reduction": "sum", "n_segments": n_segments}
+        options |= {"scale_grads": False, "loss": Loss(reduction="sum"), "n_segments": n_segments}
         schedule: Any
         if _is_interleaved(parallelism):
             schedule = ScheduleSeqInterleaved1F1B(stages, M, scalar_loss, **options)
@@ -254,14 +254,16 @@ def _is_interleaved(parallelism: Any) -> bool:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """The shape of a dense model, which a balanced split and ``plan`` need.
+    """The shape of a dense model, which a split into equal FLOPs and ``plan`` need.
 
     Raises:
         ValueError: the model has experts.
     """
     layer = config.layers[0]
     if layer.feed_forward is None:
-        raise ValueError('segment_sizes="balanced" of a mixture of experts needs model_shape=')
+        raise ValueError(
+            "shape_of knows dense models alone: give segment_sizes=ModelShape(...) of a mixture of experts"
+        )
     attention = layer.attention
     return ModelShape(
         hidden=config.dim,

@@ -31,6 +31,7 @@ from seq1f1b.adapters.trainer_state import (
     save_randomness,
 )
 from seq1f1b.adapters.transformers import pipeline_stage
+from seq1f1b.runtime.arguments import is_plan
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["Trainer"]
@@ -52,8 +53,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     Args:
         model: ``...ForCausalLM`` of transformers, also without memory (on the meta device), or a ``peft.PeftModel``.
         pipeline: options of :class:`seq1f1b.PipelineEngine`, as ``num_segments``, ``num_microbatches`` (default:
-            ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``plan`` or ``timeout``;
-            and ``balance`` of :func:`pipeline_stage`.
+            ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``limits`` or ``memory``;
+            and ``balance`` of :func:`pipeline_stage`. A plan as ``schedule`` brings both counts.
         others: as the plain Trainer's.
 
     Attributes:
@@ -79,7 +80,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         check_arguments(args, given, type(self), Trainer)
         self._pipeline = dict(pipeline or {})
         check_pipeline(self._pipeline, inspect.signature(PipelineEngine.__init__).parameters)
-        if "plan" not in self._pipeline:
+        if not is_plan(self._pipeline.get("schedule")):
             self._pipeline.setdefault("num_microbatches", args.train_batch_size)
         _become_one_replica(args)
         super().__init__(model, args, *others, **named)

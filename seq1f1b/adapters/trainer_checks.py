@@ -15,12 +15,10 @@ _OWN = {
     "stage": "the trainer cuts it from the model",
     "loss_fn": "the trainer's is that of a causal language model",
     "arg_rules": "the trainer sets it",
-    "loss_weight": "the trainer weights targets as num_items_in_batch does",
-    "loss_reduction": "the trainer weights targets as num_items_in_batch does",
-    "scale_grads": "the trainer weights targets as num_items_in_batch does",
+    "loss": "the trainer weights targets as num_items_in_batch does",
     "seq_dim": "batches are (rows, tokens)",
     "group": "the pipeline is all processes; data-parallel replicas beside it are not supported",
-    "shard": "the pipeline is all processes; sequence parallelism beside it is not supported",
+    "sequence_parallel": "the pipeline is all processes; sequence parallelism beside it is not supported",
 }
 """Arguments of the engine that the trainer gives itself."""
 

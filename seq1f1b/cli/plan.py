@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     command.add_argument("--best", type=int, default=5, metavar="N", help="plans to print (default: 5)")
     command.add_argument("--verbose", action="store_true", help="say of each schedule why it is left out")
     command.add_argument("--json", action="store_true", help="print the search as JSON")
-    command.add_argument("--output", metavar="FILE", help="write the best plan for PipelineEngine(plan=FILE)")
+    command.add_argument("--output", metavar="FILE", help="write the best plan for PipelineEngine(schedule=FILE)")
 
 
 def run(options: argparse.Namespace) -> int:

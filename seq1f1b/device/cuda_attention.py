@@ -80,15 +80,15 @@ def segment_attention_backward(
     return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=held.numel() == 0)
 
 
-def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
+def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
     unit = _C.current_unit()
     length = x.shape[dim]
     first = rank * length
     if unit is not None:
-        if length * num_shards != unit.length:
+        if length * num_parts != unit.length:
             raise ValueError(
                 f"positions of dimension {dim}, which has {length} elements; the segment has {unit.length} tokens "
-                f"(shards: {num_shards})"
+                f"(parts: {num_parts})"
             )
         first += unit.offset
     position = torch.arange(first, first + length, device=x.device)

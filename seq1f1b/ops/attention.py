@@ -137,28 +137,28 @@ def _check_layer(index: int) -> None:
         raise ValueError(f"layer key is {index}, must be at least 0")
 
 
-def token_offset(*, shard: tuple[int, int] | None = None) -> int:
+def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     """Position of the current segment's first token; 0 outside a step. Compiled code uses ``positions`` instead.
 
     Args:
-        shard: (rank, size) if each of several ranks holds a part of the segment; then the position of this rank's first
-            token is returned.
+        sequence_parallel: (rank, size) if each of several ranks holds a part of the segment; then the position of this
+            rank's first token is returned.
     """
     _note_offset()
-    if shard is None:
+    if sequence_parallel is None:
         return _C.token_offset()
-    rank, size = check_shard(shard)
+    rank, size = check_part(sequence_parallel)
     unit = _C.current_unit()
     if unit is None and rank > 0:
         raise ValueError(
-            f"token_offset(shard=({rank}, {size})) outside a step, where no length is known: use positions"
+            f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
         )
     offset, length = (0, 0) if unit is None else (unit.offset, unit.length)
     return offset + rank * (length // size)
 
 
 def positions(
-    x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, shard: tuple[int, int] | None = None
+    x: Tensor, dim: int = 1, *, doc_ids: Tensor | None = None, sequence_parallel: tuple[int, int] | None = None
 ) -> Tensor:
     """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
 
@@ -168,26 +168,25 @@ def positions(
         doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.
             Positions are then counted within documents, also in those that began in an earlier segment, and the result
             is (batch, tokens).
-        shard: (rank, size) if x holds this rank's part of the segment, as under sequence parallelism; all parts are
-            equally long.
+        sequence_parallel: (rank, size) if x holds this rank's part of the segment; all parts are equally long.
     Raises:
-        ValueError: x is not as long as the segment or its shard, or doc_ids are not positions of first tokens.
+        ValueError: x is not as long as the segment or its part, or doc_ids are not positions of first tokens.
     """
     _check_tensors(x=x)
     _check_tensors(optional=True, doc_ids=doc_ids)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, x has {x.dim()} dimensions")
-    rank, size = (0, 1) if shard is None else check_shard(shard)
+    rank, size = (0, 1) if sequence_parallel is None else check_part(sequence_parallel)
     x = x.detach()
     docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else _ids(doc_ids)
     return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
 
 
-def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+def check_part(part: tuple[int, int]) -> tuple[int, int]:
     """(rank, size), or the error that names the rule."""
-    if not (isinstance(shard, tuple) and len(shard) == 2 and 0 <= shard[0] < shard[1]):
-        raise ValueError(f"shard is {shard!r}, must be (rank, size) with 0 <= rank < size")
-    return shard
+    if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
+        raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
+    return part
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -395,7 +394,7 @@ def _fake_segment_attention_backward(
     return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads)
 
 
-def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_shards: int) -> Tensor:
+def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
     shape = (x.shape[dim],) if doc_ids.dim() == 1 else (doc_ids.shape[0], x.shape[dim])
     return x.new_empty(shape, dtype=torch.int64)
 

@@ -150,7 +150,7 @@ def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
 
     It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
     the segment's share of the sequence, and by 1 / M like the main one, so over a micro-batch it is the mean over all
-    tokens. With ``loss_reduction="sum"`` it is added as it is. It is not part of the losses that ``step`` returns.
+    tokens. With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
 
     Args:
         tensor: a tensor of one element.

@@ -33,9 +33,9 @@ def ulysses_attention(
     """Causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
     It computes what :func:`seq1f1b.causal_attention` computes. Rank r holds part r of the segment, as
-    ``PipelineEngine(shard=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then holds 1/N of
-    the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2 heads and 8
-    ranks, each rank holds one head.
+    ``PipelineEngine(sequence_parallel=(r, N))`` gives it; all parts are equally long. The KV cache of each rank then
+    holds 1/N of the heads, for all tokens. If N does not divide kv_heads, heads are repeated until it does: with 2
+    heads and 8 ranks, each rank holds one head.
 
     Args:
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
@@ -107,5 +107,5 @@ def _check_shards(q: Tensor, doc_ids: Tensor | None, size: int) -> None:
     if unit is not None and tokens * size != unit.length:
         raise ValueError(
             f"q has {tokens} tokens on this rank, the segment has {unit.length}: must be 1/{size} of them; give the "
-            f"engine shard=(rank, {size})"
+            f"engine sequence_parallel=(rank, {size})"
         )

@@ -573,10 +573,10 @@ class CostModel:
         """Logits, their fp32 copy, and its gradient."""
         return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
 
-    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int], *, prefetch: int = 1) -> list[RankBytes]:
-        """The peak of every rank under an order. ``prefetch``: receive places beyond the peak of live ones."""
+    def rank_bytes(self, schedule: Schedule, sizes: Sequence[int]) -> list[RankBytes]:
+        """The peak of every rank under an order."""
         memory, messages = self.unit_memory(sizes, schedule.rank_of_stage), self.message_bytes(sizes)
-        return self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len, prefetch=prefetch)
+        return self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len)
 
     def rank_bytes_of(
         self,
@@ -585,18 +585,14 @@ class CostModel:
         message_bytes: Sequence[Any],
         longest: int,
         slot_tokens: int,
-        *,
-        prefetch: int,
     ) -> list[RankBytes]:
         """The same, of what units hold, of messages, and of the tokens of the longest segment and of a cache's slot."""
         hw = self.hardware
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        peaks = schedule.peak_memory(
-            replace(memory, forward_work=0, backward_work=0), message_bytes=message_bytes, prefetch=prefetch
-        )
-        with_work = schedule.peak_memory(memory, message_bytes=message_bytes, prefetch=prefetch).total
+        peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), message_bytes=message_bytes)
+        with_work = schedule.peak_memory(memory, message_bytes=message_bytes).total
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks  # held all through the step
         if not self._releases(slot_tokens):
             kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)

@@ -35,16 +35,12 @@ def order_for_costs(
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     seconds: Callable[[Schedule], float],
-    *,
-    prefetch: int = 1,
 ) -> Made:
     """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
     fastest by ``seconds`` that fits in ``cap``, of several made for what the one before left of it.
 
     Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
     cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
-
-    prefetch: receive places that bytes are counted for.
     """
     seconds_of = cost.unit_seconds(sizes)
     options: dict[str, Any] = {"costs": [seconds_of.forward, seconds_of.input, seconds_of.weight]}
@@ -54,7 +50,7 @@ def order_for_costs(
         times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
         options["transfer"] = statistics.fmean(times) if times else 0.0
     schedule = build(options)
-    made = Made(schedule, options, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
+    made = Made(schedule, options, cost.rank_bytes(schedule, sizes))
     if made.peak <= cap or "cap_bytes" not in family.options:
         return made
     held, share = cost.held_bytes(sizes), 1 + cost.hardware.allocator_reserve
@@ -68,7 +64,7 @@ def order_for_costs(
         room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
         given = options | {"unit_bytes": held, "cap_bytes": room}
         schedule = build(given)
-        made = Made(schedule, given, cost.rank_bytes(schedule, sizes, prefetch=prefetch))
+        made = Made(schedule, given, cost.rank_bytes(schedule, sizes))
         orders.append((seconds(schedule) if made.peak <= cap else math.inf, made.peak, made))
         aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower where one held too much
     return min(orders, key=lambda order: order[:2])[2]
@@ -89,9 +85,9 @@ def fit_under(
         ranks: its bytes as it is.
         reserve: the allocator's share of what changes.
         memory: of what units hold.
-        arguments: of :meth:`seq1f1b.Schedule.simulate`, ``message_bytes`` and ``prefetch`` among them.
+        arguments: of :meth:`seq1f1b.Schedule.simulate`, ``message_bytes`` among them.
     """
-    held = schedule.peak_memory(memory, **{name: arguments[name] for name in ("message_bytes", "prefetch")}).total
+    held = schedule.peak_memory(memory, message_bytes=arguments["message_bytes"]).total
     left = [math.floor((cap - rank.total) / (1 + reserve)) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
     return schedule.fit(memory, room, remedies, **arguments)

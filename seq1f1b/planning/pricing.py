@@ -183,9 +183,6 @@ class Pricing:
         layers = self._cost(candidate, self.longest).layers
         return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
-    def _prefetch(self, family: Family) -> int:
-        return EARLY_PREFETCH if "transfer" in family.options else 1
-
     def _split(self, candidate: Candidate, seq_len: int) -> list[int]:
         key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute)
         if key not in self._sizes:
@@ -309,22 +306,14 @@ class Pricing:
             def seconds(schedule: Schedule) -> float:
                 return self._mean(period for period, _ in self._periods(candidate, schedule))
 
-            made = order_for_costs(
-                candidate.family,
-                cost,
-                sizes,
-                cap,
-                build,
-                seconds,
-                prefetch=self._prefetch(candidate.family),
-            )
+            made = order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
         if len(self.lengths) == 1:
             return made
         return made._replace(ranks=self._most_of_any(candidate, made.schedule))
 
     def _ranks(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
         cost = self._on(candidate, seq_len, hardware)
-        return cost.rank_bytes(schedule, self._split(candidate, seq_len), prefetch=self._prefetch(candidate.family))
+        return cost.rank_bytes(schedule, self._split(candidate, seq_len))
 
     def _on(self, candidate: Candidate, seq_len: int, hardware: Hardware) -> CostModel:
         """The candidate with its layers on another machine."""
@@ -341,6 +330,7 @@ class Pricing:
             num_segments=candidate.num_segments,
             stages_per_rank=candidate.stages_per_rank,
             options=options,
+            prefetch=EARLY_PREFETCH if "transfer" in candidate.family.options else 1,
         )
 
     def _shared_order(self, candidate: Candidate) -> Schedule:
@@ -360,7 +350,7 @@ class Pricing:
     def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
         cost = self._on(candidate, seq_len, hardware)
         sizes = self._split(candidate, seq_len)
-        arguments = cost.simulation_arguments(schedule, sizes) | {"prefetch": self._prefetch(candidate.family)}
+        arguments = cost.simulation_arguments(schedule, sizes)
         return arguments | (cost.moving_arguments(sizes) if "offload" in candidate.remedies else {})
 
     def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
@@ -438,7 +428,7 @@ class Pricing:
             cap=cap,
             optimizer_sync=self.optimizer_sync,
             options=found.made.options,
-            prefetch=self._prefetch(candidate.family),
+            prefetch=schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=schedule.cell_kinds() if candidate.remedies else (),
         )

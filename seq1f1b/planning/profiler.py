@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import PASSES, Fit, Part, PassSeconds, Profile, Sample, visible_pairs
 from seq1f1b.planning.workspace import Workspace, measure_workspace
+from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
@@ -228,9 +229,11 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
         num_segments=k,
         segment_sizes=sizes,
         loss_fn=case.loss_fn or (lambda output, _: output),
-        recompute=is_measured if way == "recomputed" else "none",
-        offload=case.offload if way == "moved" else None,
-        offload_units=is_measured if way == "moved" else None,
+        memory=Memory(
+            recompute=is_measured if way == "recomputed" else "none",
+            offload=case.offload if way == "moved" else None,
+            units=is_measured if way == "moved" else None,
+        ),
         group=LoopbackGroup(1)[0],
     )
     target = (

@@ -95,12 +95,10 @@ class RowCosts:
         links = {"transfer": latencies, "bandwidth": rates, "message_bytes": self.message_bytes}
         return {**self.seconds._asdict(), **links}
 
-    def rank_bytes(self, schedule: Schedule, *, prefetch: int = 1) -> list[RankBytes]:
+    def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
         """The peak of every rank. Slots of the cache are as long as the longest row."""
         longest = max(self._sizes)
-        return self._cost.rank_bytes_of(
-            schedule, self.memory(schedule), self.message_bytes, longest, self._longest_row, prefetch=prefetch
-        )
+        return self._cost.rank_bytes_of(schedule, self.memory(schedule), self.message_bytes, longest, self._longest_row)
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[Row]:

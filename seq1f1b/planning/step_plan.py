@@ -72,7 +72,8 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """Equal for equal plans alone. A step compares those of all ranks."""
-        text = f"{self.rows} {self.segment_sizes} {self.schedule.digest}"
+        order = self.schedule
+        text = f"{self.rows} {self.segment_sizes} {order.digest} {order.prefetch} {order.fills}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -131,7 +132,7 @@ def plan_step(
         memory: bytes that a rank may hold in all; None: any number. Units are recomputed, or moved, until the step
             fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
         remedies: which of both: "recompute", "offload". The latter needs a machine with a tier.
-        prefetch: the engine's receive places beyond the most that an order needs.
+        prefetch: of the order, receive places beyond the most that it needs.
     Raises:
         ValueError: there is no document, one is empty or too long, or a number is out of range; nothing fits: names the
             smallest budget.
@@ -319,7 +320,7 @@ class _Search:
             times = costs.simulation_arguments(order)
             if "offload" in self._remedies and "L" in "".join(order.cell_kinds()):
                 times |= costs.moving_arguments()
-            simulation = order.simulate(**times, prefetch=self._prefetch)
+            simulation = order.simulate(**times)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = zip(*rows, strict=True)
                 self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
@@ -334,19 +335,20 @@ class _Search:
             options={"costs": list(costs.seconds[:3])}
             if "costs" in self._options_of.get(family, ())
             else None,  # F, I, W
+            prefetch=self._prefetch,
         )
 
     def _fit(self, order: Schedule, costs: RowCosts) -> tuple[Schedule, list[RankBytes]]:
         """The order with as few units recomputed or moved as fit, and its bytes."""
-        ranks = costs.rank_bytes(order, prefetch=self._prefetch)
+        ranks = costs.rank_bytes(order)
         if max(rank.total for rank in ranks) <= self._memory:
             return order, ranks
-        arguments = costs.simulation_arguments(order) | {"prefetch": self._prefetch}
+        arguments = costs.simulation_arguments(order)
         if "offload" in self._remedies:
             arguments |= costs.moving_arguments()
         reserve = self._cost.hardware.allocator_reserve
         order = fit_under(self._memory, order, ranks, reserve, costs.memory(order), self._remedies, arguments)
-        return order, costs.rank_bytes(order, prefetch=self._prefetch)
+        return order, costs.rank_bytes(order)
 
     def nothing_fits(self) -> Exception:
         """The error where no order was found."""

@@ -4,72 +4,187 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.ops.attention import check_shard
+from seq1f1b.ops.attention import check_part
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.blocks import check_blocks
-from seq1f1b.runtime.splitting import Rule, Shard, check_rules
+from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
-from seq1f1b.schedule import Schedule, Unit, check_units
+from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, nearest_name, schedules
 from seq1f1b.transport.table import TRANSPORTS
 
-__all__: list[str] = []
+__all__ = ["Limits", "Loss", "Memory"]
 
-Sizes: TypeAlias = "str | Sequence[int] | Mapping[int, Sequence[int]] | None"
+Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | None"
+Builder: TypeAlias = "Callable[..., Schedule]"
+"""Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
+
+
+def _alike(show: Callable[[Any], str] = repr) -> dict[str, Callable[[Any], str]]:
+    """Metadata of a field that all ranks must be given alike. show: what is compared, and what an error shows."""
+    return {"agree": show}
+
+
+def _word(value: Any) -> str:
+    return "a callable" if callable(value) else repr(value)  # what it says of each unit is part of the order
+
+
+def _shown_sizes(sizes: Sizes) -> str:
+    if sizes is None or isinstance(sizes, ModelShape):
+        return repr(sizes)
+    return repr(dict(sizes) if isinstance(sizes, Mapping) else list(sizes))
+
+
+def _shown_head(loss_fn: Any) -> str:
+    head = head_of(loss_fn)
+    return "no VocabularyParallelHead" if head is None else head.settings
+
+
+def _shown_embedding(embedding: Any) -> str:
+    shard = embedding_of(embedding)
+    return "no VocabularyParallelEmbedding" if shard is None else shard.settings
 
 
 @dataclass(frozen=True)
-class Options:
-    """An engine's keyword arguments, checked; :class:`seq1f1b.PipelineEngine` says what they mean."""
+class Loss:
+    """How the losses of segments become that of a step. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
 
-    num_microbatches: int
-    num_segments: int
-    segment_sizes: Sizes
-    model_shape: ModelShape | None
-    seq_dim: int
-    arg_rules: Mapping[str, Rule]
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    loss_reduction: str
-    loss_weight: str | Callable[[Any], float] | None
-    scale_grads: bool
-    transport: str
-    timeout: float
-    first_step_timeout: float
-    grad_dtype: torch.dtype | None
-    prefetch: int
-    spin_us: float | None
-    weights: str
-    shard: Shard
-    recompute: str | Callable[[Unit], bool] = "none"
-    check_recompute: bool = False
-    recompute_blocks: tuple[str, float | Callable[[Unit], float]] | None = None
-    offload: str | os.PathLike[str] | None = None
-    offload_units: str | Callable[[Unit], bool] | None = None
-    unchecked: bool = False
-    embedding: nn.Module | None = None
+    Args:
+        reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``: segments
+            are added.
+        weight: ``"targets"``: the loss is the mean over all counted targets of a step, of all its micro-batches, and of
+            all replicas under DDP or FSDP2. ``"microbatches"``, or None: the mean of the M micro-batches' means; None
+            tells once if these count different numbers. Counted are elements of the target, or of its first tensor,
+            that are not -100. Or a callable that counts the targets of a segment, for the mean of means.
+        scale_grads: True: gradients of the mean of the M losses; False: of their sum.
+    Raises:
+        ValueError, TypeError: a field is something else; names it.
+    """
+
+    reduction: str = field(default="mean", metadata=_alike())
+    weight: str | Callable[[Any], float] | None = None
+    scale_grads: bool = field(default=True, metadata=_alike())
 
     def __post_init__(self) -> None:
-        for name, least in (("num_microbatches", 1), ("num_segments", 1), ("prefetch", 0), ("seq_dim", 1)):
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"Loss.reduction is {self.reduction!r}, must be 'mean' or 'sum'")
+        if isinstance(self.weight, str) and self.weight not in ("targets", "microbatches"):
+            raise ValueError(f"Loss.weight is {self.weight!r}, must be 'targets', 'microbatches' or a callable")
+        if self.weight is not None and not isinstance(self.weight, str):
+            _check_callable("Loss.weight", self.weight)
+        _check_bool("Loss.scale_grads", self.scale_grads)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank waits for others. The argument ``limits`` of :class:`seq1f1b.PipelineEngine`.
+
+    Args:
+        step: seconds that a peer may make no progress in a step.
+        first_step: the same in a step whose length is new, since a peer may compile for minutes; and until all ranks
+            have come to the engine's construction. The longer of both limits counts there.
+    Raises:
+        ValueError, TypeError: a limit is not a number of seconds above 0; names it.
+    """
+
+    step: float = 300.0
+    first_step: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_number("Limits.step", self.step)
+        check_number("Limits.first_step", self.first_step)
+
+    @property
+    def longest(self) -> float:
+        """Seconds while a length is new."""
+        return max(self.step, self.first_step)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank gives up to hold less. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
+
+    Args:
+        recompute: which units keep their stage's input alone, and run the stage again just before their backward:
+            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
+            itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
+            holds the head runs once.
+        check: whether the first step of a length compares what R computes with what F did, bit for bit. A stage that
+            does not do the same both times is an error there, and wrong gradients without it.
+        blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the share of them,
+            in 0..1 or a callable of a unit, that units compute again block by block within their backward. The list is
+            a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones are
+            computed again. Units of ``recompute`` run again whole.
+        offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
+            before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
+            process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
+        units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
+            None: those that the schedule itself moves, by O, A and L, or all if it moves none. Units that are
+            recomputed stay.
+    Raises:
+        ValueError, TypeError: a field is something else, or ``units`` stands without ``offload``; names it.
+    """
+
+    recompute: str | Callable[[Unit], bool] = field(default="none", metadata=_alike(_word))
+    check: bool = False
+    blocks: tuple[str, float | Callable[[Unit], float]] | None = None
+    offload: str | os.PathLike[str] | None = field(  # each rank may have its own
+        default=None, metadata=_alike(lambda path: "None" if path is None else "a directory")
+    )
+    units: str | Callable[[Unit], bool] | None = field(default=None, metadata=_alike(_word))
+
+    def __post_init__(self) -> None:
+        check_units("Memory.recompute", self.recompute)
+        _check_bool("Memory.check", self.check)
+        check_blocks(self.blocks)
+        if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
+            raise TypeError(f"Memory.offload must be a directory, got {type(self.offload).__name__}")
+        if self.units is not None:
+            check_units("Memory.units", self.units)
+            if self.offload is None:
+                raise ValueError("Memory.units says which units move; say where by offload=, a directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an engine was told, checked; :class:`seq1f1b.PipelineEngine` says what it means.
+
+    The field of an option stands in the group it belongs to, or here. Those that ranks must be given alike say so.
+    """
+
+    num_microbatches: int = field(metadata=_alike())
+    num_segments: int = field(metadata=_alike())
+    segment_sizes: Sizes = field(metadata=_alike(_shown_sizes))
+    seq_dim: int = field(metadata=_alike())
+    arg_rules: Mapping[str, Rule]
+    loss_fn: Callable[[Any, Any], Tensor] | None = field(metadata=_alike(_shown_head))
+    loss: Loss
+    transport: str = field(metadata=_alike())
+    limits: Limits
+    grad_dtype: torch.dtype | None
+    memory: Memory
+    sequence_parallel: TokenPart = field(metadata=_alike())
+    unchecked: bool
+    embedding: nn.Module | None = field(metadata=_alike(_shown_embedding))
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_microbatches", 1), ("num_segments", 1), ("seq_dim", 1)):
             check_int(name, getattr(self, name), least)  # seq_dim: dimension 0 is the batch
-        check_number("timeout", self.timeout)
-        check_number("first_step_timeout", self.first_step_timeout)
-        if self.spin_us is not None:
-            check_number("spin_us", self.spin_us, may_be_zero=True)
-        if isinstance(self.loss_weight, str) and self.loss_weight not in ("targets", "microbatches"):
-            raise ValueError(f"loss_weight is {self.loss_weight!r}, must be 'targets', 'microbatches' or a callable")
-        for name in ("loss_fn", "loss_weight"):
+        for name, group in (("loss", Loss), ("limits", Limits), ("memory", Memory)):
             value = getattr(self, name)
-            is_word = name == "loss_weight" and isinstance(value, str)
-            if value is not None and not is_word and not callable(value):
-                raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+            if not isinstance(value, group):
+                raise TypeError(f"{name} must be a seq1f1b.{group.__name__}, got {type(value).__name__}")
+        if self.loss_fn is not None:
+            _check_callable("loss_fn", self.loss_fn)
         if self.embedding is not None and self.embedding_shard is None:
             raise TypeError(f"embedding must be a VocabularyParallelEmbedding, got {type(self.embedding).__name__}")
         dtype = self.grad_dtype
@@ -77,26 +192,14 @@ class Options:
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
         if self.transport not in tuple(TRANSPORTS):
             raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, TRANSPORTS))}")
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction is {self.loss_reduction!r}, must be 'mean' or 'sum'")
-        if self.weights not in ("planned", "fill"):
-            raise ValueError(f"weights is {self.weights!r}, must be 'planned' or 'fill'")
-        check_units("recompute", self.recompute)
-        check_blocks(self.recompute_blocks)
-        if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
-            raise TypeError(f"offload must be a directory, got {type(self.offload).__name__}")
-        if self.offload_units is not None:
-            check_units("offload_units", self.offload_units)
-            if self.offload is None:
-                raise ValueError("offload_units says which units move; say where by offload=, a directory")
         check_rules({}, self.arg_rules)
-        check_shard(self.shard)
-        _check_sizes(self.segment_sizes, self.num_segments, self.model_shape)
+        check_part(self.sequence_parallel)
+        _check_sizes(self.segment_sizes, self.num_segments)
 
     @property
     def count(self) -> Callable[[Any], float] | None:
         """Counts the targets of a segment; None: as by default."""
-        return self.loss_weight if callable(self.loss_weight) else None
+        return self.loss.weight if callable(self.loss.weight) else None
 
     @property
     def head(self) -> VocabularyParallelHead | None:
@@ -114,26 +217,26 @@ class Options:
         return self.transport if TRANSPORTS[self.transport].between_gpus else None
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
-        """Segment sizes for a sequence of this many tokens. documents: of packed rows, for ``"balanced"``."""
+        """Segment sizes for a sequence of this many tokens. documents: of packed rows, for a ``ModelShape``."""
         if length < self.num_segments:
             raise ValueError(f"a sequence of {length} tokens has fewer than num_segments = {self.num_segments}")
         sizes = self._choose_sizes(length, documents)
-        num_shards = self.shard[1]
+        num_parts = self.sequence_parallel[1]
         for s, size in enumerate(sizes):
-            if size % num_shards:
+            if size % num_parts:
                 raise ValueError(
-                    f"segment {s} has {size} tokens, which {num_shards} shards do not divide: pad the sequence of "
-                    f"{length} tokens to a multiple of {num_shards}, and give segment_sizes of "
-                    f"partition_sequence(multiple_of={num_shards})"
+                    f"segment {s} has {size} tokens, which the {num_parts} ranks of sequence_parallel= do not divide: "
+                    f"pad the sequence of {length} tokens to a multiple of {num_parts}, and give segment_sizes of "
+                    f"partition_sequence(multiple_of={num_parts})"
                 )
         return sizes
 
     def _choose_sizes(self, length: int, documents: Sequence[int] | None) -> list[int]:
-        choice, k, num_shards = self.segment_sizes, self.num_segments, self.shard[1]
+        choice, k, num_parts = self.segment_sizes, self.num_segments, self.sequence_parallel[1]
         if choice is None:
-            return partition_sequence(length, k, strategy="even", multiple_of=num_shards)
-        if isinstance(choice, str):
-            return partition_sequence(length, k, model=self.model_shape, documents=documents, multiple_of=num_shards)
+            return partition_sequence(length, k, strategy="even", multiple_of=num_parts)
+        if isinstance(choice, ModelShape):
+            return partition_sequence(length, k, model=choice, documents=documents, multiple_of=num_parts)
         if isinstance(choice, Mapping):
             if length not in choice:
                 known = ", ".join(map(str, sorted(choice)))
@@ -151,30 +254,41 @@ def check_int(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value}, must be at least {least}")
 
 
-def check_number(name: str, value: float, *, may_be_zero: bool = False) -> None:
+def check_number(name: str, value: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not (value >= 0 if may_be_zero else value > 0):
-        raise ValueError(f"{name} is {value}, must be {'at least' if may_be_zero else 'above'} 0")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, must be above 0")
 
 
-def _check_sizes(sizes: Sizes, num_segments: int, shape: ModelShape | None) -> None:
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, must be True or False")
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+
+def _check_sizes(sizes: Sizes, num_segments: int) -> None:
     if isinstance(sizes, str):
-        if sizes != "balanced":
-            raise ValueError(f"segment_sizes is {sizes!r}; it must be None, 'balanced' or a list of token counts")
-        if shape is None:
-            raise ValueError("segment_sizes='balanced' needs model_shape=seq1f1b.ModelShape(...)")
-        partition_sequence(num_segments, num_segments, model=shape)  # raises unless the shape is sound
+        raise ValueError(
+            f"segment_sizes is {sizes!r}; it must be None, a ModelShape or a list of token counts. For segments of "
+            "equal FLOPs give segment_sizes=ModelShape(...)"
+        )
+    if isinstance(sizes, ModelShape):
+        partition_sequence(num_segments, num_segments, model=sizes)  # raises unless the shape is sound
     elif isinstance(sizes, Mapping):
         for length, of_length in sizes.items():
             if isinstance(of_length, str) or not isinstance(of_length, Sequence):
                 raise TypeError(f"segment_sizes[{length}] must be a list, got {type(of_length).__name__}")
-            _check_sizes(of_length, num_segments, shape)
+            _check_sizes(of_length, num_segments)
             if sum(of_length) != length:
                 raise ValueError(f"segment_sizes[{length}] sum to {sum(of_length)}, must sum to {length}")
     elif sizes is not None:
         if not isinstance(sizes, Sequence):
-            raise TypeError(f"segment_sizes must be None, 'balanced' or a list, got {type(sizes).__name__}")
+            raise TypeError(f"segment_sizes must be None, a ModelShape or a list, got {type(sizes).__name__}")
         if len(sizes) != num_segments:
             raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {num_segments}")
         for s, size in enumerate(sizes):
@@ -193,29 +307,44 @@ def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
+def is_plan(schedule: object) -> TypeGuard[Plan | str | os.PathLike[str]]:
+    """Whether this is a plan, or what must be the file of one, since it is no name of a schedule."""
+    return isinstance(schedule, (Plan, os.PathLike)) or (isinstance(schedule, str) and schedule not in schedules())
+
+
 def order_of(
-    schedule: str | Schedule,
+    schedule: str | os.PathLike[str] | Schedule | Plan | Builder,
     num_microbatches: int | None,
     num_segments: int,
     segment_sizes: Sizes,
-    prefetch: int,
-    plan: Plan | str | os.PathLike[str] | None,
-) -> tuple[str | Schedule, int, int, Sizes, int]:
-    """The same five, the first four of them from the plan where there is one."""
-    if plan is not None:
-        if (schedule, num_microbatches, num_segments, segment_sizes) != ("seq1f1b", None, 1, None):
-            raise ValueError(
-                "plan= stands for schedule, num_microbatches, num_segments, segment_sizes: give none of them"
-            )
-        planned = (plan if isinstance(plan, Plan) else Plan.load(plan)).engine_arguments()
-        schedule, num_microbatches = planned["schedule"], planned["num_microbatches"]
-        num_segments, segment_sizes = planned["num_segments"], planned["segment_sizes"]
-        prefetch = max(prefetch, planned["prefetch"])
+) -> tuple[Schedule | Builder, dict[str, Any]]:
+    """The order that an engine was given as ``schedule``, or what builds it; and the other three by name.
+
+    A plan brings these three.
+    """
+    if is_plan(schedule):
+        if isinstance(schedule, str) and not os.path.isfile(schedule):
+            near = nearest_name(schedule, schedules())
+            raise ValueError(f"there is no schedule named {schedule!r}, and no such file of a plan{near}")
+        if (num_microbatches, num_segments, segment_sizes) != (None, 1, None):
+            raise ValueError("a plan stands for num_microbatches, num_segments and segment_sizes: give none of them")
+        plan = schedule if isinstance(schedule, Plan) else Plan.load(schedule)
+        planned = plan.engine_arguments()
+        return planned.pop("schedule"), planned
     if num_microbatches is None:
-        raise TypeError("PipelineEngine needs num_microbatches=, or plan=")
-    if not isinstance(schedule, (str, Schedule)):
-        raise TypeError(f"schedule must be a name or a seq1f1b.Schedule, got {type(schedule).__name__}")
-    return schedule, num_microbatches, num_segments, segment_sizes, prefetch
+        raise TypeError("PipelineEngine needs num_microbatches=, or a plan as schedule=")
+    if isinstance(schedule, str):
+        schedule = partial(build_schedule, schedule)
+    if not isinstance(schedule, Schedule) and not callable(schedule):
+        raise TypeError(
+            "schedule must be a name, a seq1f1b.Schedule, a plan or its file, or a callable that builds an order, got "
+            f"{type(schedule).__name__}"
+        )
+    return schedule, {
+        "num_microbatches": num_microbatches,
+        "num_segments": num_segments,
+        "segment_sizes": segment_sizes,
+    }
 
 
 def check_launch(group: Any) -> None:
@@ -236,29 +365,28 @@ class Disagreement(ValueError):
     """The ranks of a pipeline were given different arguments. Every rank raises the same."""
 
 
-def agreement_of(options: Options, schedule: Schedule, asked: str | Schedule) -> dict[str, tuple[str, str]]:
+def agreement_of(options: Options, schedule: Schedule, source: Schedule | Builder) -> dict[str, tuple[str, str]]:
     """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
-    shown = repr(asked) if isinstance(asked, str) else "a Schedule"
-    found = {"version": (__version__,) * 2}
-    for name in ("num_microbatches", "num_segments", "weights"):
-        found[name] = (repr(getattr(options, name)),) * 2
-    asked_again = options.recompute if isinstance(options.recompute, str) else "a callable"
-    found["recompute"] = (repr(asked_again),) * 2  # what it says of each unit is part of the order
-    moved = options.offload_units if not callable(options.offload_units) else "a callable"
-    found["offload_units"] = (repr(moved),) * 2
-    found["offload"] = ("a directory" if options.offload is not None else "None",) * 2  # each rank may have its own
-    found["loss_fn"] = ("no VocabularyParallelHead" if options.head is None else options.head.settings,) * 2
-    spread = options.embedding_shard
-    found["embedding"] = ("no VocabularyParallelEmbedding" if spread is None else spread.settings,) * 2
-    found["schedule"] = (schedule.digest, f"{shown} (order {schedule.digest})")
-    sizes = options.segment_sizes
-    if sizes is not None and not isinstance(sizes, str):
-        sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)
-    found["segment_sizes"] = (repr(sizes),) * 2
-    if sizes == "balanced":
-        found["model_shape"] = (repr(options.model_shape),) * 2
-    for name in ("seq_dim", "prefetch", "transport", "loss_reduction", "scale_grads", "shard"):
-        found[name] = (repr(getattr(options, name)),) * 2
+    found = {"version": __version__, **_agreed_of(options)}
+    found |= {"prefetch": repr(schedule.prefetch), "weights": repr("fill" if schedule.fills else "planned")}
+    if isinstance(source, partial) and source.func is build_schedule and source.args:
+        shown = repr(source.args[0])
+    else:
+        shown = "a Schedule" if isinstance(source, Schedule) else "a callable"
+    return {name: (text, text) for name, text in found.items()} | {
+        "schedule": (schedule.digest, f"{shown} (order {schedule.digest})")
+    }
+
+
+def _agreed_of(options: Any, group: str = "") -> dict[str, str]:
+    """The fields of options, and of their groups, that say that ranks must be given them alike."""
+    found: dict[str, str] = {}
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if is_dataclass(value):
+            found |= _agreed_of(value, f"{type(value).__name__}.")
+        elif "agree" in each.metadata:
+            found[group + each.name] = each.metadata["agree"](value)
     return found
 
 

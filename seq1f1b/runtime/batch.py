@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seq1f1b.device.placement import move
 from seq1f1b.ops.packing import document_lengths
+from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.splitting import (
@@ -139,7 +140,7 @@ class Batch:
     def split(self, length: int) -> Split:
         """Cuts what this rank was given into segments."""
         options = self._options
-        dim, shard = options.seq_dim, options.shard
+        dim, part = options.seq_dim, options.sequence_parallel
         if self.rows:
             rows, sizes = self.rows, [size for row in self.rows for size in row]
         else:
@@ -147,26 +148,26 @@ class Batch:
             rows = (sizes,) * self.num_microbatches
         inputs = kwargs = targets = None
         if self._takes_inputs:
-            inputs = _flat(split_inputs(self._inputs, rows, dim, shard))
+            inputs = _flat(split_inputs(self._inputs, rows, dim, part))
         if self._kwargs or options.arg_rules:
-            kwargs = _flat(split_kwargs(self.leaves.replace(self._kwargs), options.arg_rules, rows, dim, shard))
+            kwargs = _flat(split_kwargs(self.leaves.replace(self._kwargs), options.arg_rules, rows, dim, part))
         if self._has_last and self.target is not None:
             targets = self._split_targets(rows)
         return Split(rows, sizes, inputs, kwargs, targets)
 
     def _split_targets(self, rows: Rows) -> list[Any]:
         options = self._options
-        if options.shard[1] == 1 and all(len(row) == 1 for row in rows):
+        if options.sequence_parallel[1] == 1 and all(len(row) == 1 for row in rows):
             return list(self.target)
         return _flat(
-            split_sequence(target, rows[m], options.seq_dim, f"target of micro-batch {m}", options.shard)
+            split_sequence(target, rows[m], options.seq_dim, f"target of micro-batch {m}", options.sequence_parallel)
             for m, target in enumerate(self.target)
         )
 
     def _documents(self) -> list[int] | None:
-        """Lengths of the packed documents of all rows, where segments are balanced by them."""
+        """Lengths of the packed documents of all rows, where segments have equal FLOPs by them."""
         options = self._options
-        if options.segment_sizes != "balanced" or options.arg_rules.get("doc_ids") != "slice":
+        if not isinstance(options.segment_sizes, ModelShape) or options.arg_rules.get("doc_ids") != "slice":
             return None
         kwargs = self._kwargs if isinstance(self._kwargs, list) else [self._kwargs or {}]
         rows = [microbatch["doc_ids"] for microbatch in kwargs if isinstance(microbatch.get("doc_ids"), Tensor)]

@@ -34,7 +34,7 @@ class BlockRecomputing(Feature):
     """Lets units compute some blocks of a stage again, each just before its own backward."""
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        chosen = options.recompute_blocks
+        chosen = options.memory.blocks
         self._blocks = None if chosen is None else Blocks(without_wrapper(stage.module), stage.index, *chosen)  # type: ignore[arg-type]
 
     def begin(self, step: StageStep) -> BlocksAgain | None:
@@ -75,10 +75,10 @@ class Blocks:
         try:
             found = module.get_submodule(name)
         except AttributeError as error:
-            raise ValueError(f"recompute_blocks: stage {index} has no list of blocks named {name!r}: {error}") from None
+            raise ValueError(f"Memory.blocks: stage {index} has no list of blocks named {name!r}: {error}") from None
         if not isinstance(found, _LISTS):
             raise ValueError(
-                f"recompute_blocks: {name!r} of stage {index} is a {type(found).__name__}, must be a ModuleList, a "
+                f"Memory.blocks: {name!r} of stage {index} is a {type(found).__name__}, must be a ModuleList, a "
                 "ModuleDict or a Sequential"
             )
         self.modules: Sequence[nn.Module] = [*found.children()]
@@ -87,8 +87,8 @@ class Blocks:
         for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
             if runs_compiled(module.get_submodule(where)):
                 raise ValueError(
-                    f"recompute_blocks: {where or 'the module'} of stage {index} is compiled, so its blocks cannot be "
-                    "computed again in some units alone; use recompute=, which runs the whole stage again"
+                    f"Memory.blocks: {where or 'the module'} of stage {index} is compiled, so its blocks cannot be "
+                    "computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"
                 )
 
     def count(self, microbatch: int, segment: int) -> int:
@@ -135,12 +135,12 @@ def check_blocks(value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
-        raise TypeError(f"recompute_blocks is {value!r}, must be the name of a list of blocks and their share")
+        raise TypeError(f"Memory.blocks is {value!r}, must be the name of a list of blocks and their share")
     if not callable(value[1]):
         _checked(value[1])
 
 
 def _checked(share: Any, whose: str = "") -> float:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"recompute_blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
+        raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
     return float(share)

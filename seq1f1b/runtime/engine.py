@@ -16,7 +16,11 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.arguments import (
     Agreement,
+    Builder,
     Disagreement,
+    Limits,
+    Loss,
+    Memory,
     Options,
     agreement_of,
     check_launch,
@@ -25,7 +29,7 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.batch import StepArguments, merge
 from seq1f1b.runtime.gradients import REDUCED
-from seq1f1b.runtime.orders import with_options
+from seq1f1b.runtime.orders import build, with_options
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.rows import PlannedRows
@@ -33,7 +37,7 @@ from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
 from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
-from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.schedule import Schedule
 from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 
 __all__ = ["PipelineEngine"]
@@ -50,29 +54,28 @@ class PipelineEngine:
             A stage may list parameters by name in a dict attribute ``tied_parameters``. Stages that list the same name
             hold copies of one parameter: at a step's end all copies get the sum of their gradients, and a norm counts
             it once.
-        schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here).
+        schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
+            builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
+            ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
+            serve steps of rows, too; ``num_segments`` is a sequence there. Or a :class:`seq1f1b.plan.Plan`, or a file
+            that it wrote: it stands for num_microbatches, num_segments and segment_sizes. A plan that needs something
+            which the engine does not do is refused by name.
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
-        segment_sizes: None for an even split; ``"balanced"`` for equal FLOPs (needs ``model_shape``); k token counts;
-            or a mapping from the tokens of a sequence to its k token counts, if steps differ in length. ``"balanced"``
-            counts the packed documents' FLOPs if a step has a sliced keyword argument ``doc_ids``; every rank needs it
-            then.
-        model_shape: shape of the whole model, for ``"balanced"``.
+        segment_sizes: None for an even split; the :class:`seq1f1b.ModelShape` of the whole model for equal FLOPs; k
+            token counts; or a mapping from the tokens of a sequence to its k token counts, if steps differ in length.
+            FLOPs are those of the packed documents if a step has a sliced keyword argument ``doc_ids``; every rank
+            needs it then.
+        seq_dim: the dimension of tokens.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
             loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
             a step, and over replicas under DDP or FSDP2; it suits every loss that is a mean of some kind, but takes
-            no :func:`seq1f1b.add_loss` and no ``scale_grads=False``. A module that holds parameters is run forward and
-            backward at once, so that only one segment's logits are alive. A
+            no :func:`seq1f1b.add_loss` and no ``Loss(scale_grads=False)``. A module that holds parameters is run
+            forward and backward at once, so that only one segment's logits are alive. A
             :class:`seq1f1b.VocabularyParallelHead` is given on every rank.
-        loss_reduction: ``"mean"``: a segment weighs by its share of the micro-batch's counted targets; ``"sum"``:
-            segments are added.
-        loss_weight: ``"targets"``: the loss is the mean over all counted targets of a step, of all its micro-batches,
-            and of all replicas under DDP or FSDP2. ``"microbatches"``, or None: the mean of the M micro-batches' means;
-            None tells once where they count different numbers. Counted are elements of the target, or of its first
-            tensor, that are not -100. Or a callable that counts the targets of a segment, for the mean of means.
-        scale_grads: gradients of the mean of the M losses; False: of their sum.
+        loss: how the losses of segments become that of a step, see :class:`seq1f1b.Loss`.
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
             ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
             that names the argument and the values.
@@ -80,44 +83,19 @@ class PipelineEngine:
             ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
             within a host, leave them on the GPUs: these two have run over stand-ins only, never on a GPU.
             ``engine.edges`` says which one carries each.
-        timeout: seconds that a peer may make no progress; ``first_step_timeout`` while a shape is new (compilation),
-            and until all ranks have come here.
+        limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
-        prefetch: receive places beyond the most that the order needs at once.
-        spin_us: microseconds of spinning before a wait sleeps; None: 20, or 0 where ranks outnumber cores.
-        weights: when weight gradients are made. ``"planned"``: where the order has them. ``"fill"``: also while a rank
-            waits for a message, product by product and in the order's own sequence, so that gradients are bit-equal
-            from run to run; at the latest where the order has them, so that memory stays as planned. An order of whole
-            backwards becomes :meth:`seq1f1b.Schedule.defer_weights` of it.
-        recompute: which units keep their stage's input alone, and run the stage again just before their backward:
-            ``"none"``, ``"all"``, or a callable of a unit (``.stage .microbatch .segment``). Units that the schedule
-            itself recomputes, by an R, are recomputed in any case. Random numbers are the same both times; a loss that
-            holds the head runs once.
-        check_recompute: whether the first step of a length compares what R computes with what F did, bit for bit. A
-            stage that does not do the same both times is an error there, and wrong gradients without it.
-        recompute_blocks: (name, share): the name of a list of blocks in every stage, such as ``"blocks"``, and the
-            share of them, in 0..1 or a callable of a unit, that units compute again block by block within their
-            backward. The list is a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the
-            first ones are computed again. Units of ``recompute`` run again whole.
-        offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
-            before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
-            process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
-        offload_units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see
-            :meth:`seq1f1b.Schedule.offload`. None: those that the schedule itself moves, by O, A and L, or all if it
-            moves none. Units that are recomputed stay.
-        shard: (rank, size) among ranks that hold the same stage and share every segment's tokens (sequence
-            parallelism, :func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of
-            each segment. The mean of their losses and gradients is that of the whole, as in data parallelism: put the
-            stage under DDP or FSDP2 over them.
-        plan: a :class:`seq1f1b.plan.Plan`, or a file that it wrote. It stands for schedule, num_microbatches,
-            num_segments and segment_sizes, and raises prefetch to its own. A plan that needs something which the engine
-            does not do is refused by name.
-        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
-            embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
+        memory: what is recomputed, or moved to a file, so that a rank holds less, see :class:`seq1f1b.Memory`.
+        sequence_parallel: (rank, size) among ranks that hold the same stage and share every segment's tokens
+            (:func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of each segment.
+            The mean of their losses and gradients is that of the whole, as in data parallelism: put the stage under DDP
+            or FSDP2 over them.
         unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
             :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
             step of a length is looked at, see :meth:`verify`.
+        embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
+            embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
@@ -127,78 +105,38 @@ class PipelineEngine:
         self,
         stage: nn.Module | Sequence[nn.Module],
         *,
-        schedule: str | Schedule = "seq1f1b",
+        schedule: str | os.PathLike[str] | Schedule | Plan | Callable[..., Schedule] = "seq1f1b",
         num_microbatches: int | None = None,
         num_segments: int = 1,
-        segment_sizes: str | Sequence[int] | Mapping[int, Sequence[int]] | None = None,
-        model_shape: ModelShape | None = None,
+        segment_sizes: ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | None = None,
         seq_dim: int = 1,
         arg_rules: Mapping[str, Rule] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        loss_reduction: str = "mean",
-        loss_weight: str | Callable[[Any], float] | None = None,
-        scale_grads: bool = True,
+        loss: Loss = Loss(),
         group: Any = None,
         transport: str = "auto",
-        timeout: float = 300.0,
-        first_step_timeout: float = 1800.0,
+        limits: Limits = Limits(),
         grad_dtype: torch.dtype | None = torch.float32,
-        prefetch: int = 1,
-        spin_us: float | None = None,
-        weights: str = "planned",
-        recompute: str | Callable[[Unit], bool] = "none",
-        check_recompute: bool = False,
-        recompute_blocks: tuple[str, float | Callable[[Unit], float]] | None = None,
-        offload: str | os.PathLike[str] | None = None,
-        offload_units: str | Callable[[Unit], bool] | None = None,
-        shard: tuple[int, int] = (0, 1),
-        plan: Plan | str | os.PathLike[str] | None = None,
+        memory: Memory = Memory(),
+        sequence_parallel: tuple[int, int] = (0, 1),
         unchecked: bool = False,
         embedding: nn.Module | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
         joined: RankGroup | None = None
         attempt = last_attempt()
         try:
-            schedule, num_microbatches, num_segments, segment_sizes, prefetch = order_of(
-                schedule, num_microbatches, num_segments, segment_sizes, prefetch, plan
-            )
+            source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
             modules = modules_of(stage)
-            self._options = Options(
-                num_microbatches=num_microbatches,
-                num_segments=num_segments,
-                segment_sizes=segment_sizes,
-                model_shape=model_shape,
-                seq_dim=seq_dim,
-                arg_rules=arg_rules or {},
-                loss_fn=loss_fn,
-                loss_reduction=loss_reduction,
-                loss_weight=loss_weight,
-                scale_grads=scale_grads,
-                transport=transport,
-                timeout=timeout,
-                first_step_timeout=first_step_timeout,
-                grad_dtype=grad_dtype,
-                prefetch=prefetch,
-                spin_us=spin_us,
-                weights=weights,
-                recompute=recompute,
-                check_recompute=check_recompute,
-                recompute_blocks=recompute_blocks,
-                offload=offload,
-                offload_units=offload_units,
-                shard=shard,
-                unchecked=unchecked,
-                embedding=embedding,
-            )
-            self.num_microbatches, self.num_segments, self.seq_dim = num_microbatches, num_segments, seq_dim
-            self.shard = shard
+            self._options = options = Options(**{**given, **counts, "arg_rules": arg_rules or {}})
+            self.num_microbatches, self.num_segments = options.num_microbatches, options.num_segments
+            self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
             self.device = common_device(modules)
             check_launch(group)
-            arrival_timeout = max(timeout, first_step_timeout)
-            joined = resolve_group(group, transport, timeout=timeout, arrival_timeout=arrival_timeout)
+            joined = resolve_group(group, transport, timeout=limits.step, arrival_timeout=limits.longest)
             self._group: RankGroup = joined
-            joined.set_limits(timeout, spin_us)
-            self._join(modules, schedule)
+            joined.set_limits(limits.step)
+            self._join(modules, source)
         except BaseException as error:
             # The other ranks may wait for this one, while all come, while edges open, or in their first step.
             if joined is None:
@@ -237,13 +175,14 @@ class PipelineEngine:
             segment_sizes: makes this a step of rows: for every micro-batch the tokens of its own segments, the same on
                 every rank. Lengths and numbers of segments may differ between micro-batches, and so may their number
                 from step to step; ``inputs``, ``target`` and sliced keyword arguments are lists of them, of one batch
-                size. The order is that of the engine's schedule, given by name, for these numbers of segments.
+                size. The order is that of the engine's schedule, given by name or as a callable, for these counts.
                 Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
                 replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
-                ``scale_grads=False`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
-                losses returned are the mean of each micro-batch; with ``loss_reduction="sum"`` nothing changes.
+                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
+                losses returned are the mean of each micro-batch; with ``Loss(reduction="sum")`` nothing changes.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
-                its rows in its order, with the units that it recomputes or moves. Equal on every rank.
+                its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
+                Equal on every rank.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
@@ -299,7 +238,7 @@ class PipelineEngine:
 
         The whole model is the stages in a chain, with one segment and one micro-batch at a time. Parameters, gradients,
         buffers, tensors and containers that are attributes of modules, and random state are as before afterwards.
-        Hooks on parameters do not run. Stages under DDP or FSDP2, DTensors and ``shard=`` are refused.
+        Hooks on parameters do not run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
 
         Args:
             dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
@@ -437,34 +376,27 @@ class PipelineEngine:
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def _join(self, modules: list[nn.Module], schedule: str | Schedule) -> None:
+    def _join(self, modules: list[nn.Module], source: Schedule | Builder) -> None:
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
-        self.schedule = self._make_schedule(schedule, len(modules))
-        agreement = Agreement(group, agreement_of(options, self.schedule, schedule))
+        self.schedule = self._make_schedule(source, len(modules))
+        agreement = Agreement(group, agreement_of(options, self.schedule, source))
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
         pipeline = self._pipeline = Pipeline(modules, self.device, options, group, self.schedule, agreement)
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
-        build = partial(build_schedule, schedule) if isinstance(schedule, str) else None
-        self._runner = Runner(pipeline, options, self.schedule, build)
+        builder = None if isinstance(source, Schedule) else partial(build, source)
+        self._runner = Runner(pipeline, options, self.schedule, builder)
         pipeline.connect(pipeline.lower(self.schedule), self._device_edges_class)
         self.edges = pipeline.edges
         self._runner.order(training=True)
         if not group.is_thread:
             group.begin()
 
-    def _make_schedule(self, schedule: str | Schedule, stages_per_rank: int) -> Schedule:
-        if isinstance(schedule, str):
-            schedule = build_schedule(
-                schedule,
-                num_ranks=self.num_ranks,
-                num_microbatches=self.num_microbatches,
-                num_segments=self.num_segments,
-                stages_per_rank=stages_per_rank,
-            )
+    def _make_schedule(self, source: Schedule | Builder, stages_per_rank: int) -> Schedule:
+        schedule = build(source, self.num_ranks, self.num_microbatches, self.num_segments, stages_per_rank)
         if schedule.rows is not None:
             raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
         expected = (self.num_ranks, self.num_microbatches, self.num_segments)

@@ -28,8 +28,8 @@ _REMEDIES = {
     STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
     STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
-    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by loss_weight=, or "
-    'return a sum with loss_reduction="sum"',
+    WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
+    'or return a sum with Loss(reduction="sum")',
 }
 
 

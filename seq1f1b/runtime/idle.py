@@ -70,7 +70,6 @@ class StepTimes:
         own: the engine's own time: neither in units nor in waits nor in sends.
         late: from the first start of any unit to the rank's entry into the step; 0 for ranks that were there.
         makespan: first start to last end over all ranks.
-        fill: whether W ran in waits.
         sizes: tokens of each segment.
         layers: of each stage; 0 where their number is not known, () where none is.
     """
@@ -80,7 +79,6 @@ class StepTimes:
     own: list[float]
     late: list[float]
     makespan: float
-    fill: bool
     sizes: tuple[int, ...]
     layers: tuple[int, ...] = ()
 
@@ -122,7 +120,7 @@ def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
     """The idle time of every rank by cause; :class:`Idle` says how each is worked out."""
 
     def makespan(durations: list[list[float]]) -> float:
-        return times.schedule.simulate(durations=durations, fill=times.fill).makespan
+        return times.schedule.simulate(durations=durations).makespan
 
     steps = [
         (makespan(durations), [sum(track) for track in durations])
@@ -236,9 +234,7 @@ def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> fl
         [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]
         for order, track in zip(times.schedule.ranks, times.units, strict=True)
     ]
-    after, before = (
-        times.schedule.simulate(durations=each, fill=times.fill).makespan for each in (durations, times.units)
-    )
+    after, before = (times.schedule.simulate(durations=each).makespan for each in (durations, times.units))
     return 1 - after / before
 
 
@@ -249,7 +245,7 @@ def _of_segments(times: StepTimes) -> str:
     what = f"segment {long} takes {ratio:.2f} times as long as segment {short}: "
     if max(times.sizes) < 1.1 * min(times.sizes):
         return (
-            f'{what}cut them by cost, with segment_sizes="balanced" or '
+            f"{what}cut them by cost, with segment_sizes=ModelShape(...) or "
             'partition_sequence(strategy="profiled", costs=report.segment_seconds)'
         )
     return f"{what}make segment {long} shorter and segment {short} longer"
@@ -282,7 +278,7 @@ def _of_host(times: StepTimes) -> str:
 
 def _of_transfer(times: StepTimes) -> str:
     return (
-        "messages take time: take a larger prefetch, fewer segments "
+        "messages take time: take a larger prefetch (Schedule.replace), fewer segments "
         f'(now {times.schedule.num_segments}), or build_schedule(..., options={{"extra_warmup": 1}})'
     )
 

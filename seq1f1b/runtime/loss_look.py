@@ -30,14 +30,14 @@ class LossLook:
         count: counts one segment's targets; None: segments are summed.
         dim: the sequence dimension.
         num_parts: segments that will come.
-        num_shards: among which the tokens of a segment are shared.
+        num_token_parts: among which the tokens of a segment are shared.
     """
 
     def __init__(
-        self, microbatch: int, count: Callable[[Any], float] | None, dim: int, num_parts: int, num_shards: int
+        self, microbatch: int, count: Callable[[Any], float] | None, dim: int, num_parts: int, num_token_parts: int
     ) -> None:
         self.microbatch = microbatch
-        self._count, self._dim, self._num_parts, self._num_shards = count, dim, num_parts, num_shards
+        self._count, self._dim, self._num_parts, self._num_token_parts = count, dim, num_parts, num_token_parts
         self._parts: list[tuple[Any, Any]] = []  # outputs and targets
         self._is_believed = False
 
@@ -48,7 +48,7 @@ class LossLook:
             leaves: the loss carries state from segment to segment, or runs a backward itself. It is believed, and not
                 called again; nor is one whose input has no tokens.
         """
-        length //= self._num_shards
+        length //= self._num_token_parts
         tensors = tensors_of(output)
         has_tokens = any(t.dim() > self._dim and t.shape[self._dim] == length for t in tensors)
         self._is_believed |= leaves or not has_tokens or any(t.is_meta for t in tensors)
@@ -106,7 +106,7 @@ class LossLook:
         if not size > 0.0 or distance <= (_DIFFERS_NARROW if narrow else _DIFFERS) * size:
             return None
         what = (
-            'is not the sum over targets that loss_reduction="sum" takes it for'
+            'is not the sum over targets that Loss(reduction="sum") takes it for'
             if self._count is None
             else "divides by something else than the number of targets that are counted"
         )

@@ -49,7 +49,8 @@ class Tier:
         facts = _C.tier_facts(self.handle)
         if facts.is_memory:
             warnings.warn(
-                f"offload={os.fspath(directory)!r} lies in memory ({facts.file_system}): what moves there frees none",
+                f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.file_system}): "
+                "what moves there frees none",
                 RuntimeWarning,
                 stacklevel=5,  # where the engine is made
             )

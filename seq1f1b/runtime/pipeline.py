@@ -107,16 +107,16 @@ class Pipeline:
                     yield name, parameter
 
     def _make_tier(self) -> Tier | None:
-        options = self._options
-        if options.offload is None:
+        options, directory = self._options, self._options.memory.offload
+        if directory is None:
             return None
         if self.device.type != "cpu":
-            raise ValueError(f"offload= moves what stages on the CPU save, and this one is on {self.device}")
-        return Tier(options.offload, self.group.group, options.num_microbatches * options.num_segments)
+            raise ValueError(f"Memory.offload moves what stages on the CPU save, and this one is on {self.device}")
+        return Tier(directory, self.group.group, options.num_microbatches * options.num_segments)
 
     def lower(self, schedule: Schedule) -> Any:
         """The program of an order, as ranks with these edges run it."""
-        return _C.program_lower(schedule.handle, self._options.prefetch, self._options.device_transport is not None)
+        return _C.program_lower(schedule.handle, schedule.prefetch, self._options.device_transport is not None)
 
     def connect(self, program: Any, device_edges: type[DeviceEdges]) -> None:
         """Opens every edge of the program; all ranks in the same order."""

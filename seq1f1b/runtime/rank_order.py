@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import cached_property
 from typing import Any
 
 from seq1f1b.schedule import Schedule
@@ -58,6 +59,12 @@ class RankOrder:
             own.setdefault(stage, []).append((letter, cell))
             self.last_cells[letter] = cell
         self.stages = {stage: StageOrder(units, places) for stage, units in own.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """What ranks compare of an order: its units, its receive places, and whether it fills waits."""
+        schedule = self.schedule
+        return f"{schedule.digest}, prefetch {schedule.prefetch}" + ", W in waits" * schedule.fills
 
 
 class RankOrders:

@@ -33,7 +33,7 @@ class Recomputing(Feature):
     """Runs a stage again for the units whose F is to keep its arguments alone."""
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        self._compares = options.check_recompute
+        self._compares = options.memory.check
 
     def begin(self, step: StageStep) -> Recompute | None:
         return Recompute(step, self._compares and step.arguments.is_new) if step.order.recomputed else None
@@ -71,7 +71,7 @@ class Recompute(Part):
                 f"stage {self._stage.index} has computed something else in R{unit.microbatch}.{unit.segment} than in "
                 "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
                 "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
-                "unit out of recompute="
+                "unit out of Memory.recompute"
             )
 
     def recompute(self, cell: int, received: Received) -> None:
@@ -128,7 +128,7 @@ class Kept:
         if any(tensor._version != version for tensor, version in self._read):
             raise RuntimeError(
                 "the stage has changed its input, or a state that it carried in, in place. A recomputed unit starts "
-                "from them once more: let it work on a copy, or leave the unit out of recompute="
+                "from them once more: let it work on a copy, or leave the unit out of Memory.recompute"
             )
 
     @contextmanager

@@ -126,7 +126,7 @@ class Report:
         receive_places: places of all incoming edges.
         process_peak_bytes: the most resident memory of this process so far, in host memory.
         timeline: (unit, start, end) on the machine's monotonic clock. A W stands here with what ran at its place.
-        fills: the same of the parts of W that ran in waits (``weights="fill"``).
+        fills: the same of the parts of W that ran in waits, if the order fills them.
         edges: edges from and to this rank.
         logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
     """
@@ -242,7 +242,6 @@ class PipelineReport:
             own=[max(r.seconds - r.busy - r.wait - r.send - r.tier, 0.0) for r in self.ranks],
             late=[max(r.start - first, 0.0) for r in self.ranks],
             makespan=self.makespan,
-            fill=any(r.fills for r in self.ranks),
             sizes=self.ranks[0].segment_sizes,
             layers=tuple(layers[index] for index in sorted(layers)),
         )

@@ -19,7 +19,7 @@ MOST_TOKENS = 1 << 40  # of a segment, as of a sequence (csrc/core/partition.h)
 MOST_SHOWN = 200  # characters of the rows in a message
 
 
-def check_rows(rows: object, num_shards: int = 1) -> None:
+def check_rows(rows: object, num_parts: int = 1) -> None:
     """Raises unless these are the tokens of the segments of every micro-batch."""
     if isinstance(rows, str) or not isinstance(rows, Sequence) or not rows:
         raise TypeError("segment_sizes of a step must be a list: for every micro-batch the tokens of its segments")
@@ -32,8 +32,9 @@ def check_rows(rows: object, num_shards: int = 1) -> None:
             check_int(f"segment_sizes[{m}][{s}]", size, 1)
             if size > MOST_TOKENS:
                 raise ValueError(f"segment_sizes[{m}][{s}] is {size}, must be at most {MOST_TOKENS}")
-            if size % num_shards:
-                raise ValueError(f"segment_sizes[{m}][{s}] is {size}, which {num_shards} shards do not divide")
+            if size % num_parts:
+                whose = f"the {num_parts} ranks of sequence_parallel="
+                raise ValueError(f"segment_sizes[{m}][{s}] is {size}, which {whose} do not divide")
 
 
 class PlannedRows(Protocol):
@@ -52,12 +53,12 @@ class PlannedRows(Protocol):
         """Equal for equal plans alone."""
 
 
-def check_equal_rows(group: RankGroup, rows: Rows | None, plan: PlannedRows | None) -> None:
-    """Raises, on every rank, unless all were given the same rows and plan, or none. Collective."""
+def check_equal_rows(group: RankGroup, rows: Rows | None, plan: PlannedRows | None, order: str) -> None:
+    """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
     text = repr(None if rows is None else [list(row) for row in rows])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     if rows is not None and len(text) > MOST_SHOWN:
         text = f"{len(rows)} micro-batches of {sum(map(sum, rows))} tokens ({digest})"
     planned = "None" if plan is None else plan.digest
-    own = {"segment_sizes": (digest, text), "plan": (planned, planned)}
+    own = {"segment_sizes": (digest, text), "plan": (planned, planned), "schedule": (order, f"order {order}")}
     check_agreement(group.all_gather_object(own))

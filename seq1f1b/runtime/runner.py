@@ -75,7 +75,7 @@ class Runner:
             for index, module in pipeline.modules.items()
         }
         self.orders, self._build = RankOrders(), build
-        can_divide = options.head is None and options.loss_reduction == "mean"
+        can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides: bool | None = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int]] = set()
@@ -99,7 +99,7 @@ class Runner:
         pipeline = self.pipeline
         schedule = schedule if training else schedule.forward_only()
         program = pipeline.lower(schedule)
-        executor = pipeline.make_executor(program, self.cache, fills=self.options.weights == "fill")
+        executor = pipeline.make_executor(program, self.cache, fills=schedule.fills)
         return RankOrder(schedule, pipeline.rank, program, executor)
 
     def _schedule_of(self, counts: tuple[int, ...] | None, plan: PlannedRows | None) -> Schedule:
@@ -117,7 +117,9 @@ class Runner:
                 raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
             schedule.check()
         elif self._build is None:
-            raise ValueError("a step of rows builds an order of its own: give the engine the name of a schedule")
+            raise ValueError(
+                "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
+            )
         else:
             schedule = self._build(
                 num_ranks=pipeline.num_ranks,
@@ -144,12 +146,12 @@ class Runner:
             try:
                 # 1. What this rank was given: an order, and a batch.
                 if arguments.rows is not None:
-                    check_rows(arguments.rows, self.options.shard[1])
+                    check_rows(arguments.rows, self.options.sequence_parallel[1])
                 order = self.order(arguments.training, arguments.rows, arguments.plan)
                 self._set_limits(shape_known=False)  # until the length is learnt
                 step = self._begin(order, replace(arguments, divides=self.divides))
                 # 2. All ranks have come, with the same.
-                number = self._meet(arguments)
+                number = self._meet(arguments, order)
                 # 3. The units, and what surrounds them all.
                 gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                 with ExitStack() as stack:
@@ -194,20 +196,20 @@ class Runner:
             import_backward()
         if options.head is not None:
             assert isinstance(options.loss_fn, nn.Module)
-            last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss_reduction == "mean"
+            last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss.reduction == "mean"
             last = order.last_cells.get("T", -1)
             head = HeadStep(options.loss_fn, last_rank, last, training=training, is_mean=is_mean)
         if options.embedding is not None:
             embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=training)
         return Step(batch, order, options, self.stages, pipeline.device, self._enter_shape, head, embedding)
 
-    def _meet(self, arguments: StepArguments) -> int:
+    def _meet(self, arguments: StepArguments, order: RankOrder) -> int:
         """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step."""
         group = self.pipeline.group
         number = group.begin_step(arguments.training)
         self.pipeline.agreement.check()
         if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
-            check_equal_rows(group, arguments.rows, arguments.plan)
+            check_equal_rows(group, arguments.rows, arguments.plan, order.digest)
             self._has_had_rows = True
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
         if self.pipeline.has_last:
@@ -247,14 +249,14 @@ class Runner:
         if not self.divides:
             return 1.0
         refused = ""
-        if not self.options.scale_grads:
-            refused = "scale_grads=False, as in torch's schedules, leaves gradients undivided"
+        if not self.options.loss.scale_grads:
+            refused = "Loss(scale_grads=False), as in torch's schedules, leaves gradients undivided"
         elif any(has_auxiliary for *_, has_auxiliary in everyones):
             refused = "an auxiliary loss (add_loss) has no part in that divisor"
         if refused:
             raise Disagreement(
                 f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
-                "loss_weight="
+                "Loss(weight=...)"
             )
         return float(last[1])
 
@@ -285,9 +287,8 @@ class Runner:
 
     def _set_limits(self, shape_known: bool) -> None:
         """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        options = self.options
-        limit = options.timeout if shape_known else max(options.timeout, options.first_step_timeout)
-        self.pipeline.group.set_limits(limit, options.spin_us)
+        limits = self.options.limits
+        self.pipeline.group.set_limits(limits.step if shape_known else limits.longest)
 
     def _enter_shape(self, shape: tuple[bool, int]) -> bool:
         """Called once a step's (training, tokens) are known. Returns whether such a step has run before."""

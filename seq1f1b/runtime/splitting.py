@@ -45,31 +45,31 @@ def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
     return [value] * num_microbatches
 
 
-Shard: TypeAlias = tuple[int, int]
-"""(rank, size) among the ranks that each hold an equal part of every segment; (0, 1): all of it."""
+TokenPart: TypeAlias = tuple[int, int]
+"""(rank, size) among the ranks that each hold an equal part of every segment's tokens; (0, 1): all of them."""
 
 
-def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, shard: Shard = (0, 1)) -> list[Any]:
-    """k segments of a tensor, or of a tuple or dict of tensors, or this shard of each; anything else is repeated."""
+def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
+    """k segments of a tensor, or of a tuple or dict of tensors, or this part of each; anything else is repeated."""
     if isinstance(value, Tensor):
         length = sum(sizes)
         if value.dim() <= dim or value.size(dim) != length:
             raise ValueError(
                 f"{name} of shape {tuple(value.shape)} has no dimension {dim} of {length} tokens to split into segments"
             )
-        return list(torch.split(value, shard_sizes(sizes, shard), dim)[shard[0] :: shard[1]])
+        return list(torch.split(value, part_sizes(sizes, part), dim)[part[0] :: part[1]])
     if isinstance(value, tuple):
-        parts = [split_sequence(item, sizes, dim, name, shard) for item in value]
-        return [tuple(part[s] for part in parts) for s in range(len(sizes))]
+        parts = [split_sequence(item, sizes, dim, name, part) for item in value]
+        return [tuple(each[s] for each in parts) for s in range(len(sizes))]
     if isinstance(value, dict):
-        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]", shard) for key, item in value.items()}
+        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]", part) for key, item in value.items()}
         return [{key: split[key][s] for key in split} for s in range(len(sizes))]
     return [value] * len(sizes)
 
 
-def shard_sizes(sizes: Sequence[int], shard: Shard) -> list[int]:
-    """Tokens of every shard of every segment, in the order of the sequence."""
-    return [size // shard[1] for size in sizes for _ in range(shard[1])]
+def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:
+    """Tokens of every part of every segment, in the order of the sequence."""
+    return [size // part[1] for size in sizes for _ in range(part[1])]
 
 
 def check_count(value: Any, num_microbatches: int, name: str) -> None:
@@ -140,12 +140,12 @@ class Leaves:
         self._pairs.clear()
 
 
-def split_inputs(inputs: Any, rows: Sequence[Sequence[int]], dim: int, shard: Shard) -> list[list[tuple[Any, ...]]]:
+def split_inputs(inputs: Any, rows: Sequence[Sequence[int]], dim: int, part: TokenPart) -> list[list[tuple[Any, ...]]]:
     """Positional arguments of the first stage, per micro-batch and segment. rows: tokens of the segments of each."""
     units = []
     for m, microbatch in enumerate(microbatches(inputs, len(rows), "inputs")):
         arguments = microbatch if isinstance(microbatch, tuple) else (microbatch,)
-        units.append(split_sequence(arguments, rows[m], dim, f"inputs of micro-batch {m}", shard))
+        units.append(split_sequence(arguments, rows[m], dim, f"inputs of micro-batch {m}", part))
     return units
 
 
@@ -174,7 +174,7 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
 
 
 def split_kwargs(
-    kwargs: Any, rules: Mapping[str, Rule], rows: Sequence[Sequence[int]], dim: int, shard: Shard
+    kwargs: Any, rules: Mapping[str, Rule], rows: Sequence[Sequence[int]], dim: int, part: TokenPart
 ) -> list[list[dict[str, Any]]]:
     """Keyword arguments of a stage, per micro-batch and segment. rows: tokens of the segments of each micro-batch."""
     num_microbatches = len(rows)
@@ -190,11 +190,11 @@ def split_kwargs(
             parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
             for m in range(num_microbatches):
                 per_microbatch[m][name] = parts[m]
-    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, shard) for m, sizes in enumerate(rows)]
+    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, part) for m, sizes in enumerate(rows)]
 
 
 def _kwargs_of_segments(
-    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int, shard: Shard
+    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int, part: TokenPart
 ) -> list[dict[str, Any]]:
     units: list[dict[str, Any]] = [{} for _ in sizes]
     for name in kwargs.keys() | {name for name, rule in rules.items() if callable(rule)}:
@@ -202,14 +202,14 @@ def _kwargs_of_segments(
         if callable(rule):
             offset = 0
             for s, length in enumerate(sizes):
-                own = length // shard[1]
-                units[s][name] = rule(Segment(microbatch, s, offset + shard[0] * own, own))
+                own = length // part[1]
+                units[s][name] = rule(Segment(microbatch, s, offset + part[0] * own, own))
                 offset += length
             continue
         value = kwargs[name]
         parts = [value] * len(sizes)
         if rule == "slice":
-            parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]", shard)
+            parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]", part)
         for s in range(len(sizes)):
             units[s][name] = parts[s]
     return units

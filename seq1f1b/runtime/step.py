@@ -135,7 +135,7 @@ class Step:
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:
-        draws_twice = self._order.recomputes or self._options.recompute_blocks is not None
+        draws_twice = self._order.recomputes or self._options.memory.blocks is not None
         found = part.passes(shares_random=part.stage.in_threads and draws_twice)
         for shard in (self._head, self._embedding):
             found |= {} if shard is None else shard.passes()

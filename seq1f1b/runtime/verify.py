@@ -272,7 +272,7 @@ def _variant(runner: Runner, whole: bool) -> Runner:
     """A second runner over the same pipeline, with memory of its own."""
     options, schedule = replace(runner.options, unchecked=True), runner.schedule
     if whole:
-        options = replace(options, num_segments=1, segment_sizes=None, weights="planned")
+        options = replace(options, num_segments=1, segment_sizes=None)
         schedule = _one_by_one(schedule)
     other = Runner(runner.pipeline, options, schedule, is_whole=whole, tells=False)
     other.divides = runner.divides
@@ -291,7 +291,7 @@ def _one_by_one(schedule: Schedule) -> Schedule:
             for stage in stages
         ]
         lines.append(" ".join(units))
-    order = Schedule.from_text("\n".join(lines))
+    order = Schedule.from_text("\n".join(lines)).replace(prefetch=schedule.prefetch)
     kinds = schedule.kinds
     return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
 
@@ -315,8 +315,10 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _refusal(runner: Runner) -> str:
-    if runner.options.shard != (0, 1):
-        return "verify compares whole segments: verify an engine without shard= first, then share the tokens"
+    if runner.options.sequence_parallel != (0, 1):
+        return (
+            "verify compares whole segments: verify an engine without sequence_parallel= first, then share the tokens"
+        )
     for _, module in runner.pipeline.placed_modules():
         if data_parallel(module) is not None:
             return (
@@ -428,7 +430,7 @@ class _Comparison:
             causes.append(
                 f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
                 "divisor, (sum, divisor), or the mean over the targets that loss_weight counts (default: those that "
-                'are not -100), or their sum with loss_reduction="sum"; labels are shifted before the step'
+                'are not -100), or their sum with Loss(reduction="sum"); labels are shifted before the step'
             )
         elif right["output"]:
             causes.append(

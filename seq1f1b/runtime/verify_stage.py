@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.runtime.arguments import Loss
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.verify import Verification
 from seq1f1b.transport import LoopbackGroup
@@ -37,7 +38,7 @@ def verify_stage(
         segment_sizes=sizes,
         seq_dim=seq_dim,
         loss_fn=_distance_from_fixed,
-        loss_reduction="sum",
+        loss=Loss(reduction="sum"),
         group=LoopbackGroup(1)[0],
         unchecked=True,
     )

@@ -20,7 +20,7 @@ from seq1f1b.runtime.divided import sum_divisors
 from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.rows import Rows
-from seq1f1b.runtime.splitting import shard_sizes, split_sequence
+from seq1f1b.runtime.splitting import part_sizes, split_sequence
 
 __all__: list[str] = []
 
@@ -43,10 +43,11 @@ class Weighting:
     def auxiliary_seeds(self) -> list[tuple[float, float]]:
         """By cell, gradients of an auxiliary loss of a segment, and of one of its micro-batch's whole sequence."""
         options, arguments = self._options, self._arguments
-        averages = options.scale_grads and arguments.loss_weight is None
+        averages = options.loss.scale_grads and arguments.loss_weight is None
         num_microbatches = len(self.rows)
-        if options.loss_reduction == "sum":
-            scale = arguments.gradient_scale / (num_microbatches if averages else 1.0) * options.shard[1]
+        if options.loss.reduction == "sum":
+            scale = arguments.gradient_scale / (num_microbatches if averages else 1.0)
+            scale *= options.sequence_parallel[1]
             return [(scale, scale)] * sum(map(len, self.rows))
         num_tokens = sum(map(sum, self.rows))
         seeds = []
@@ -59,55 +60,54 @@ class Weighting:
     def seeds(self, last: Any) -> list[Tensor]:
         """By cell, the seeds of the backwards of this rank's segments; finds their shares.
 
-        Where segments are cut into shards, each rank's share counts as many times as there are shards: the mean over
-        the shards is to be the loss.
+        If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
+        the parts is to be the loss.
 
         Args:
             last: the last stage.
         """
         options, arguments = self._options, self._arguments
-        rank, num_shards = options.shard
-        if options.loss_reduction == "sum":
+        rank, num_parts = options.sequence_parallel
+        if options.loss.reduction == "sum":
             counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
-            pieces = [shard_sizes(row, options.shard) for row in self.rows]
+            pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
             all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count)
             counts, segment_shares = (
-                [row[rank::num_shards] for row in rows] for rows in (all_counts, shares(all_counts))
+                [row[rank::num_parts] for row in rows] for rows in (all_counts, shares(all_counts))
             )
             self._counts = [sum(row) for row in all_counts]
-        self.shares = [[num_shards * share for share in row] for row in segment_shares]
+        self.shares = [[num_parts * share for share in row] for row in segment_shares]
         divisor = last.gradient_divisor
         if arguments.loss_weight is not None:
-            scale = arguments.gradient_scale * (num_shards if divisor is None else divisor)
+            scale = arguments.gradient_scale * (num_parts if divisor is None else divisor)
             seeds = [scale * count / arguments.loss_weight for row in counts for count in row]
         elif self._by_targets():
             total = sum(map(sum, all_counts))
-            scale = arguments.gradient_scale * num_shards
-            if options.loss_weight == "targets" and arguments.training and last.wrappers:
-                # Every shard counts all shards' targets, and so do the replicas of each.
+            scale = arguments.gradient_scale * num_parts
+            if options.loss.weight == "targets" and arguments.training and last.wrappers:
+                # Every part counts all parts' targets, and so do the replicas of each.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             seeds = [scale * count / (total or 1.0) for row in counts for count in row]
         else:
-            scale = arguments.gradient_scale / (len(self.rows) if options.scale_grads else 1.0)
+            scale = arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
             seeds = [weight * scale for row in self.shares for weight in row]
         return list(torch.tensor(seeds, dtype=torch.float64, device=self._device).unbind())
 
     def _by_targets(self) -> bool:
         """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
         options = self._options
-        is_asked = options.loss_weight == "targets" or self._arguments.rows is not None
-        return is_asked and options.scale_grads and options.loss_reduction == "mean"
+        is_asked = options.loss.weight == "targets" or self._arguments.rows is not None
+        return is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
 
     def sum_seed(self, last: Any) -> float:
         """The gradient of a segment's loss that comes with its divisor; :meth:`factor` does the rest."""
         arguments, divisor = self._arguments, last.gradient_divisor
         if arguments.loss_weight is None:
             return arguments.gradient_scale
-        return (
-            arguments.gradient_scale * (self._options.shard[1] if divisor is None else divisor) / arguments.loss_weight
-        )
+        num_replicas = self._options.sequence_parallel[1] if divisor is None else divisor
+        return arguments.gradient_scale * num_replicas / arguments.loss_weight
 
     def factor(self, last: Any, divisors: Mapping[int, Tensor | float]) -> float:
         """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
@@ -117,10 +117,10 @@ class Weighting:
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
         if divisor is not None:
             total = last.wrappers[0].sum(total, self._device)
-        elif self._options.shard[1] > 1:
+        elif self._options.sequence_parallel[1] > 1:
             raise ValueError(
-                "loss_fn returned its sum and its divisor; with shard= they are added up over the ranks of DDP or "
-                "FSDP2: put the stage under one of them"
+                "loss_fn returned its sum and its divisor; with sequence_parallel= they are added up over the ranks of "
+                "DDP or FSDP2: put the stage under one of them"
             )
         if not total:
             last.findings.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
@@ -134,14 +134,14 @@ class Weighting:
         m = choose_microbatch(self._batch.target, self.shares, least=1 if self._by_targets() else 2)
         if m < 0:
             return None
-        count = None if options.loss_reduction == "sum" else options.count or count_default
+        count = None if options.loss.reduction == "sum" else options.count or count_default
         num_parts = sum(share > 0.0 for share in self.shares[m])
-        return LossLook(m, count, options.seq_dim, num_parts, options.shard[1])
+        return LossLook(m, count, options.seq_dim, num_parts, options.sequence_parallel[1])
 
     def tell_of_counts(self, last: Any) -> None:
         """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
         options, arguments, counts = self._options, self._arguments, self._counts
-        says_nothing = options.loss_weight is None and arguments.loss_weight is None and options.scale_grads
+        says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
             return
         if not sum(counts):
@@ -152,7 +152,7 @@ class Weighting:
         elif arguments.training and len(set(counts)) > 1 and says_nothing and not self._by_targets():
             last.findings.say(
                 f"micro-batches count different numbers of targets, {_short_list(counts)}, and the loss is the mean of "
-                'their means, in which a target among few weighs more. Pass loss_weight="targets" to the engine for '
+                'their means, in which a target among few weighs more. Give the engine loss=Loss(weight="targets") for '
                 'the mean over all targets of a step, or "microbatches" if this is meant'
             )
 
@@ -172,7 +172,7 @@ def count_targets(
 
     Args:
         whole: targets of the M micro-batches.
-        rows: tokens of each segment, or of each shard of each segment, of every micro-batch.
+        rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
     """
@@ -186,7 +186,7 @@ def count_targets(
     for m, segments in enumerate(counts):
         for s, value in enumerate(segments):
             if not value >= 0.0:
-                raise ValueError(f"loss_weight of micro-batch {m}, segment {s} is {value}, must be at least 0")
+                raise ValueError(f"Loss.weight of micro-batch {m}, segment {s} is {value}, must be at least 0")
     return counts
 
 
@@ -196,7 +196,7 @@ def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
         if len(sizes) == 1:
             return [1.0]
         raise TypeError(
-            f"target is a {what}: pass loss_weight= to the engine, a callable that counts a segment's targets"
+            f"target is a {what}: give the engine loss=Loss(weight=...), a callable that counts a segment's targets"
         )
     if target.is_floating_point():
         return [float(size) for size in sizes]

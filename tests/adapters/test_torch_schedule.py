@@ -9,7 +9,7 @@ from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from seq1f1b import PipelineEngine
+from seq1f1b import Loss, PipelineEngine
 
 
 def compare(rank: int, world: int, M: int, dtype: torch.dtype) -> None:
@@ -25,7 +25,7 @@ def compare(rank: int, world: int, M: int, dtype: torch.dtype) -> None:
     first, last = rank == 0, rank == world - 1
     schedule.step(*([tokens] if first else []), target=target if last else None, losses=losses if last else None)
 
-    engine = PipelineEngine(ours, num_microbatches=M, loss_fn=cross_entropy, scale_grads=False)
+    engine = PipelineEngine(ours, num_microbatches=M, loss_fn=cross_entropy, loss=Loss(scale_grads=False))
     found = engine.step(tokens if first else None, target=target if last else None)
     assert len(found) == len(losses)
     for a, b in zip(found, losses, strict=True):

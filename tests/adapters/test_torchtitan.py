@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "qwen",
         "interleaved": True,
         "checkpointing": "full",
-        "segments": {"n_segments": 3, "segment_sizes": "balanced"},
+        "segments": {"n_segments": 3, "segment_sizes": shape_of(titan_runs.model_spec("qwen").model)},
     },
 }
 WIDE_CASES = {"fsdp": {"dp": 2, "segments": UNEVEN}, "fsdp-chunked": {"dp": 2, "chunked": True, "segments": EVEN}}
@@ -167,7 +167,7 @@ def test_parallelism_that_segments_cannot_do_is_refused_by_name(changes: dict[st
         )
 
 
-def test_balanced_segments_of_experts_need_a_shape() -> None:
+def test_the_shape_of_experts_is_not_known() -> None:
     config = convert(qwen3.model_registry("debugmodel_moe").model)
-    with pytest.raises(ValueError, match="needs model_shape="):
+    with pytest.raises(ValueError, match=r"give segment_sizes=ModelShape\(\.\.\.\) of a mixture of experts"):
         shape_of(config)

@@ -185,7 +185,7 @@ def test_times(order: Schedule) -> None:
         assert len(ends) > before, "the order ends in a circle"
     durations = [[seconds[unit.kind] * (1 + 0.125 * unit.segment) for unit in units] for units in order.ranks]
     ample = order.num_microbatches * order.num_segments  # places, so that no sender waits for one
-    run = order.simulate(durations=durations, transfer=transfer, prefetch=ample)
+    run = order.replace(prefetch=ample).simulate(durations=durations, transfer=transfer)
     for units, times in zip(order.ranks, run.end, strict=True):
         assert list(times) == [ends[unit] for unit in units]
     drawn = predecessors(run.timeline)
@@ -201,7 +201,7 @@ def test_bytes_by_hand() -> None:
     text = "F0.0 F0.1 S0.0 S0.1 T0.0 T0.1 B0.1 B0.0"
     order = Schedule.from_text(f"{text}\n{text}")
     memory = StepMemory(activations=10, shard_logits=[7, 8])
-    peak = order.peak_memory(memory, message_bytes=[3, 2], statistics_bytes=1, prefetch=0)
+    peak = order.replace(prefetch=0).peak_memory(memory, message_bytes=[3, 2], statistics_bytes=1)
     assert peak.shard_logits == (15, 15) and peak.activations == (20, 20)
     # Rank 0: a place for gradients, and two hidden states. Rank 1: two activations, and two hidden gradients, used the
     # other way round. Statistics: a place each, and one more: both ranks would wait in their second S for the other's

@@ -279,7 +279,11 @@ def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, target = batch(config, 3, 20)
     model = whole_model(config).to("meta")
     engine = seq1f1b.PipelineEngine(
-        model, num_microbatches=3, num_segments=3, loss_fn=cross_entropy, loss_weight=lambda target: target.numel()
+        model,
+        num_microbatches=3,
+        num_segments=3,
+        loss_fn=cross_entropy,
+        loss=seq1f1b.Loss(weight=lambda target: target.numel()),
     )
     losses = engine.step(tokens, target=target)
     assert {loss.device.type for loss in losses} == {p.grad.device.type for p in model.parameters()} == {"meta"}

@@ -21,7 +21,7 @@ from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch.multiprocessing import ProcessExitedException
 
-from seq1f1b import _C, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
 from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
 
@@ -128,7 +128,7 @@ def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
     tokens, target = batch(config, 4, LENGTH)
 
     def run(group):
-        limits = {"timeout": 1.0, "first_step_timeout": 1.0}
+        limits = {"limits": Limits(step=1.0, first_step=1.0)}
         engine = make_engine(model, config, group.rank, 3, group=group, transport="nccl", **limits)
         try:
             engine.step(tokens, target=target)
@@ -153,7 +153,7 @@ def two_processes(rank: int, world: int, folder: str) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
-    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", timeout=30.0)
+    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", limits=Limits(step=30.0))
     for _ in range(4):
         for p in engine.parameters():
             p.grad = None

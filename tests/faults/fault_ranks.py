@@ -32,7 +32,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import PipelineEngine
+from seq1f1b import Limits, PipelineEngine
 from seq1f1b.runtime.deferred import Deferred
 
 P, M, K = 3, 3, 2
@@ -50,7 +50,7 @@ CALLS_OF = {
     "save": ("open", "write", "write", "mmap"),
 }
 BAD_ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"timeout": 0.0},
+    {"seq_dim": 0},
     {"num_microbatches": 0},
     {"schedule": "no such schedule"},
     {"transport": "pigeon"},
@@ -318,7 +318,7 @@ class Rank:
         self.stage, self.calls_of_loss = Trapped(self.rank), 0
         self.trap_loss: Fault | None = None
         options: dict[str, Any] = {"transport": self.setup.transport, "schedule": self.setup.schedule}
-        options |= {"num_microbatches": M, "timeout": TIMEOUT}
+        options |= {"num_microbatches": M, "limits": Limits(TIMEOUT, TIMEOUT)}
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         if mine is not None and mine.kind == "bad argument":
             options |= BAD_ARGUMENTS[mine.choice % len(BAD_ARGUMENTS)]
@@ -333,9 +333,7 @@ class Rank:
         elif mine is not None:
             self.strike_soon(mine)
         try:
-            self.engine = PipelineEngine(
-                self.stage, num_segments=K, loss_fn=self.loss, first_step_timeout=TIMEOUT, **options
-            )
+            self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         self._trap_weights(self.engine)

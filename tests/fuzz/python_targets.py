@@ -158,8 +158,8 @@ def _build(**given: Any) -> Schedule:
     return schedule
 
 
-def _simulate(memory: Any = None, **given: Any) -> None:
-    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
+def _simulate(memory: Any = None, prefetch: Any = 1, **given: Any) -> None:
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2, prefetch=prefetch)
     found = schedule.simulate(memory=None if memory is None else StepMemory(**memory), **given)
     assert math.isfinite(found.makespan) and found.makespan >= max(found.busy)
     assert all(math.isfinite(x) for x in (*found.busy, *found.wait, *found.bubble, *found.span))

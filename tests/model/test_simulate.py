@@ -105,7 +105,7 @@ def test_a_sender_without_credit_waits() -> None:
         1: [0.0, 1.0, 2.0, 11.0, 21.0],
         9: [0.0, 1.0, 2.0, 3.0, 4.0],
     }.items():
-        simulation = schedule.simulate([[1.0], [10.0]], prefetch=prefetch)
+        simulation = schedule.replace(prefetch=prefetch).simulate([[1.0], [10.0]])
         assert [start for _, start, _ in simulation.timeline[0]] == starts
         assert simulation.makespan == 51.0
 
@@ -354,8 +354,9 @@ class RandomCase:
             bandwidth = [rng.choice([math.inf, 1 + 20 * rng.random()]) for _ in edges]
         sizes = [rng.randint(0, 30) for _ in range(k)]
         prefetch = rng.randint(0, 2)
+        self.schedule = self.schedule.replace(prefetch=prefetch)
         self.arguments = {
-            "transfer": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send, "prefetch": prefetch,
+            "transfer": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send,
         }  # fmt: skip
         rates = bandwidth if isinstance(bandwidth, list) else [bandwidth or math.inf] * (S - 1)
         latencies = latency if isinstance(latency, list) else [latency] * (S - 1)
@@ -461,7 +462,7 @@ def test_period_of_known_orders() -> None:
     for name, makespan, span in (("1f1b", 24 + 9, 24 + 9), ("zb-h1", 24 + 3, 24 + 3), ("zb-h2", 24 + 3, 24)):
         schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
         for sync, period in ((True, makespan + 0.5), (False, span + 0.5)):
-            simulation = schedule.simulate(prefetch=8, steps=5, optimizer=0.5, optimizer_sync=sync)
+            simulation = schedule.replace(prefetch=8).simulate(steps=5, optimizer=0.5, optimizer_sync=sync)
             assert (simulation.makespan, max(simulation.span)) == (makespan, span)
             assert simulation.period == period
 
@@ -590,7 +591,7 @@ def test_peaks_of_every_kind_of_memory() -> None:
             backward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
         )  # fmt: skip
         sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
-        peak = schedule.simulate(memory=given, message_bytes=sizes, prefetch=prefetch).memory
+        peak = schedule.replace(prefetch=prefetch).simulate(memory=given, message_bytes=sizes).memory
         reference = Reference(schedule, prefetch)
         for rank, order in enumerate(schedule.ranks):
             mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
@@ -611,7 +612,7 @@ def test_memory_by_hand() -> None:
         activations=10, kept_activations=7, output_gradients=4, kv=100, kv_gradients=200, weights=1000,
         optimizer=[3000, 4000], logits=50,
     )  # fmt: skip
-    peak = schedule.simulate(memory=memory, message_bytes=[1, 2], prefetch=0).memory
+    peak = schedule.replace(prefetch=0).simulate(memory=memory, message_bytes=[1, 2]).memory
     assert peak == PeakMemory(
         activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(3, 3),
         weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
@@ -704,7 +705,6 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
             "transfer_jitter is -0.5, must be in 0..1: a share of a message's seconds",
         ),
         ({"segment_sizes": [1, 2]}, "segment_sizes holds 2 values, must hold 3"),
-        ({"prefetch": -1}, "prefetch is -1, must be at least 0"),
         ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),
         ({"seed": -1}, "seed is -1, must be in 0..2**64 - 1"),
         ({"steps": 0}, "steps is 0, must be in 1..2147483647"),
@@ -823,17 +823,20 @@ def test_w_fills_waits(seed: int) -> None:
     durations = [[rng.uniform(0.1, 2.0) for _ in rank] for rank in order.ranks]
     seconds = {u: d for rank, row in zip(order.ranks, durations, strict=True) for u, d in zip(rank, row, strict=True)}
     ample = order.num_microbatches * order.num_segments
-    run = order.simulate(durations=durations, transfer=0.25, prefetch=ample, fill=True)
+    run = order.replace(prefetch=ample, weights="fill").simulate(durations=durations, transfer=0.25)
     ends = filled_by_hand(order, seconds, 0.25)
     assert [row[-1] for row in run.end] == pytest.approx(ends)
-    planned = order.simulate(durations=durations, transfer=0.25, prefetch=ample)
+    planned = order.replace(prefetch=ample).simulate(durations=durations, transfer=0.25)
     assert run.makespan <= planned.makespan * (1 + 1e-12)
     assert run.busy == pytest.approx(planned.busy)
 
 
 def test_filling_draws_the_same_jitter() -> None:
     order = build_schedule("zb-h1", num_ranks=3, num_microbatches=6)
-    plain, filled = (order.simulate(1.0, 2.0, jitter=0.3, seed=5, fill=fill, prefetch=9) for fill in (False, True))
+    plain, filled = (
+        order.replace(weights=weights, prefetch=9).simulate(1.0, 2.0, jitter=0.3, seed=5)
+        for weights in ("planned", "fill")
+    )
     assert filled.busy == pytest.approx(plain.busy) and filled.makespan <= plain.makespan
     with pytest.raises(ValueError, match="slack is not known where W fills waits"):
-        order.simulate(critical=True, fill=True)
+        order.replace(weights="fill").simulate(critical=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import PipelineEngine
+from seq1f1b import Loss, Memory, PipelineEngine
 from seq1f1b.testing import run_ranks
 
 HIDDEN, LENGTH = 6, 17
@@ -92,7 +92,7 @@ def test_state_along_the_sequence(kind, sizes, again):
         stage = Checkpointed(stages[group.rank]) if again == "checkpoint" else stages[group.rank]
         engine = PipelineEngine(
             stage, num_microbatches=3, num_segments=len(sizes), segment_sizes=sizes, loss_fn=squared, group=group,
-            recompute="all" if again == "recompute" else "none",
+            memory=Memory(recompute="all" if again == "recompute" else "none"),
         )  # fmt: skip
         return engine.step(x, target=y)
 
@@ -164,8 +164,8 @@ def test_auxiliary_losses_of_every_stage(reduction, recompute):
             num_segments=3,
             segment_sizes=[4, 12, 1],
             loss_fn=loss_fn,
-            loss_reduction=reduction,
-            recompute=recompute,
+            loss=Loss(reduction=reduction),
+            memory=Memory(recompute=recompute),
             group=group,
         )
         engine.step(x, target=y)

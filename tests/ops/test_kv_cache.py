@@ -386,7 +386,12 @@ def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(t
 
     x = torch.randn(1, 8192 // tokens, tokens, 256)
     engine = seq1f1b.PipelineEngine(
-        Attends(), num_microbatches=1, num_segments=8, seq_dim=2, loss_fn=lambda o, t: o.sum(), loss_reduction="sum"
+        Attends(),
+        num_microbatches=1,
+        num_segments=8,
+        seq_dim=2,
+        loss_fn=lambda o, t: o.sum(),
+        loss=seq1f1b.Loss(reduction="sum"),
     )
     engine.step(x, target=x)
     before = resident()

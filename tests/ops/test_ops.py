@@ -108,7 +108,7 @@ def bad_calls() -> dict[str, tuple[str, object]]:
         "dout": ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
         "lse": ("lse is", lambda: back(dout, q, k, v, out, lse.float(), *extras, *OPTIONS)),
         "dim": ("dim is 2, x has 2", lambda: ops.positions(torch.zeros(2, 5), none(), 2, 0, 1)),
-        "shard": ("shard is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
+        "part": ("sequence_parallel is \\(2, 2\\)", lambda: ops.positions(torch.zeros(2, 5), none(), 1, 2, 2)),
         "position docs": (
             "doc_ids is \\(2, 4\\)",
             lambda: ops.positions(torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.int32), 1, 0, 1),

@@ -210,8 +210,7 @@ def test_balanced_segments_are_those_of_the_documents_on_every_rank():
             stages[group.rank],
             num_microbatches=M,
             num_segments=4,
-            segment_sizes="balanced",
-            model_shape=shape,
+            segment_sizes=shape,
             arg_rules={"doc_ids": "slice"},
             loss_fn=cross_entropy,
             group=group,
@@ -322,8 +321,8 @@ def test_positions_begin_anew_with_each_document():
     assert torch.equal(seq1f1b.positions(x, doc_ids=doc_ids), want)
     assert torch.equal(doc_ids, document_starts(doc_ids))
     shards = [
-        seq1f1b.positions(x[:, :9], doc_ids=doc_ids[:, :9], shard=(0, 2)),
-        seq1f1b.positions(x[:, 9:18], doc_ids=doc_ids[:, 9:18], shard=(1, 2)),
+        seq1f1b.positions(x[:, :9], doc_ids=doc_ids[:, :9], sequence_parallel=(0, 2)),
+        seq1f1b.positions(x[:, 9:18], doc_ids=doc_ids[:, 9:18], sequence_parallel=(1, 2)),
     ]
     assert torch.equal(torch.cat(shards, 1), want[:, :18])
     for ids, text in [

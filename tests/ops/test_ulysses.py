@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import PipelineEngine, PipelineError
+from seq1f1b import Loss, PipelineEngine, PipelineError
 from seq1f1b.testing import run_ranks
 
-HEAD_DIM, VOCAB, LENGTH, M, K, SHARDS = 8, 19, 22, 2, 3, 2
+HEAD_DIM, VOCAB, LENGTH, M, K, PARTS = 8, 19, 22, 2, 3, 2
 SIZES = [10, 2, 10]
+SHAPE = seq1f1b.ModelShape(hidden=8, layers=2, heads=1, kv_heads=1, ffn=0, vocab=0)
 DOCUMENTS = [[4, 6, 12], [22], [1, 10, 1, 10], [5, 5, 5, 7]]  # of 4 rows
 
 
@@ -35,7 +36,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    documents: str = ""  # "" | "shard": given as the rank's tokens | "segment": as the whole segment's
+    documents: str = ""  # "" | "part": given as the rank's tokens | "segment": as the whole segment's
     wrapper: str = "ddp"
     compiled: bool = False
     checkpointed: bool = False
@@ -50,7 +51,7 @@ class Stage(nn.Module):
     def __init__(self, index: int, case: Case, group: Any = None, num_stages: int = 2) -> None:
         super().__init__()
         hidden, self.case, self.group = case.heads * HEAD_DIM, case, group
-        self.shard = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        self.part = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
         self.layer = seq1f1b.layer_handle(index)
         self.embedding = nn.Embedding(VOCAB, hidden) if index == 0 else None
         self.position = nn.Embedding(LENGTH, hidden)
@@ -59,7 +60,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(hidden, VOCAB) if index == num_stages - 1 else None
 
     def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
-        x = x + self.position(seq1f1b.positions(x, doc_ids=own_ids, shard=self.shard))
+        x = x + self.position(seq1f1b.positions(x, doc_ids=own_ids, sequence_parallel=self.part))
         normed = self.norm(x)
         q = self.q(normed).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
         k, v = self.kv(normed).unflatten(2, (2, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
@@ -71,7 +72,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
-        rank, own_ids = self.shard[0], doc_ids
+        rank, own_ids = self.part[0], doc_ids
         if doc_ids is not None and self.group is not None and self.case.documents == "segment":
             own_ids = doc_ids[:, rank * x.shape[1] : (rank + 1) * x.shape[1]]
         if self.case.checkpointed and torch.is_grad_enabled():
@@ -90,7 +91,7 @@ def make_batch() -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(VOCAB, (2 * M, LENGTH), generator=torch.Generator().manual_seed(1))
     ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS])
     target = seq1f1b.shift_labels(tokens, doc_ids=ids)
-    target[:2, 5:10] = -100  # the second shard of the first segment has none in the first micro-batch
+    target[:2, 5:10] = -100  # the second part of the first segment has none in the first micro-batch
     target[2, 7:] = -100
     return tokens, target, seq1f1b.document_starts(ids)
 
@@ -126,23 +127,22 @@ def wrap(case: Case, stage: Stage, mesh: Any) -> nn.Module:
 def train(case: Case, mesh: Any) -> None:
     index, num_stages, group = mesh.get_local_rank("pipeline"), mesh["pipeline"].size(), mesh.get_group("sequence")
     is_last = index == num_stages - 1
-    shard = (mesh.get_local_rank("sequence"), SHARDS)
+    part = (mesh.get_local_rank("sequence"), PARTS)
     tokens, target, doc_ids = make_batch()
     want_losses, want = run_whole(num_stages, case)
-    segment_rule = lambda s: doc_ids.chunk(M)[s.microbatch][:, s.offset - shard[0] * s.length :][:, : 2 * s.length]  # noqa: E731
+    segment_rule = lambda s: doc_ids.chunk(M)[s.microbatch][:, s.offset - part[0] * s.length :][:, : 2 * s.length]  # noqa: E731
     engine = PipelineEngine(
         wrap(case, make_stage(index, num_stages, case, group), mesh["sequence"]),
         num_microbatches=M,
         num_segments=K,
         segment_sizes=SIZES if case.sizes is None else case.sizes,
-        model_shape=seq1f1b.ModelShape(hidden=8, layers=2, heads=1, kv_heads=1, ffn=0, vocab=0),
         arg_rules={"doc_ids": segment_rule if case.documents == "segment" else "slice"} if case.documents else None,
         loss_fn=lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction=case.reduction),
-        loss_reduction=case.reduction,
+        loss=Loss(reduction=case.reduction),
         group=mesh.get_group("pipeline"),
-        shard=shard,
+        sequence_parallel=part,
     )
-    kwargs = {"doc_ids": doc_ids} if case.documents == "shard" else None
+    kwargs = {"doc_ids": doc_ids} if case.documents == "part" else None
     for _ in range(2):
         losses = engine.step(
             tokens if index == 0 else None,
@@ -153,12 +153,12 @@ def train(case: Case, mesh: Any) -> None:
         if is_last:
             found = torch.stack(losses)
             dist.all_reduce(found, group=group)
-            torch.testing.assert_close(found / SHARDS, torch.stack(want_losses), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found / PARTS, torch.stack(want_losses), rtol=1e-12, atol=0)
         gradients = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
         assert gradient_error(gradients, want[index]) < 1e-10, case
         for parameter in engine.parameters():
             parameter.grad = None
-    assert all(size % SHARDS == 0 for size in engine.last_step.sizes) and len(engine.last_step.sizes) == K
+    assert all(size % PARTS == 0 for size in engine.last_step.sizes) and len(engine.last_step.sizes) == K
     evaluated = engine.eval(tokens if index == 0 else None, target=target if is_last else None, kwargs=kwargs)
     assert not is_last or torch.equal(torch.stack(evaluated), torch.stack(losses)), case
     dist.barrier()
@@ -168,15 +168,15 @@ def train(case: Case, mesh: Any) -> None:
 CASES = [
     Case(),
     Case(heads=6, kv_heads=3, options={"window": 4, "softcap": 2.0}),  # 2 ranks do not divide 3
-    Case(kv_heads=1, options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}, documents="shard"),
-    Case(kv_heads=4, documents="segment", options={"window": 7}, wrapper="fsdp", sizes="balanced"),
-    Case(documents="shard", sizes="balanced", loss_weight=True),
+    Case(kv_heads=1, options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}, documents="part"),
+    Case(kv_heads=4, documents="segment", options={"window": 7}, wrapper="fsdp", sizes=SHAPE),
+    Case(documents="part", sizes=SHAPE, loss_weight=True),
     Case(checkpointed=True, reduction="sum", sizes=None),
 ]
 
 
 def train_all(rank: int, world: int, cases: list[Case]) -> None:
-    mesh = init_device_mesh("cpu", (world // SHARDS, SHARDS), mesh_dim_names=("pipeline", "sequence"))
+    mesh = init_device_mesh("cpu", (world // PARTS, PARTS), mesh_dim_names=("pipeline", "sequence"))
     for case in cases:
         train(case, mesh)
 
@@ -186,7 +186,7 @@ def test_two_stages_of_two_ranks_each():
 
 
 def test_a_compiled_stage_of_two_ranks():
-    run_processes(2, train_all, [Case(compiled=True, documents="shard", kv_heads=1)])
+    run_processes(2, train_all, [Case(compiled=True, documents="part", kv_heads=1)])
 
 
 # -- a rank that is lost -----------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
     stage = Trapped(index, Case(), shards[index]).double()
     stage.trap = trap if rank == 3 else ""
     engine = PipelineEngine(
-        stage, num_microbatches=M, num_segments=K, segment_sizes=SIZES, loss_fn=cross_entropy, shard=(part, 2),
-        group=pipelines[part],
+        stage, num_microbatches=M, num_segments=K, segment_sizes=SIZES, loss_fn=cross_entropy,
+        sequence_parallel=(part, 2), group=pipelines[part],
     )  # fmt: skip
     tokens, target, _ = make_batch()
     dist.barrier()
@@ -257,17 +257,17 @@ def test_a_rank_lost_before_its_all_to_all_ends_the_step_on_the_others(trap, tmp
 
 
 class TokenWise(nn.Module):
-    def __init__(self, shard: tuple[int, int]) -> None:
+    def __init__(self, part: tuple[int, int]) -> None:
         super().__init__()
-        self.shard = shard
+        self.part = part
         self.linear = nn.Linear(3, 3)
         self.position = nn.Embedding(12, 3)
 
     def forward(self, x: Tensor, scale: Tensor | None = None, where: Any = None) -> Tensor:
-        positions = seq1f1b.positions(x, shard=self.shard)
+        positions = seq1f1b.positions(x, sequence_parallel=self.part)
         if where is not None:
             assert positions.tolist() == list(range(where.offset, where.offset + where.length))
-            assert seq1f1b.token_offset(shard=self.shard) == where.offset
+            assert seq1f1b.token_offset(sequence_parallel=self.part) == where.offset
         seq1f1b.add_loss(x.square().mean() * self.linear.weight.sum())
         return self.linear(x * scale) + self.position(positions)
 
@@ -281,12 +281,12 @@ def test_shards_average_to_the_whole():
     target[torch.rand(target.shape, generator=generator) < 0.3] = -100
     target[:2, 8:] = -100
     losses, gradients = [], []
-    for shard in [(0, 1), (0, 2), (1, 2)]:
+    for part in [(0, 1), (0, 2), (1, 2)]:
         torch.manual_seed(0)
-        module = TokenWise(shard).double()
+        module = TokenWise(part).double()
         engine = PipelineEngine(
-            module, num_microbatches=2, num_segments=3, segment_sizes=[4, 6, 2], shard=shard, loss_fn=cross_entropy,
-            arg_rules={"scale": "slice", "where": lambda segment: segment},
+            module, num_microbatches=2, num_segments=3, segment_sizes=[4, 6, 2], sequence_parallel=part,
+            loss_fn=cross_entropy, arg_rules={"scale": "slice", "where": lambda segment: segment},
         )  # fmt: skip
         losses.append(torch.stack(engine.step(x, target=target, kwargs={"scale": scale})))
         gradients.append({name: p.grad for name, p in module.named_parameters()})
@@ -297,21 +297,21 @@ def test_shards_average_to_the_whole():
 
 def test_what_shards_cannot_do_is_an_error_that_says_so():
     x = torch.zeros(2, 12, 3)
-    for shard in [(2, 2), (-1, 2), 2]:
-        with pytest.raises(ValueError, match=r"shard is .* must be"):
-            PipelineEngine(nn.Linear(3, 3), num_microbatches=1, shard=shard)
+    for part in [(2, 2), (-1, 2), 2]:
+        with pytest.raises(ValueError, match=r"sequence_parallel is .* must be"):
+            PipelineEngine(nn.Linear(3, 3), num_microbatches=1, sequence_parallel=part)
     for length, sizes, text in [
-        (12, [5, 4, 3], "segment 0 has 5 tokens, which 2 shards do not divide"),
+        (12, [5, 4, 3], "segment 0 has 5 tokens, which the 2 ranks of sequence_parallel= do not divide"),
         (11, None, "pad the sequence of 11 tokens to a multiple of 2"),
     ]:
         engine = PipelineEngine(
-            nn.Linear(3, 3), num_microbatches=1, num_segments=3, segment_sizes=sizes, shard=(0, 2),
+            nn.Linear(3, 3), num_microbatches=1, num_segments=3, segment_sizes=sizes, sequence_parallel=(0, 2),
             loss_fn=cross_entropy,
         )  # fmt: skip
         with pytest.raises(ValueError, match=text):
             engine.step(x[:, :length], target=torch.zeros(2, length, dtype=torch.int64))
     with pytest.raises(ValueError, match="outside a step"):
-        seq1f1b.token_offset(shard=(1, 2))
+        seq1f1b.token_offset(sequence_parallel=(1, 2))
 
 
 def refusals(rank: int, world: int) -> None:
@@ -330,14 +330,14 @@ def refusals(rank: int, world: int) -> None:
         with pytest.raises(ValueError, match=text):
             seq1f1b.ulysses_attention(*arguments, group=group, layer=0, **options)
 
-    def without_shard(engine_group: Any) -> None:
+    def without_part(engine_group: Any) -> None:
         engine = PipelineEngine(
             Stage(0, Case(), group), num_microbatches=1, num_segments=2, loss_fn=cross_entropy, group=engine_group
         )
-        with pytest.raises(ValueError, match=r"give the engine shard=\(rank, 2\)|\(shards: 2\)"):
+        with pytest.raises(ValueError, match=r"give the engine sequence_parallel=\(rank, 2\)|\(parts: 2\)"):
             engine.step(torch.zeros(1, 8, dtype=torch.int64), target=torch.zeros(1, 8, dtype=torch.int64))
 
-    run_ranks(1, without_shard)
+    run_ranks(1, without_part)
 
 
 def test_attention_refuses_before_it_sends():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from seq1f1b import ModelShape, build_schedule
+from seq1f1b import Memory, ModelShape, build_schedule
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -60,8 +60,8 @@ def price(plan, machine=MACHINE, step=None):
             [x / machine.tier_bandwidth for x in row]
             for row in cost.unit_memory(step.segment_sizes, order.rank_of_stage).activations
         ]
-    run = order.simulate(**seconds, transfer=latencies, **messages, **steps, prefetch=plan.prefetch)
-    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes, prefetch=plan.prefetch)]
+    run = order.simulate(**seconds, transfer=latencies, **messages, **steps)
+    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes)]
     return run.period, bytes_of_ranks
 
 
@@ -210,7 +210,7 @@ def test_auto_has_the_places_that_its_messages_need():
     seconds, peak = price(auto)
     assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
     assert Plan.from_json(auto.to_json()) == auto
-    assert auto.engine_arguments()["prefetch"] == 4
+    assert auto.engine_arguments()["schedule"].prefetch == 4
 
 
 MIX = {512: 90, 8192: 10}
@@ -416,13 +416,15 @@ def test_the_engine_runs_a_plan(name, tmp_path):
 
     def run(group):
         stage = stage_of(model, config, group.rank, 2)
-        engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group)
+        engine = PipelineEngine(stage, schedule=tmp_path / "plan.json", loss_fn=cross_entropy, group=group)
         assert engine.schedule == plan.build()
         if name == "seq1f1b":
             assert engine.schedule == build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=4)
         losses = engine.step(tokens, target=target)
         counts = {"num_microbatches": 4, "num_segments": 4}
-        plain = PipelineEngine(stage, schedule=plan.build(), **counts, loss_fn=cross_entropy, group=group)
+        plain = PipelineEngine(
+            stage, schedule=plan.build().replace(prefetch=1), **counts, loss_fn=cross_entropy, group=group
+        )
         plain.step(tokens, target=target)
         report = engine.report()
         return losses, report.segment_sizes, report.receive_places - plain.report().receive_places
@@ -452,11 +454,11 @@ def test_the_engine_runs_a_plan_that_gives_up_units(remedy, tmp_path):
     config = Config()
     model = whole_model(config)
     tokens, target = batch(config, 4, 16, size=1)
-    where = {"offload": tmp_path} if remedy == "offload" else {}
+    where = {"memory": Memory(offload=tmp_path)} if remedy == "offload" else {}
 
     def run(group):
         stage = stage_of(model, config, group.rank, 2)
-        engine = PipelineEngine(stage, plan=tmp_path / "plan.json", loss_fn=cross_entropy, group=group, **where)
+        engine = PipelineEngine(stage, schedule=tmp_path / "plan.json", loss_fn=cross_entropy, group=group, **where)
         losses = engine.step(tokens, target=target)
         return losses, {(unit.stage, unit.microbatch, unit.segment, unit.kind) for unit, *_ in engine.report().timeline}
 
@@ -483,7 +485,7 @@ def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
 
     def run(group):
         stage = stage_of(model, config, group.rank, 2)
-        engine = PipelineEngine(stage, plan=plan, loss_fn=cross_entropy, group=group)
+        engine = PipelineEngine(stage, schedule=plan, loss_fn=cross_entropy, group=group)
         found = {}
         for length in (16, 9):
             tokens, target = batches[length]
@@ -517,14 +519,16 @@ def test_what_the_engine_does_not_do_is_refused_by_name():
 
     plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
     with pytest.raises(ValueError, match="the plan recomputes \\('full'\\), which the engine leaves to the module"):
-        start(plan=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
+        start(schedule=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
     some = {"names": ["gpipe"], "segments": [4], "recompute": ["none"]}
     moves = small_plan(**some, memory=max(small_plan(**some).peak) - 1, remedies=("offload",))
-    with pytest.raises(ValueError, match=r"the schedule moves units \(O, A, L\): say by offload= in which directory"):
-        start(plan=moves)
-    with pytest.raises(ValueError, match="plan= stands for schedule"):
-        start(plan=plan, num_microbatches=4)
-    with pytest.raises(TypeError, match="needs num_microbatches=, or plan="):
+    with pytest.raises(
+        ValueError, match=r"the schedule moves units \(O, A, L\): say by Memory\(offload=...\) in which directory"
+    ):
+        start(schedule=moves)
+    with pytest.raises(ValueError, match="a plan stands for num_microbatches, num_segments and segment_sizes"):
+        start(schedule=plan, num_microbatches=4)
+    with pytest.raises(TypeError, match="needs num_microbatches=, or a plan as schedule="):
         start()
 
 

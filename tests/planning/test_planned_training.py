@@ -16,7 +16,7 @@ from tiny_model import Config, cross_entropy, gradient_error, stage_of, whole_mo
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from seq1f1b import ModelShape, PipelineEngine, ScheduleError, add_loss, carry_in, carry_out, layer_handle
+from seq1f1b import Loss, ModelShape, PipelineEngine, ScheduleError, add_loss, carry_in, carry_out, layer_handle
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
@@ -215,7 +215,7 @@ def test_auxiliary_losses_of_each_document() -> None:
             model := copy.deepcopy(models[group.rank]),
             num_microbatches=1,
             loss_fn=mean_square,
-            loss_weight=lambda target: target.shape[1],
+            loss=Loss(weight=lambda target: target.shape[1]),
             arg_rules={"doc_ids": "slice"},
             group=group,
         )

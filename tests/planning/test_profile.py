@@ -652,7 +652,7 @@ def test_with_a_core_each_the_replay_is_the_simulator(case):
     tables = [
         [[seconds[kind, s, i] for i in range(order.num_segments)] for s in range(order.num_stages)] for kind in "FB"
     ]
-    assert found == pytest.approx(order.simulate(*tables, transfer=0.25, prefetch=100).makespan)
+    assert found == pytest.approx(order.replace(prefetch=100).simulate(*tables, transfer=0.25).makespan)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b import ModelShape, PipelineEngine, ScheduleError, build_schedule
+from seq1f1b import Memory, ModelShape, PipelineEngine, ScheduleError, build_schedule
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel, UnitSeconds
 from seq1f1b.planning.hardware import load_hardware
@@ -211,7 +211,7 @@ def test_a_planned_step_trains_as_each_document_alone(schedule: str, remedy: str
             num_segments=2,
             loss_fn=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
             arg_rules={"doc_ids": "slice"},
-            offload=tmp_path if remedy == "offload" else None,
+            memory=Memory(offload=tmp_path if remedy == "offload" else None),
             group=group,
         )
         kwargs = [{"doc_ids": ids} for ids in plan.doc_ids]
@@ -267,7 +267,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
         step_with([dataclasses.replace(plan, segment_sizes=((1,) * 18,))] * 2)
     moving = dataclasses.replace(plan, schedule=plan.schedule.offload()) if len(plan.rows) > 1 else None
     if moving is not None:
-        with pytest.raises(ValueError, match="say by offload= in which directory"):
+        with pytest.raises(ValueError, match=r"say by Memory\(offload=...\) in which directory"):
             step_with([moving] * 2)
 
 

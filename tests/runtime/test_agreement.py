@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from processes import AT_ONCE, run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
-from seq1f1b import LoopbackGroup, ModelShape, PipelineEngine, build_schedule
+from seq1f1b import LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
 from seq1f1b.runtime.arguments import check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -39,17 +40,47 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         r"segment_sizes .*\{8: \[5, 3\]\} on rank 0; None",
     ),
-    "model_shape": (
-        {"segment_sizes": "balanced", "model_shape": SHAPES[0]},
-        {"segment_sizes": "balanced", "model_shape": SHAPES[1]},
-        "model_shape differs .*ffn=8.* on rank 0; .*ffn=16.* on rank 1",
+    "sizes by a shape": (
+        {"segment_sizes": SHAPES[0]},
+        {"segment_sizes": SHAPES[1]},
+        "segment_sizes differs .*ffn=8.* on rank 0; .*ffn=16.* on rank 1",
     ),
     "seq_dim": ({}, {"seq_dim": 2}, "seq_dim differs .*: 1 on rank 0; 2 on rank 1"),
-    "prefetch": ({}, {"prefetch": 3}, "prefetch differs .*: 1 on rank 0; 3 on rank 1"),
-    "loss_reduction": ({"loss_reduction": "sum"}, {}, "loss_reduction differs .*: 'sum' on rank 0; 'mean' on rank 1"),
-    "scale_grads": ({"scale_grads": False}, {}, "scale_grads differs .*: False on rank 0; True on rank 1"),
-    "recompute": ({}, {"recompute": "all"}, "recompute differs .*: 'none' on rank 0; 'all' on rank 1"),
-    "shard": ({"shard": (0, 2)}, {}, r"shard differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1"),
+    "prefetch": (
+        {},
+        {"schedule": partial(build_schedule, "seq1f1b", prefetch=3)},
+        "prefetch differs .*: 1 on rank 0; 3 on rank 1",
+    ),
+    "weights": (
+        {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},
+        {},
+        "weights differs .*: 'fill' on rank 0; 'planned' on rank 1",
+    ),
+    "a callable": (
+        {"schedule": lambda **counts: build_schedule("gpipe", **counts)},
+        {},
+        r"schedule differs .*: a callable \(order \w+\) on rank 0; 'seq1f1b' \(order \w+\) on rank 1",
+    ),
+    "loss": (
+        {"loss": Loss(reduction="sum")},
+        {},
+        "Loss.reduction differs .*: 'sum' on rank 0; 'mean' on rank 1",
+    ),
+    "scale_grads": (
+        {"loss": Loss(scale_grads=False)},
+        {},
+        "Loss.scale_grads differs .*: False on rank 0; True on rank 1",
+    ),
+    "recompute": (
+        {},
+        {"memory": Memory(recompute="all")},
+        "Memory.recompute differs .*: 'none' on rank 0; 'all' on rank 1",
+    ),
+    "sequence_parallel": (
+        {"sequence_parallel": (0, 2)},
+        {},
+        r"sequence_parallel differs .*: \(0, 2\) on rank 0; \(0, 1\) on rank 1",
+    ),
 }
 
 

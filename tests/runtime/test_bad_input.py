@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, ModelShape, PipelineEngine, PipelineError, Schedule, ScheduleError, build_schedule
+from seq1f1b import (
+    LoopbackGroup,
+    Loss,
+    Memory,
+    ModelShape,
+    PipelineEngine,
+    PipelineError,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+)
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
@@ -74,13 +84,11 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative segments": ({"num_segments": -2}, ValueError, "num_segments is -2, must be at least 1"),
     "segments of type float": ({"num_segments": 2.0}, TypeError, "num_segments must be an int, got float"),
     "micro-batches of type bool": ({"num_microbatches": True}, TypeError, "num_microbatches must be an int, got bool"),
-    "negative prefetch": ({"prefetch": -1}, ValueError, "prefetch is -1, must be at least 0"),
     "segments along the batch": ({"seq_dim": 0}, ValueError, "seq_dim is 0, must be at least 1"),
     "seq_dim of type str": ({"seq_dim": "1"}, TypeError, "seq_dim must be an int, got str"),
-    "no time": ({"timeout": 0}, ValueError, "timeout is 0, must be above 0"),
-    "time that is no number": ({"timeout": "300"}, TypeError, "timeout must be a number, got str"),
-    "time that is nan": ({"first_step_timeout": float("nan")}, ValueError, "first_step_timeout is nan"),
-    "negative spinning": ({"spin_us": -1.0}, ValueError, "spin_us is -1.0, must be at least 0"),
+    "limits that are a number": ({"limits": 300.0}, TypeError, "limits must be a seq1f1b.Limits, got float"),
+    "a loss that is a word": ({"loss": "sum"}, TypeError, "loss must be a seq1f1b.Loss, got str"),
+    "memory that is a word": ({"memory": "all"}, TypeError, "memory must be a seq1f1b.Memory, got str"),
     "sizes of another count": (
         {"segment_sizes": [3, 3, 2]},
         ValueError,
@@ -89,7 +97,7 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a size of zero": ({"segment_sizes": [8, 0]}, ValueError, r"segment_sizes\[1\] is 0, must be at least 1"),
     "a negative size": ({"segment_sizes": [-1, 9]}, ValueError, r"segment_sizes\[0\] is -1, must be at least 1"),
     "a size of type float": ({"segment_sizes": [4, 4.5]}, TypeError, r"segment_sizes\[1\] is 4.5, must be an int"),
-    "sizes that are one int": ({"segment_sizes": 4}, TypeError, "segment_sizes must be None, 'balanced' or a list"),
+    "sizes that are one int": ({"segment_sizes": 4}, TypeError, "segment_sizes must be None, a ModelShape or a list"),
     "sizes of another length": (
         {"segment_sizes": {8: [4, 4], 9: [4, 4]}},
         ValueError,
@@ -97,16 +105,18 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a length with too few sizes": ({"segment_sizes": {8: [8]}}, ValueError, "segment_sizes has 1 entries"),
     "a length without sizes": ({"segment_sizes": {8: None}}, TypeError, r"segment_sizes\[8\] must be a list, got None"),
-    "unknown split": ({"segment_sizes": "flops"}, ValueError, "segment_sizes is 'flops'; it must be None, 'balanced'"),
-    "balanced without a shape": ({"segment_sizes": "balanced"}, ValueError, "'balanced' needs model_shape="),
+    "unknown split": (
+        {"segment_sizes": "flops"},
+        ValueError,
+        "segment_sizes is 'flops'; it must be None, a ModelShape",
+    ),
+    "a split by a word": ({"segment_sizes": "balanced"}, ValueError, r"give segment_sizes=ModelShape\(...\)"),
     "heads that do not divide": (
-        {"segment_sizes": "balanced", "model_shape": SHAPE._replace(hidden=12, heads=4, kv_heads=3)},
+        {"segment_sizes": SHAPE._replace(hidden=12, heads=4, kv_heads=3)},
         ValueError,
         "kv_heads.* 3.*heads.* 4|heads.* 4.*kv_heads.* 3",
     ),
-    "unknown reduction": ({"loss_reduction": "max"}, ValueError, "loss_reduction is 'max', must be 'mean' or 'sum'"),
     "a loss that is no function": ({"loss_fn": 3.0}, TypeError, "loss_fn must be callable, got float"),
-    "a weight that is no function": ({"loss_weight": 7}, TypeError, "loss_weight must be callable, got int"),
     "gradients of type int": ({"grad_dtype": torch.int32}, TypeError, "grad_dtype is torch.int32, must be a floating"),
     "unknown transport": ({"transport": "mpi"}, ValueError, "transport is 'mpi', must be one of 'auto', 'shm', 'c10d'"),
     "all ranks as the group": ({"group": LoopbackGroup(2)}, TypeError, r"LoopbackGroup\(P\)\[rank\]"),
@@ -135,7 +145,11 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a schedule of another k": ({"schedule": orders("1f1b", 1, 4)}, ValueError, r"\(1, 2, 4\), .*\(1, 2, 2\)"),
     "unknown schedule": ({"schedule": "zigzag"}, ValueError, "zigzag.*1f1b"),
-    "a schedule that is none": ({"schedule": 3}, TypeError, "schedule must be a name or a seq1f1b.Schedule, got int"),
+    "a schedule that is none": (
+        {"schedule": 3},
+        TypeError,
+        "schedule must be a name, a seq1f1b.Schedule, a plan .* got int",
+    ),
     "W before its I": (
         {"schedule": Schedule.from_text(SPLIT.replace("I0.0 W0.1 W0.0", "W0.0 I0.0 W0.1"))},
         ScheduleError,
@@ -243,12 +257,12 @@ BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a target without a tensor": (
         {"target": {"labels": "of many"}},
         TypeError,
-        "target is a dict: pass loss_weight= to the engine, a callable that counts",
+        r"target is a dict: give the engine loss=Loss\(weight=...\), a callable that counts",
     ),
     "a negative count": (
-        {"loss_weight": lambda target: -1.0},
+        {"loss": Loss(weight=lambda target: -1.0)},
         ValueError,
-        "loss_weight of micro-batch 0, segment 0 is -1.0, must be at least 0",
+        "Loss.weight of micro-batch 0, segment 0 is -1.0, must be at least 0",
     ),
     "a global count of zero": ({"count": 0}, ValueError, "loss_weight is 0, must be above 0"),
     "a global count of nan": ({"count": float("nan")}, ValueError, "loss_weight is nan, must be above 0"),
@@ -784,7 +798,11 @@ def test_a_stage_that_changes_its_input_in_place_is_told_to_copy_it(change, reco
     x = torch.randn(2, 8, 4)
 
     def run(group: Any) -> None:
-        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "group": group, "recompute": recompute}
+        options: dict[str, Any] = {
+            "loss_fn": nn.functional.mse_loss,
+            "group": group,
+            "memory": Memory(recompute=recompute),
+        }
         PipelineEngine(stages[group.rank], num_microbatches=2, num_segments=2, **options).step(x, target=x)
 
     with pytest.raises((RuntimeError, PipelineError), match=rf"\[1\]F0.0: .*{remedy}"):

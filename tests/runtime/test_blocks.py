@@ -11,7 +11,7 @@ from order_runs import CONFIG, LENGTH, SIZES, run_order
 from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import LoopbackGroup, PipelineEngine, build_schedule
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, build_schedule
 
 
 def uneven(unit: Any) -> float:
@@ -19,28 +19,33 @@ def uneven(unit: Any) -> float:
     return 0.5 if unit.stage else min(1.0, 0.5 * unit.segment)
 
 
-CASES = [
-    ("seq1f1b", 1, {}),
-    ("seq1f1b", 1, {"weights": "fill"}),
-    ("seq-zb-h1", 1, {}),
-    ("seq-zbv", 2, {}),
-    ("seq1f1b-interleaved", 2, {"recompute": lambda unit: unit.segment == 0}),
+def first_segments(unit: Any) -> bool:
+    return unit.segment == 0
+
+
+CASES: list[tuple[str, int, str, Any]] = [
+    ("seq1f1b", 1, "planned", "none"),
+    ("seq1f1b", 1, "fill", "none"),
+    ("seq-zb-h1", 1, "planned", "none"),
+    ("seq-zbv", 2, "planned", "none"),
+    ("seq1f1b-interleaved", 2, "planned", first_segments),
 ]
 
 
-@pytest.mark.parametrize(("name", "v", "options"), CASES)
-def test_gradients_are_equal_bit_for_bit(name: str, v: int, options: dict[str, Any]) -> None:
-    schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=3, stages_per_rank=v)
+@pytest.mark.parametrize(("name", "v", "weights", "recompute"), CASES)
+def test_gradients_are_equal_bit_for_bit(name: str, v: int, weights: str, recompute: Any) -> None:
+    counts = {"num_ranks": 2, "num_microbatches": 4, "num_segments": 3, "stages_per_rank": v}
+    schedule = build_schedule(name, **counts, weights=weights)
     tokens, target = batch(CONFIG, 4, LENGTH)
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, 4)[1]
-    kept = run_order(model, schedule, tokens, target, sizes=SIZES[3], **options)
+    kept = run_order(model, schedule, tokens, target, sizes=SIZES[3], memory=Memory(recompute))
     assert gradient_error(kept[1], truth) <= 1e-10
     blocks = 4 // v  # of a stage
-    again = sum("recompute" not in options or s > 0 for s in range(3)) * 4  # units of a stage that are not recomputed
+    again = sum(recompute == "none" or s > 0 for s in range(3)) * 4  # units of a stage that are not recomputed
     for share, expected in ((0.3, -(-3 * blocks // 10) * again * v), (1.0, 4 * again)):
         losses, gradients, reports = run_order(
-            model, schedule, tokens, target, sizes=SIZES[3], recompute_blocks=("blocks", share), **options
+            model, schedule, tokens, target, sizes=SIZES[3], memory=Memory(recompute, blocks=("blocks", share))
         )
         assert all(torch.equal(a, b) for a, b in zip(losses, kept[0], strict=True))
         assert all(torch.equal(g, kept[1][name]) for name, g in gradients.items())
@@ -53,7 +58,7 @@ def test_a_share_for_every_unit(tmp_path: Path) -> None:
     tokens, target = batch(CONFIG, 3, LENGTH)
     model = whole_model(CONFIG)
     kept = run_order(model, schedule, tokens, target)
-    options = {"recompute_blocks": ("blocks", uneven), "offload": tmp_path}
+    options = {"memory": Memory(blocks=("blocks", uneven), offload=tmp_path)}
     losses, gradients, reports = run_order(model, schedule, tokens, target, **options)
     assert all(torch.equal(a, b) for a, b in zip(losses, kept[0], strict=True))
     assert all(torch.equal(g, kept[1][name]) for name, g in gradients.items())
@@ -66,7 +71,9 @@ def test_what_is_held_falls_as_planned() -> None:
     tokens, target = batch(CONFIG, 4, 16)
     held = []
     for share in (0.0, 0.5, 1.0):
-        _, _, reports = run_order(whole_model(CONFIG), schedule, tokens, target, recompute_blocks=("blocks", share))
+        _, _, reports = run_order(
+            whole_model(CONFIG), schedule, tokens, target, memory=Memory(blocks=("blocks", share))
+        )
         stages = [report.stages[0] for report in reports]
         assert all(stage.activation_bytes == stage.planned_activation_bytes for stage in stages)
         held.append([stage.activation_bytes for stage in stages])
@@ -93,7 +100,7 @@ def test_dropout_draws_the_same_numbers() -> None:
         stage = Dropping()
         engine = PipelineEngine(
             stage, num_microbatches=2, num_segments=2, loss_fn=lambda output, target: output.square().mean(),
-            recompute_blocks=("inner.layers", share), group=LoopbackGroup(1)[0],
+            memory=Memory(blocks=("inner.layers", share)), group=LoopbackGroup(1)[0],
         )  # fmt: skip
         torch.manual_seed(3)
         losses = engine.step(torch.ones(2, 6, 8), target=torch.ones(2, 6, 8))
@@ -120,21 +127,21 @@ def compiled(part: str) -> nn.Module:
 def test_what_is_refused(choice: Any, error: type[Exception], message: str) -> None:
     stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
     with pytest.raises(error, match=message):
-        PipelineEngine(stage, num_microbatches=1, recompute_blocks=choice, group=LoopbackGroup(1)[0])
+        PipelineEngine(stage, num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
 
 
 @pytest.mark.parametrize(("part", "named"), [("blocks.2", "blocks.2"), ("", "the module")])
 def test_what_is_compiled_is_refused(part: str, named: str) -> None:
     choice = ("blocks", 1.0)
-    with pytest.raises(ValueError, match=f"recompute_blocks: {named} of stage 0 is compiled"):
-        PipelineEngine(compiled(part), num_microbatches=1, recompute_blocks=choice, group=LoopbackGroup(1)[0])
+    with pytest.raises(ValueError, match=f"Memory.blocks: {named} of stage 0 is compiled"):
+        PipelineEngine(compiled(part), num_microbatches=1, memory=Memory(blocks=choice), group=LoopbackGroup(1)[0])
 
 
 def test_a_callable_that_returns_no_share() -> None:
     stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
     engine = PipelineEngine(
         stage, num_microbatches=1, num_segments=2, loss_fn=cross_entropy, group=LoopbackGroup(1)[0],
-        recompute_blocks=("blocks", lambda unit: 2 * unit.segment),
+        memory=Memory(blocks=("blocks", lambda unit: 2 * unit.segment)),
     )  # fmt: skip
     tokens, target = batch(CONFIG, 1, LENGTH)
     with pytest.raises(ValueError, match=r"the share of F0\.1 is 2, must be in 0\.\.1"):

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from seq1f1b import PipelineEngine, ScheduleSeq1F1B, build_schedule
+from seq1f1b import Loss, Memory, PipelineEngine, ScheduleSeq1F1B, build_schedule
 
 LENGTH, M, K = 13, 2, 3
 FSDP_COLLECTIVES = (
@@ -90,7 +90,7 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
     else:
         driver = engine = PipelineEngine(
             wrapped, num_microbatches=M, num_segments=K, segment_sizes=[1, 7, 5], loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"), recompute=recompute,
+            group=mesh.get_group("pipeline"), memory=Memory(recompute=recompute),
         )  # fmt: skip
     own = slice(replica * 2 * M, (replica + 1) * 2 * M)
     arguments = (tokens[own],) if index == 0 else ()
@@ -163,6 +163,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
         tokens, target = batch(config, 2 * M, LENGTH, size=1)
         _, truth = run_whole(model, tokens, target, 2 * M)
         schedule = build_schedule(name, num_ranks=2, num_microbatches=M, num_segments=k, stages_per_rank=v)
+        schedule = schedule.replace(weights=weights)
         own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == index]
         plain: list[nn.Module] = [stage_of(model, config, s, schedule.num_stages) for s in own]
         has_head = schedule.num_stages - 1 in own
@@ -172,7 +173,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
             loss_fn = wrap(kind, loss_fn, group, data_mesh)
         engine = PipelineEngine(
             wrapped, schedule=schedule, num_microbatches=M, num_segments=k, loss_fn=loss_fn,
-            group=mesh.get_group("pipeline"), weights=weights,
+            group=mesh.get_group("pipeline"),
         )  # fmt: skip
         half = slice(replica * M, (replica + 1) * M)
         reductions: list[list[int]] = []
@@ -235,7 +236,9 @@ def global_count(rank: int, world: int) -> None:
         if kind == "ddp":  # the gradients of earlier steps lie where the next reduction writes
             wrapped = DistributedDataParallel(stage, process_group=mesh.get_group(), gradient_as_bucket_view=True)
         # The engine counts by itself: before the step, or what the loss says at its end.
-        way = {"loss_fn": cross_entropy, "loss_weight": "targets"} if schedule == "seq1f1b" else {"loss_fn": pair}
+        way: dict[str, Any] = {"loss_fn": pair}
+        if schedule == "seq1f1b":
+            way = {"loss_fn": cross_entropy, "loss": Loss(weight="targets")}
         engine = PipelineEngine(wrapped, schedule=schedule, num_microbatches=M, num_segments=K, group=alone, **way)
         for times in (1, 2):
             engine.step(tokens[own], target=target[own])
@@ -325,7 +328,7 @@ def unused_layers(rank: int, world: int) -> None:
     group = [dist.new_group([r]) for r in range(world)][rank]
     engine = PipelineEngine(
         module, schedule="seq-zb-h1", num_microbatches=1, num_segments=2, segment_sizes=[1, 5],
-        loss_fn=lambda output, target: square(output, target), loss_weight=torch.numel, group=group,
+        loss_fn=lambda output, target: square(output, target), loss=Loss(weight=torch.numel), group=group,
     )  # fmt: skip
     for step in (1, 2, 3):
         engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
@@ -352,8 +355,8 @@ def hooks(rank: int, world: int) -> None:
         weight.register_hook(lambda gradient, own=own: own.append("tensor"))
         weight.register_post_accumulate_grad_hook(lambda parameter, own=own: own.append("accumulated"))
         engine = PipelineEngine(
-            module, schedule=schedule, num_microbatches=2, num_segments=2, loss_fn=square, loss_weight=torch.numel,
-            group=group,
+            module, schedule=schedule, num_microbatches=2, num_segments=2, loss_fn=square,
+            loss=Loss(weight=torch.numel), group=group,
         )  # fmt: skip
         engine.step(x, target=torch.zeros_like(x))
     assert calls["seq-zb-h1"] == calls["seq1f1b"] == ["tensor", "accumulated"] * 4

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
 import seq1f1b
-from seq1f1b import ModelShape, PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b import (
+    Loss,
+    Memory,
+    ModelShape,
+    PipelineEngine,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    build_schedule,
+)
 from seq1f1b.data import DocumentBatches
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import profile_model
@@ -82,15 +90,15 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "uneven segments": {"segment_sizes": [5, 4, 3]},
     "one micro-batch at a time": {"schedule": "gpipe"},
-    "counted by hand": {"loss_weight": lambda target: float((target != -100).sum())},
-    "recomputed": {"recompute": "all", "check_recompute": True},
-    "blocks recomputed": {"recompute_blocks": ("blocks", 0.5)},
+    "counted by hand": {"loss": Loss(weight=lambda target: float((target != -100).sum()))},
+    "recomputed": {"memory": Memory(recompute="all", check=True)},
+    "blocks recomputed": {"memory": Memory(blocks=("blocks", 0.5))},
     "split backward": {"schedule": "seq-zb-h1"},
-    "filled backward": {"weights": "fill"},
+    "filled backward": {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},
     "vocabulary over the ranks": {"vocabulary": True},
     "tied": {"tied": True},
     "rows": {"rows": True},
-    "offloaded": {"offload": True},
+    "offloaded": {"offloads": True},
     "unchecked": {"unchecked": True},
 }
 
@@ -104,6 +112,7 @@ def train(
     vocabulary: bool = False,
     tied: bool = False,
     rows: bool = False,
+    offloads: bool = False,
     **options: Any,
 ) -> Any:
     """Losses, gradients and norms of a rank, all of whose calls are under a default device."""
@@ -121,8 +130,8 @@ def train(
             stage.head = nn.Identity()
         else:
             stage.embedding = nn.Identity()
-    if options.get("offload"):
-        options["offload"] = folder
+    if offloads:
+        options["memory"] = Memory(offload=folder)
     step: dict[str, Any] = {}
     if rows:
         step["segment_sizes"] = ROWS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from seq1f1b import PipelineEngine, Schedule, build_schedule
+from seq1f1b import Memory, PipelineEngine, Schedule, build_schedule
 from seq1f1b.runtime import deferred
 from seq1f1b.testing import run_ranks
 
@@ -169,11 +170,13 @@ def test_an_output_may_be_changed_in_place(noted, between, bias):
     assert {"up", "down"} <= set(noted)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "seq-zb-h1"}, {"schedule": "seq1f1b", "weights": "fill"}])
+@pytest.mark.parametrize(
+    "options", [{"schedule": "seq-zb-h1"}, {"schedule": partial(build_schedule, "seq1f1b", weights="fill")}]
+)
 @pytest.mark.parametrize("between", [IN_PLACE["ReLU"], IN_PLACE["a slice"]])
 def test_an_output_may_be_changed_in_place_in_other_orders(between, options):
     compare(Body(between), **options)
-    compare(Body(between), recompute="all", **options)
+    compare(Body(between), memory=Memory(recompute="all"), **options)
 
 
 def test_an_output_may_be_changed_in_place_under_autocast(noted):

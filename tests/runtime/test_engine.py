@@ -12,7 +12,7 @@ from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import PipelineEngine, Schedule, build_schedule
+from seq1f1b import Loss, Memory, PipelineEngine, Schedule, build_schedule
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -283,10 +283,10 @@ def test_sum_reduction_global_count_and_unscaled_gradients():
         return losses, grads(engine)
 
     for loss_fn, options, weight, factor in [
-        (summed, {"loss_reduction": "sum"}, counted, 1.0),
+        (summed, {"loss": Loss(reduction="sum")}, counted, 1.0),
         (cross_entropy, {}, counted, 1.0),
-        (summed, {"loss_reduction": "sum"}, None, counted / 3),
-        (summed, {"loss_reduction": "sum", "scale_grads": False}, None, float(counted)),
+        (summed, {"loss": Loss(reduction="sum")}, None, counted / 3),
+        (summed, {"loss": Loss(reduction="sum", scale_grads=False)}, None, float(counted)),
     ]:
         results = run_ranks(2, lambda g, a=loss_fn, b=weight, c=options: run(g, a, b, **c))
         found = gradients_of(r[1] for r in results)
@@ -322,7 +322,7 @@ def test_head_inside_the_loss(recompute):
             loss_fn.norm, loss_fn.head = stage.norm, stage.head
             del stage.norm, stage.head
         engine = PipelineEngine(
-            stage, num_microbatches=3, num_segments=4, loss_fn=loss_fn, group=group, recompute=recompute
+            stage, num_microbatches=3, num_segments=4, loss_fn=loss_fn, group=group, memory=Memory(recompute=recompute)
         )
         found, report = engine.step(tokens, target=target), engine.report()
         norm = engine.clip_grad_norm_(1e9)
@@ -531,7 +531,12 @@ def test_frozen_stages_pass_gradients_or_none(recompute):
         if group.rank in frozen:
             stage.requires_grad_(False)
         engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group, recompute=recompute
+            stage,
+            num_microbatches=2,
+            num_segments=3,
+            loss_fn=cross_entropy,
+            group=group,
+            memory=Memory(recompute=recompute),
         )
         return engine.step(tokens, target=target), grads(engine)
 
@@ -567,7 +572,7 @@ def test_a_fused_projection_is_not_kept_for_its_queries():
 
     stage, x = Fused(), torch.randn(1, 64, 16)
     engine = PipelineEngine(
-        stage, num_microbatches=1, num_segments=2, loss_fn=lambda o, t: o.sum(), loss_reduction="sum"
+        stage, num_microbatches=1, num_segments=2, loss_fn=lambda o, t: o.sum(), loss=Loss(reduction="sum")
     )
     engine.step(x, target=x)
     floats = 64 * (16 + 16 + 2)  # q, out and one row sum per head; the input is the caller's
@@ -594,7 +599,7 @@ def test_measured_costs_of_segments_balance_them():
             num_microbatches=2,
             num_segments=4,
             loss_fn=lambda y, t: y.sum(),
-            loss_reduction="sum",
+            loss=Loss(reduction="sum"),
             group=group,
         )
         x = torch.arange(4.0).repeat_interleave(4)[None, :, None].repeat(2, 1, 2)

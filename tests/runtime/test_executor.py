@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import _C, PipelineEngine
+from seq1f1b import _C, PipelineEngine, build_schedule
 from seq1f1b.ops.context import current
 from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.testing import run_ranks
@@ -53,12 +54,11 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         stage = Recorded(rank, P)
         engine = PipelineEngine(
             stage,
-            schedule=name,
+            schedule=partial(build_schedule, name, prefetch=prefetch),
             num_microbatches=M,
             num_segments=k,
             loss_fn=cross_entropy,
             group=group,
-            prefetch=prefetch,
         )
         for _ in range(2):
             stage.outputs.clear()

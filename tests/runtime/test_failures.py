@@ -19,7 +19,7 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, shared_mem
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import PipelineEngine, PipelineError, build_schedule
+from seq1f1b import Limits, PipelineEngine, PipelineError, build_schedule
 from seq1f1b.runtime import deferred
 from seq1f1b.testing import run_ranks
 
@@ -206,7 +206,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
 @pytest.mark.parametrize(
     "limits",
     # Over c10d progress is published five times a second: a limit has to be well above that to name the unit.
-    [{"timeout": 2.0, "first_step_timeout": 100.0}, {"timeout": 2.0, "first_step_timeout": 2.0}],
+    [{"limits": Limits(step=2.0, first_step=100.0)}, {"limits": Limits(step=2.0, first_step=2.0)}],
     ids=["a known shape", "a new shape"],
 )
 def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
@@ -220,8 +220,8 @@ def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
     for (name, text, (rank, unit, _), ended), last_work in results:
         assert name == "PipelineError" and rank == 1 and unit == "F2.1"
         assert "rank 1 has been in F2.1 for " in text
-        assert ended - last_work >= limits["timeout"]  # a rank may have begun to wait before the other fell asleep
-        assert ended - asleep < limits["timeout"] + AT_ONCE
+        assert ended - last_work >= limits["limits"].step  # a rank may have begun to wait before the other fell asleep
+        assert ended - asleep < limits["limits"].step + AT_ONCE
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -314,14 +314,12 @@ def test_random_delays_change_nothing(ranks: int, M: int, k: int, name: str, pre
             stage = Jittery(stage, seed + group.rank)
         engine = PipelineEngine(
             stage,
-            schedule=name,
+            schedule=partial(build_schedule, name, prefetch=prefetch),
             num_microbatches=M,
             num_segments=k,
             loss_fn=cross_entropy,
             group=group,
-            prefetch=prefetch,
-            timeout=20.0,
-            first_step_timeout=20.0,
+            limits=Limits(step=20.0, first_step=20.0),
         )
         for _ in range(2):
             engine.step(tokens, target=target)

@@ -25,7 +25,7 @@ P, M, K = 4, 8, 4
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, fill=False, sizes=(64,) * K):
+def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, weights="planned", sizes=(64,) * K):
     """A step whose units take ``seconds(unit)``, as it would be measured: simulated with all that delays it.
 
     Args:
@@ -33,14 +33,15 @@ def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, fill
         late: seconds by which rank 1 enters late.
         transfer: seconds of a message.
     """
-    schedule = seq1f1b.build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=len(sizes))
+    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": len(sizes)}
+    schedule = seq1f1b.build_schedule(name, **counts, weights=weights)
     seconds = seconds or (lambda unit: SECONDS[unit.kind])
     units = [[seconds(unit) for unit in order] for order in schedule.ranks]
     delayed = [[each + own for each in track] for track in units]
     delayed[1][0] += late
-    makespan = schedule.simulate(durations=delayed, transfer=transfer, fill=fill).makespan
+    makespan = schedule.simulate(durations=delayed, transfer=transfer).makespan
     owns = [own * len(track) for track in units]
-    return StepTimes(schedule, units, owns, [0, late, 0, 0], makespan, fill, tuple(sizes))
+    return StepTimes(schedule, units, owns, [0, late, 0, 0], makespan, tuple(sizes))
 
 
 def causes_of(step):
@@ -100,7 +101,7 @@ def step_of_layers(layers, *, head=0.0, embedding=0.0, name="seq1f1b"):
     units = [[SECONDS[unit.kind] * cost[unit.stage] for unit in order] for order in schedule.ranks]
     nothing = [0.0] * len(units)
     makespan = schedule.simulate(durations=units).makespan
-    return StepTimes(schedule, units, nothing, nothing, makespan, False, (64, 64), tuple(layers))
+    return StepTimes(schedule, units, nothing, nothing, makespan, (64, 64), tuple(layers))
 
 
 def of_stages(step):
@@ -157,7 +158,7 @@ def test_a_head_that_is_spread_is_not_named():
     units = [[1.0 + (unit.stage == 1) for unit in order] for order in schedule.ranks]
     makespan = schedule.simulate(durations=units).makespan
     for layers in ((), (2, 2)):
-        step = StepTimes(schedule, units, [0, 0], [0, 0], makespan, False, (64, 64), layers)
+        step = StepTimes(schedule, units, [0, 0], [0, 0], makespan, (64, 64), layers)
         assert "vocabulary" not in of_stages(step)
 
 
@@ -221,8 +222,8 @@ def test_all_causes_at_once_and_weights_in_waits():
     def seconds(unit):
         return SECONDS[unit.kind] * (1 + 0.3 * unit.stage + 0.2 * unit.segment + 0.01 * unit.microbatch)
 
-    for name, fill in (("seq1f1b", False), ("seq-zb-h1", False), ("seq-zb-h1", True)):
-        ranks = causes_of(step_of(name, seconds=seconds, own=0.25, transfer=1.0, fill=fill))
+    for name, weights in (("seq1f1b", "planned"), ("seq-zb-h1", "planned"), ("seq-zb-h1", "fill")):
+        ranks = causes_of(step_of(name, seconds=seconds, own=0.25, transfer=1.0, weights=weights))
         mean = mean_idle(ranks)
         assert mean.total == pytest.approx(sum(idle.total for idle in ranks) / P)
         assert mean.stages > 0 and mean.host > 0 and mean.transfer > 0
@@ -231,7 +232,7 @@ def test_all_causes_at_once_and_weights_in_waits():
 def test_a_busy_step_has_nothing_to_gain():
     schedule = seq1f1b.build_schedule("seq1f1b", num_ranks=2, num_microbatches=64)
     units = [[SECONDS[unit.kind] for unit in order] for order in schedule.ranks]
-    step = StepTimes(schedule, units, [0, 0], [0, 0], schedule.simulate(durations=units).makespan, False, (1,))
+    step = StepTimes(schedule, units, [0, 0], [0, 0], schedule.simulate(durations=units).makespan, (1,))
     assert advice(step, idle_of_ranks(step)) == "the ranks are busy 98% of the step: there is little to gain"
 
 

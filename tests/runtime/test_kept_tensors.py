@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b
-from seq1f1b import PipelineEngine
+from seq1f1b import Limits, Memory, PipelineEngine
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport import group as group_module
 
@@ -58,20 +59,27 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64), torch.randn(M, LENGTH, HIDDEN, dtype=torch.float64)
 
 
-def run_shifts(view: str, schedule: str, num_ranks: int, per_rank: int, **options: Any) -> None:
+def run_shifts(
+    view: str, schedule: str, num_ranks: int, per_rank: int, order: dict[str, Any] | None = None, **options: Any
+) -> None:
     torch.manual_seed(0)
     count = num_ranks * per_rank
     stages: list[nn.Module] = [nn.Linear(HIDDEN, HIDDEN).double(), *(Shift(view, i) for i in range(1, count))]
     x, target = batch()
     segments = 1 if schedule in ("zbv", "1f1b") else K
-    order = seq1f1b.build_schedule(
-        schedule, num_ranks=num_ranks, num_microbatches=M, num_segments=segments, stages_per_rank=per_rank
+    built = seq1f1b.build_schedule(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=M,
+        num_segments=segments,
+        stages_per_rank=per_rank,
+        **(order or {}),
     )
 
     def work(group: Any) -> Any:
-        own = [stages[i] for i, rank in enumerate(order.rank_of_stage) if rank == group.rank]
+        own = [stages[i] for i, rank in enumerate(built.rank_of_stage) if rank == group.rank]
         engine = PipelineEngine(
-            own, schedule=order, num_microbatches=M, num_segments=segments, loss_fn=F.mse_loss, group=group, **options
+            own, schedule=built, num_microbatches=M, num_segments=segments, loss_fn=F.mse_loss, group=group, **options
         )
         losses = engine.eval(x, target=target)
         stepped = engine.step(x, target=target)
@@ -100,14 +108,14 @@ def test_a_carried_view_of_what_was_received(view: str) -> None:
     ("schedule", "num_ranks", "per_rank", "options"),
     [
         ("seq1f1b", 3, 1, {}),
-        ("seq1f1b", 2, 1, {"prefetch": 0}),
+        ("seq1f1b", 2, 1, {"order": {"prefetch": 0}}),
         ("seq1f1b-interleaved", 2, 2, {}),
         ("seq-zbv", 2, 2, {}),
         ("seq-zb-h1", 2, 1, {}),
         ("gpipe", 2, 1, {}),
         ("breadth-first", 2, 2, {}),
-        ("seq1f1b", 2, 1, {"recompute": "all"}),
-        ("seq1f1b", 2, 1, {"weights": "fill"}),
+        ("seq1f1b", 2, 1, {"memory": Memory(recompute="all")}),
+        ("seq1f1b", 2, 1, {"order": {"weights": "fill"}}),
     ],
 )  # fmt: skip
 def test_a_carried_view_in_every_placement(schedule: str, num_ranks: int, per_rank: int, options: Any) -> None:
@@ -224,19 +232,19 @@ def keep_own(module: Keeps) -> None:
     [
         ("seq1f1b", 1, {}),
         ("seq-zbv", 2, {}),
-        ("seq1f1b-interleaved", 2, {"recompute": "all"}),
+        ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
     ],
 )  # fmt: skip
 def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_rank: int, options: Any) -> None:
     torch.manual_seed(0)
     stages = [Keeps(i) for i in range(2 * per_rank)]
     x = torch.randn(M, LENGTH, HIDDEN)
-    order = seq1f1b.build_schedule(schedule, num_ranks=2, num_microbatches=M, num_segments=K, stages_per_rank=per_rank)
+    built = seq1f1b.build_schedule(schedule, num_ranks=2, num_microbatches=M, num_segments=K, stages_per_rank=per_rank)
 
     def work(group: Any) -> None:
-        own = [stages[i] for i, rank in enumerate(order.rank_of_stage) if rank == group.rank]
+        own = [stages[i] for i, rank in enumerate(built.rank_of_stage) if rank == group.rank]
         engine = PipelineEngine(
-            own, schedule=order, num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group, **options
+            own, schedule=built, num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group, **options
         )
         engine.step(x, target=x)
         for stage in own:  # a hook that comes later than the first step, and stays for two steps and evaluations
@@ -296,7 +304,8 @@ def test_nothing_is_copied_where_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(M, LENGTH, HIDDEN)
 
     def work(group: Any) -> None:
-        for options in ({}, {"recompute": "all"}, {"schedule": "seq-zb-h1"}, {"weights": "fill"}):
+        filled = partial(seq1f1b.build_schedule, "seq1f1b", weights="fill")
+        for options in ({}, {"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"}, {"schedule": filled}):
             engine = PipelineEngine(
                 stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, group=group, **options
             )
@@ -325,7 +334,12 @@ def transports(rank: int, world: int, transport: str) -> None:
     stages[rank].register_full_backward_hook(lambda m, inputs, outputs: kept.extend(copies(outputs)))
     stages[rank].register_forward_pre_hook(lambda m, given: kept.extend(copies(given)))
     engine = PipelineEngine(
-        stages[rank], num_microbatches=M, num_segments=K, loss_fn=F.mse_loss, transport=transport, timeout=30
+        stages[rank],
+        num_microbatches=M,
+        num_segments=K,
+        loss_fn=F.mse_loss,
+        transport=transport,
+        limits=Limits(step=30),
     )
     for _ in range(2):
         engine.step(x, target=target)

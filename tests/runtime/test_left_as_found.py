@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import PipelineEngine, PipelineError
+from seq1f1b import Memory, PipelineEngine, PipelineError, build_schedule
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
 TOKENS, TARGET = batch(CONFIG, 2, 8)
@@ -158,9 +159,9 @@ def run_all(model: Model, make: Callable[[], PipelineEngine], others: tuple[nn.M
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "split": {"schedule": "seq-zb-h1"},
-    "fill": {"weights": "fill"},
-    "recompute": {"recompute": "all", "check_recompute": True},
-    "blocks": {"recompute_blocks": ("blocks", 0.5)},
+    "fill": {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},
+    "recompute": {"memory": Memory(recompute="all", check=True)},
+    "blocks": {"memory": Memory(blocks=("blocks", 0.5))},
     "own dtype": {"grad_dtype": None},
     "unchecked": {"unchecked": True},
 }
@@ -180,7 +181,11 @@ def test_offload_leaves_all_as_it_was(dtype, tmp_path):
     run_all(
         model,
         lambda: PipelineEngine(
-            model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, offload=tmp_path, offload_units="all"
+            model,
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            memory=Memory(offload=tmp_path, units="all"),
         ),
     )
     assert list(tmp_path.iterdir()) == []
@@ -227,8 +232,8 @@ def test_a_head_in_the_loss_is_left_as_it_was(kind, dtype):
     [
         ({"num_segments": 0}, ValueError),
         ({"schedule": "no-such-order"}, ValueError),
-        ({"recompute_blocks": ("nothing", 0.5)}, (ValueError, AttributeError)),
-        ({"offload": "/no/such/folder"}, (ValueError, OSError)),
+        ({"memory": Memory(blocks=("nothing", 0.5))}, (ValueError, AttributeError)),
+        ({"memory": Memory(offload="/no/such/folder")}, (ValueError, OSError)),
         ({"transport": "carrier pigeon"}, ValueError),
     ],
 )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import PipelineEngine, SegmentWarning
+from seq1f1b import Memory, PipelineEngine, SegmentWarning
 from seq1f1b.testing import run_ranks
 
 HIDDEN = VOCAB = 64
@@ -370,7 +370,7 @@ def test_a_look_changes_nothing(recompute):
     model = Model(Layer(dropped))
     engine = PipelineEngine(
         model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=seq1f1b.LoopbackGroup(1)[0],
-        recompute=recompute,
+        memory=Memory(recompute=recompute),
     )  # fmt: skip
     found = []
     for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b
-from seq1f1b import PipelineEngine, SegmentWarning
+from seq1f1b import Loss, Memory, PipelineEngine, SegmentWarning, build_schedule
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN, LENGTH = 16, 8, 24
@@ -159,8 +160,8 @@ def test_a_sum_and_its_divisor(name: str, P: int, M: int, k: int) -> None:
     "options",
     [
         {"schedule": "seq-zb-h1"},
-        {"recompute": "all"},
-        {"weights": "fill"},
+        {"memory": Memory(recompute="all")},
+        {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},
         {"grad_dtype": None},
         {"segment_sizes": [1, 20, 3]},
         {"schedule": "gpipe"},
@@ -300,7 +301,12 @@ def test_a_first_step_without_targets_says_nothing_of_the_loss(loss_fn: Any) -> 
 
     def work(group: Any) -> None:
         engine = PipelineEngine(
-            stages[group.rank], num_microbatches=3, num_segments=3, loss_fn=loss_fn, loss_weight=count_pad, group=group
+            stages[group.rank],
+            num_microbatches=3,
+            num_segments=3,
+            loss_fn=loss_fn,
+            loss=Loss(weight=count_pad),
+            group=group,
         )
         for given in (torch.zeros_like(target), target):
             engine.step(BATCH["tokens"], target=given)
@@ -326,9 +332,8 @@ def bad_divisor(value: Any) -> Callable[..., Any]:
         (bad_divisor(float("nan")), {}, "divisors that loss_fn returned sum to nan"),
         (bad_divisor(-1.0), {}, "must be finite and at least 0"),
         (lambda y, t: (y.sum(), 1.0, 2.0), {}, "returned 3 values"),
-        (pad, {"loss_reduction": "sum"}, "for some segments, and one loss for others|one loss"),
-        (pad, {"scale_grads": False}, "scale_grads=False"),
-        (pad, {"loss_weight": "tokens"}, "must be 'targets', 'microbatches' or a callable"),
+        (pad, {"loss": Loss(reduction="sum")}, "for some segments, and one loss for others|one loss"),
+        (pad, {"loss": Loss(scale_grads=False)}, "scale_grads=False"),
     ],
 )
 def test_what_is_refused(loss_fn: Any, options: dict[str, Any], match: str) -> None:
@@ -389,17 +394,21 @@ def plain_first(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
 WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "ignore_index of padding": (mean_pad, lambda: BATCH["padded"], {}),
     "the same, all micro-batches in one": (mean_pad, lambda: BATCH["padded"], {"M": 1}),
-    "the same, one segment, over all targets": (mean_pad, lambda: BATCH["padded"], {"k": 1, "loss_weight": "targets"}),
+    "the same, one segment, over all targets": (
+        mean_pad, lambda: BATCH["padded"], {"k": 1, "loss": Loss(weight="targets")}
+    ),
     "a mask beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {}),
     "weights beside the labels": (mean_masked, lambda: (BATCH["padded"], BATCH["weights"]), {}),
     "class weights": (mean_classes, lambda: BATCH["padded"], {}),
     "a loss that shifts": (shifts_inside, lambda: BATCH["padded"], {}),
     "a loss of the sequence": (per_sequence, lambda: BATCH["padded"], {}),
-    "a mean that is summed": (plain, lambda: BATCH["padded"], {"loss_reduction": "sum"}),
+    "a mean that is summed": (plain, lambda: BATCH["padded"], {"loss": Loss(reduction="sum")}),
     "a sum that is averaged": (lambda y, t: tokens_loss(y, t).sum(), lambda: BATCH["padded"], {}),
-    "a count of something else": (plain, lambda: BATCH["padded"], {"loss_weight": lambda t: float((t != PAD).sum())}),
+    "a count of something else": (
+        plain, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float((t != PAD).sum()))}
+    ),
     "a head within the loss": (MeanHead, lambda: BATCH["padded"], {}),
-    "recomputed": (mean_pad, lambda: BATCH["padded"], {"recompute": "all"}),
+    "recomputed": (mean_pad, lambda: BATCH["padded"], {"memory": Memory(recompute="all")}),
 }  # fmt: skip
 
 
@@ -468,7 +477,7 @@ class RightHead(Head):
 RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "a mean": (plain, lambda: BATCH["ignored"], {}),
     "a mean of the first": (plain_first, lambda: (BATCH["ignored"], BATCH["mask"]), {}),
-    "a sum": (lambda y, t: tokens_loss(y, t).sum(), lambda: BATCH["ignored"], {"loss_reduction": "sum"}),
+    "a sum": (lambda y, t: tokens_loss(y, t).sum(), lambda: BATCH["ignored"], {"loss": Loss(reduction="sum")}),
     "squares": (lambda y, t: F.mse_loss(y, F.one_hot(t, VOCAB).double()), lambda: BATCH["padded"], {}),
     "label smoothing": (
         lambda y, t: F.cross_entropy(y.transpose(1, 2), t, label_smoothing=0.2), lambda: BATCH["ignored"], {}
@@ -477,17 +486,19 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
         lambda y, t: plain(y, t) + 0.1 * (y.logsumexp(-1).square() * (t != -100)).sum() / (t != -100).sum(),
         lambda: BATCH["ignored"], {},
     ),
-    "a callable that counts": (mean_pad, lambda: BATCH["padded"], {"loss_weight": lambda t: float((t != PAD).sum())}),
+    "a callable that counts": (
+        mean_pad, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float((t != PAD).sum()))}
+    ),
     "class weights, counted": (
-        mean_classes, lambda: BATCH["padded"], {"loss_weight": lambda t: float(BATCH["classes"][t].sum())}
+        mean_classes, lambda: BATCH["padded"], {"loss": Loss(weight=lambda t: float(BATCH["classes"][t].sum()))}
     ),
     "a mask, counted": (
-        mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {"loss_weight": lambda t: float(t[1].sum())}
+        mean_masked, lambda: (BATCH["padded"], BATCH["mask"]), {"loss": Loss(weight=lambda t: float(t[1].sum()))}
     ),
     "random numbers": (Dropped(), lambda: BATCH["padded"], {}),
-    "state of its own": (Carrying(), lambda: BATCH["padded"], {"loss_reduction": "sum"}),
+    "state of its own": (Carrying(), lambda: BATCH["padded"], {"loss": Loss(reduction="sum")}),
     "a head within the loss": (RightHead, lambda: BATCH["ignored"], {}),
-    "all targets of a step": (plain, lambda: BATCH["ignored"], {"loss_weight": "targets"}),
+    "all targets of a step": (plain, lambda: BATCH["ignored"], {"loss": Loss(weight="targets")}),
     "a wrong mean of one segment": (mean_pad, lambda: BATCH["padded"], {"k": 1}),
     "half precision": (lambda y, t: plain(y.bfloat16(), t), lambda: BATCH["ignored"], {}),
 }  # fmt: skip
@@ -519,7 +530,7 @@ def test_the_look_changes_nothing() -> None:
     for stage in stages:
         stage.zero_grad()
     torch.manual_seed(5)
-    again = train(stages, counting, BATCH["padded"], loss_weight="microbatches")
+    again = train(stages, counting, BATCH["padded"], loss=Loss(weight="microbatches"))
     assert torch.equal(drawn, torch.rand(1))
     for mine, theirs in zip(found, again, strict=True):
         assert torch.equal(mine, theirs)
@@ -541,7 +552,9 @@ def test_the_mean_over_all_targets(P: int, M: int, k: int) -> None:
     expected = mean_over_all(stages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(train(stages, plain, BATCH["ignored"], P=P, M=M, k=k, loss_weight="targets", steps=2), expected, 2.0)
+        check(
+            train(stages, plain, BATCH["ignored"], P=P, M=M, k=k, loss=Loss(weight="targets"), steps=2), expected, 2.0
+        )
 
 
 def test_the_mean_of_means_is_told_once() -> None:
@@ -550,17 +563,17 @@ def test_the_mean_of_means_is_told_once() -> None:
         train(stages, plain, BATCH["ignored"], steps=3)
     texts = [str(warning.message) for warning in found if "count different" in str(warning.message)]
     assert len(texts) == 1
-    assert 'loss_weight="targets"' in texts[0]
+    assert 'Loss(weight="targets")' in texts[0]
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "target", "options"),
     [
-        (plain, "ignored", {"loss_weight": "microbatches"}),
-        (plain, "ignored", {"loss_weight": lambda t: float((t != -100).sum())}),
+        (plain, "ignored", {"loss": Loss(weight="microbatches")}),
+        (plain, "ignored", {"loss": Loss(weight=lambda t: float((t != -100).sum()))}),
         (plain, "ignored", {"call": {"loss_weight": 50.0}}),
         (plain, "padded", {}),
-        (lambda y, t: tokens_loss(y, t).sum(), "ignored", {"loss_reduction": "sum"}),
+        (lambda y, t: tokens_loss(y, t).sum(), "ignored", {"loss": Loss(reduction="sum")}),
         (plain, "ignored", {"M": 1}),
     ],
 )

@@ -20,7 +20,7 @@ from processes import run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import LoopbackGroup, PipelineEngine, Schedule, build_schedule
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, Schedule, build_schedule
 from seq1f1b.runtime.offload import Aside, Saved
 from seq1f1b.testing import run_ranks
 
@@ -29,19 +29,21 @@ ROOT = Path(__file__).parents[2]
 CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8)
 
 
-def results(schedule, directory=None, *, model=None, sizes=None, units=None, steps=1, config=CONFIG, **options):
+def results(
+    schedule, directory=None, *, model=None, sizes=None, units=None, steps=1, config=CONFIG, recompute="none", **options
+):
     """Losses, gradients of all ranks, and reports."""
     M = schedule.num_microbatches
     tokens, target = batch(config, 4 * M, LENGTH)
     model = whole_model(config) if model is None else model
-    where = {} if directory is None else {"offload": directory, "offload_units": units}
+    memory = Memory(recompute) if directory is None else Memory(recompute, offload=directory, units=units)
 
     def run(group):
         own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
         stages = [copy.deepcopy(stage_of(model, config, s, schedule.num_stages)) for s in own]
         engine = PipelineEngine(
             stages, schedule=schedule, num_microbatches=M, num_segments=schedule.num_segments, segment_sizes=sizes,
-            loss_fn=cross_entropy, group=group, **where, **options,
+            loss_fn=cross_entropy, group=group, memory=memory, **options,
         )  # fmt: skip
         for _ in range(steps):
             losses = engine.step(tokens, target=target if engine.has_last else None)
@@ -98,8 +100,8 @@ def test_moves_anywhere_beside_recomputation(tmp_path: Path) -> None:
 
 
 def test_fill_and_recomputation(tmp_path: Path) -> None:
-    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4)
-    options = {"weights": "fill", "recompute": lambda unit: unit.segment == 2, "sizes": SIZES[4]}
+    schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4, weights="fill")
+    options = {"recompute": lambda unit: unit.segment == 2, "sizes": SIZES[4]}
     moved = results(schedule, tmp_path, units=lambda unit: unit.segment != 1, **options)
     check_equal(results(schedule, **options), moved)
     for report in moved[2]:
@@ -117,7 +119,7 @@ def two_processes(rank: int, world: int, directory: str) -> None:
         stage = nn.Sequential(stage, nn.Dropout(0.2)) if rank == 0 else stage
         engine = PipelineEngine(
             stage, schedule="seq-zb-h1", num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], transport="shm",
-            loss_fn=cross_entropy, offload=where,
+            loss_fn=cross_entropy, memory=Memory(offload=where),
         )  # fmt: skip
         torch.manual_seed(7)
         losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
@@ -135,8 +137,8 @@ def two_replicas(rank: int, world: int, directory: str) -> None:
         for where in (None, directory):
             stage = wrap(whole_model(CONFIG, torch.float32))
             engine = PipelineEngine(
-                stage, schedule=schedule, num_microbatches=4, num_segments=2, loss_fn=cross_entropy, offload=where,
-                group=LoopbackGroup(1)[0],
+                stage, schedule=schedule, num_microbatches=4, num_segments=2, loss_fn=cross_entropy,
+                memory=Memory(offload=where), group=LoopbackGroup(1)[0],
             )  # fmt: skip
             losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
             gradients = [p.grad.full_tensor() if hasattr(p, "full_tensor") else p.grad for p in engine.parameters()]
@@ -165,7 +167,7 @@ def test_with_checkpointing_autocast_and_compiled_blocks(tmp_path: Path) -> None
         torch.manual_seed(0)
         stage = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         engine = PipelineEngine(
-            stage, schedule="seq-zb-h1", num_microbatches=4, num_segments=2, offload=where,
+            stage, schedule="seq-zb-h1", num_microbatches=4, num_segments=2, memory=Memory(offload=where),
             loss_fn=lambda o, t: (o.float() - t).square().mean(),
         )  # fmt: skip
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -184,7 +186,7 @@ def test_compiled_blocks(tmp_path: Path) -> None:
         stage = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         stage.compile(backend="aot_eager")
         engine = PipelineEngine(
-            stage, num_microbatches=6, num_segments=1, schedule="gpipe", offload=where,
+            stage, num_microbatches=6, num_segments=1, schedule="gpipe", memory=Memory(offload=where),
             loss_fn=lambda o, t: (o - t).square().mean(),
         )  # fmt: skip
         losses = engine.step(torch.linspace(-1, 1, 6144).view(12, 32, 16), target=torch.zeros(12, 32, 16))
@@ -197,7 +199,7 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 # -- what moves --------------------------------------------------------------------------------------------------------
 
 
-class Memory:
+class InMemory:
     """A tier that holds copies in memory."""
 
     def __init__(self) -> None:
@@ -217,7 +219,7 @@ class Memory:
 
 def moved(forward, *inputs: Tensor, held=()):
     """Runs a forward whose saved tensors go out, are gone and come back; the bytes that moved, and the output."""
-    aside, tier = Aside([], inputs), Memory()
+    aside, tier = Aside([], inputs), InMemory()
     with aside:
         output = forward(*inputs)
     aside.out(tier, 0)
@@ -264,7 +266,7 @@ def test_small_tensors_stay() -> None:
 def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     """A graph keeps no tensor while its unit is away; afterwards each goes after its last use."""
     x = torch.randn(64, 64, requires_grad=True)
-    aside, tier = Aside([], [x]), Memory()
+    aside, tier = Aside([], [x]), InMemory()
     with aside:
         y = x
         for _ in range(4):
@@ -320,7 +322,11 @@ def test_a_saved_tensor_that_is_changed_is_an_error(tmp_path: Path, late: bool) 
     stage = Overwriting(32, 32)
     stage.late = late
     engine = PipelineEngine(
-        stage, num_microbatches=6, schedule="gpipe", offload=tmp_path, loss_fn=lambda o, t: (o - t).square().mean()
+        stage,
+        num_microbatches=6,
+        schedule="gpipe",
+        memory=Memory(offload=tmp_path),
+        loss_fn=lambda o, t: (o - t).square().mean(),
     )
     x, target = torch.randn(12, 64, 32), torch.zeros(12, 64, 32)
     for _ in range(2):
@@ -351,7 +357,7 @@ def test_measured_bytes_fall_as_planned(tmp_path: Path) -> None:
 RESIDENT = """
 import sys, torch
 from torch import nn
-from seq1f1b import LoopbackGroup, PipelineEngine
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine
 
 class Deep(nn.Module):
     def __init__(self):
@@ -367,7 +373,7 @@ def peak():
 x, target = torch.randn(6, 36 << 18), torch.zeros(6, 36 << 18)  # 36 MiB a micro-batch: malloc maps each by itself
 for where in (None, sys.argv[1]):
     engine = PipelineEngine(
-        Deep(), num_microbatches=6, schedule="gpipe", offload=where, group=LoopbackGroup(1)[0],
+        Deep(), num_microbatches=6, schedule="gpipe", memory=Memory(offload=where), group=LoopbackGroup(1)[0],
         loss_fn=lambda o, t: o.mean(),
     )
     with open("/proc/self/clear_refs", "w") as file:
@@ -392,7 +398,7 @@ def test_a_closed_engine_keeps_no_file(tmp_path: Path) -> None:
         links = (entry.path for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path))
         return sum(os.readlink(link).startswith(str(tmp_path)) for link in links)
 
-    engine = PipelineEngine(nn.Linear(2, 2), num_microbatches=6, schedule="gpipe", offload=tmp_path)
+    engine = PipelineEngine(nn.Linear(2, 2), num_microbatches=6, schedule="gpipe", memory=Memory(offload=tmp_path))
     assert files() == 1
     engine.close()
     assert files() == 0
@@ -404,7 +410,7 @@ def test_reports_are_saved_with_what_moved(tmp_path: Path) -> None:
     tokens, target = batch(CONFIG, 8, LENGTH)
     engine = PipelineEngine(
         stage_of(whole_model(CONFIG), CONFIG, 0, 1), num_microbatches=2, num_segments=3, loss_fn=cross_entropy,
-        offload=tmp_path, group=LoopbackGroup(1)[0], schedule="gpipe",
+        memory=Memory(offload=tmp_path), group=LoopbackGroup(1)[0], schedule="gpipe",
     )  # fmt: skip
     engine.step(tokens, target=target)
     report = engine.report(gather=True)
@@ -432,31 +438,31 @@ def test_arguments(tmp_path: Path) -> None:
         return PipelineEngine(nn.Linear(2, 2), **({"schedule": "gpipe", "num_microbatches": 6} | options))
 
     with pytest.raises(OSError, match=f"offload directory {tmp_path}/none: no file can be made there: No such file"):
-        engine(offload=tmp_path / "none")
+        engine(memory=Memory(offload=tmp_path / "none"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="no file can be made there: Not a directory"):
-        engine(offload=tmp_path / "file")
+        engine(memory=Memory(offload=tmp_path / "file"))
     with pytest.raises(OSError, match="offload directory /proc: no file can be made there"):
-        engine(offload="/proc")
+        engine(memory=Memory(offload="/proc"))
     with pytest.raises(TypeError, match="offload must be a directory, got int"):
-        engine(offload=3)
-    with pytest.raises(ValueError, match="offload_units says which units move; say where by offload="):
-        engine(offload_units="all")
-    with pytest.raises(ValueError, match="offload_units is 'half', must be 'none', 'all' or a callable of a unit"):
-        engine(offload=tmp_path, offload_units="half")
+        engine(memory=Memory(offload=3))
+    with pytest.raises(ValueError, match=r"Memory\.units says which units move; say where by offload="):
+        engine(memory=Memory(units="all"))
+    with pytest.raises(ValueError, match=r"Memory\.units is 'half', must be 'none', 'all' or a callable of a unit"):
+        engine(memory=Memory(offload=tmp_path, units="half"))
     moving = Schedule.from_text("F0.0 O0.0 F1.0 A0.0 F2.0 B2.0 L0.0 B1.0 B0.0")
-    with pytest.raises(ValueError, match=r"the schedule moves units \(O, A, L\): say by offload= in which directory"):
+    with pytest.raises(ValueError, match=r"moves units \(O, A, L\): say by Memory\(offload=...\) in which directory"):
         engine(schedule=moving, num_microbatches=3)
     with pytest.raises(ValueError, match="the order moves units already"):
-        engine(schedule=moving, num_microbatches=3, offload=tmp_path, offload_units="all")
-    assert engine(schedule=moving, num_microbatches=3, offload=tmp_path).schedule == moving
-    assert engine(offload=tmp_path, offload_units="none").schedule == engine().schedule
+        engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path, units="all"))
+    assert engine(schedule=moving, num_microbatches=3, memory=Memory(offload=tmp_path)).schedule == moving
+    assert engine(memory=Memory(offload=tmp_path, units="none")).schedule == engine().schedule
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "O0.0" in engine(offload=str(tmp_path)).schedule.to_text()
+        assert "O0.0" in engine(memory=Memory(offload=str(tmp_path))).schedule.to_text()
     assert {p.name for p in tmp_path.iterdir()} == {"file"}
 
 
 def test_a_tier_in_memory_is_told() -> None:
-    with pytest.warns(RuntimeWarning, match=r"offload='/dev/shm' lies in memory \(tmpfs\)"):
-        PipelineEngine(nn.Linear(2, 2), num_microbatches=1, offload="/dev/shm")
+    with pytest.warns(RuntimeWarning, match=r"Memory.offload='/dev/shm' lies in memory \(tmpfs\)"):
+        PipelineEngine(nn.Linear(2, 2), num_microbatches=1, memory=Memory(offload="/dev/shm"))

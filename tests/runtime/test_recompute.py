@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, PipelineEngine, PipelineError, Schedule, build_schedule
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine, PipelineError, Schedule, build_schedule
 from seq1f1b.runtime.recompute import digest
 from seq1f1b.testing import run_ranks
 
@@ -31,12 +32,13 @@ SLICE = list(
 
 
 def check(name, P, M, k, v, uneven, weights="planned"):
-    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v, recompute="all")
+    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+    schedule = build_schedule(name, **counts, recompute="all", weights=weights)
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, M)
     sizes = SIZES[k] if uneven else None
-    losses, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes, weights=weights)
+    losses, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes)
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert max(abs(float(a) - float(b)) for a, b in zip(losses, truth[0], strict=True)) <= 1e-12
     for report in reports:
@@ -87,14 +89,14 @@ def test_which_units() -> None:
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, 1)[1]
     _, gradients, reports = run_order(
-        model, given, tokens, target, recompute=lambda unit: unit.segment == 1 and unit.stage == 1
+        model, given, tokens, target, memory=Memory(recompute=lambda unit: unit.segment == 1 and unit.stage == 1)
     )
     assert [[str(unit) for unit, _, _ in r.timeline] for r in reports] == [
         ["F0.0", "R0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "R0.1", "B0.1", "B0.0"]
     ]  # fmt: skip
     assert gradient_error(gradients, truth) <= 1e-10
-    with pytest.raises(ValueError, match="recompute is 'some', must be 'none', 'all' or a callable of a unit"):
-        PipelineEngine(nn.Linear(2, 2), num_microbatches=1, recompute="some")
+    with pytest.raises(ValueError, match=r"Memory\.recompute is 'some', must be 'none', 'all' or a callable of a unit"):
+        PipelineEngine(nn.Linear(2, 2), num_microbatches=1, memory=Memory(recompute="some"))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
     stage = Dropping(stage_of(whole_model(CONFIG), CONFIG, rank, num_stages))
     engine = PipelineEngine(
         stage, num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, group=group,
-        recompute=recompute,
+        memory=Memory(recompute=recompute),
     )  # fmt: skip
     torch.manual_seed(7)
     engine.all_gather_object(None)  # ranks that are threads have one generator: nobody draws before all have seeded it
@@ -186,7 +188,11 @@ def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
     inner.compile(backend=backend)
     stage = Dropping(inner)
     engine = PipelineEngine(
-        stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(), recompute="all"
+        stage,
+        num_microbatches=2,
+        num_segments=2,
+        loss_fn=lambda o, t: (o - t).square().mean(),
+        memory=Memory(recompute="all"),
     )
     engine.step(torch.randn(4, 12, 16), target=torch.zeros(4, 12, 16))
     assert all(torch.equal(first, again) for first, again in stage.made.values())
@@ -211,8 +217,9 @@ def two_processes(rank: int, world: int) -> None:
         tokens, target = batch(CONFIG, 3, LENGTH)
         _, truth = run_whole(model, tokens, target, 3)
         engine = PipelineEngine(
-            stage_of(model, CONFIG, rank, world), schedule=name, num_microbatches=3, num_segments=3,
-            segment_sizes=[1, 7, 5], loss_fn=cross_entropy, transport="shm", weights=weights, recompute="all",
+            stage_of(model, CONFIG, rank, world), schedule=partial(build_schedule, name, weights=weights),
+            num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, transport="shm",
+            memory=Memory(recompute="all"),
         )  # fmt: skip
         for step in (1, 2):
             engine.step(tokens, target=target)
@@ -235,7 +242,12 @@ def test_evaluation_verification_and_checkpointing_are_as_before() -> None:
     losses, truth = run_whole(model, tokens, target, 2)
     stage = copy.deepcopy(model)
     engine = PipelineEngine(
-        stage, num_microbatches=2, num_segments=3, segment_sizes=SIZES[3], loss_fn=cross_entropy, recompute="all"
+        stage,
+        num_microbatches=2,
+        num_segments=3,
+        segment_sizes=SIZES[3],
+        loss_fn=cross_entropy,
+        memory=Memory(recompute="all"),
     )
     stage.zero_grad()
     engine.step(tokens, target=target)
@@ -259,7 +271,7 @@ def test_gradients_of_inputs_and_keyword_arguments() -> None:
             stage.zero_grad()
             engine = PipelineEngine(
                 stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(),
-                arg_rules={"scale": "replicate"}, recompute=recompute,
+                arg_rules={"scale": "replicate"}, memory=Memory(recompute=recompute),
             )  # fmt: skip
             engine.step(inputs, target=torch.zeros(4, 6, 5).double(), kwargs={"scale": factor})
             found.append([inputs.grad, factor.grad, *(p.grad for p in stage.parameters() if not frozen)])
@@ -293,7 +305,7 @@ def test_outputs_without_a_gradient_beside_one_with() -> None:
             stage = copy.deepcopy(stages[group.rank])
             engine = PipelineEngine(
                 stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(), group=group,
-                recompute=recompute,
+                memory=Memory(recompute=recompute),
             )  # fmt: skip
             engine.step(torch.linspace(0, 1, 64).double().view(4, 4, 4), target=torch.zeros(4, 4, 4).double())
             assert not stage.constant.requires_grad
@@ -313,7 +325,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         stage = copy.deepcopy(model)
         engine = PipelineEngine(
             stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: cross_entropy(o.float(), t),
-            recompute=recompute,
+            memory=Memory(recompute=recompute),
         )  # fmt: skip
         with torch.autocast("cpu", dtype=dtype):
             losses = engine.step(tokens, target=target)
@@ -331,7 +343,12 @@ def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None
     for block in stage.blocks.values():
         block.compile(fullgraph=True, backend=counter)
     engine = PipelineEngine(
-        stage, num_microbatches=2, num_segments=4, segment_sizes=[9, 2, 5, 7], loss_fn=cross_entropy, recompute="all"
+        stage,
+        num_microbatches=2,
+        num_segments=4,
+        segment_sizes=[9, 2, 5, 7],
+        loss_fn=cross_entropy,
+        memory=Memory(recompute="all"),
     )
     counts = []
     for step in (1, 2):
@@ -367,7 +384,12 @@ def test_an_r_that_fails_is_named_and_the_next_step_works() -> None:
     def run(group):
         stage = Failing(stage_of(model, CONFIG, group.rank, 2))
         engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group, recompute="all"
+            stage,
+            num_microbatches=2,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            group=group,
+            memory=Memory(recompute="all"),
         )
         engine.step(tokens, target=target)
         stage.at = (1, 0) if group.rank == 1 else None
@@ -388,7 +410,9 @@ def test_a_stage_that_changes_its_input_is_told_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(1.0))
 
-    engine = PipelineEngine(Adding(3, 3), num_microbatches=1, loss_fn=lambda o, t: o.mean(), recompute="all")
+    engine = PipelineEngine(
+        Adding(3, 3), num_microbatches=1, loss_fn=lambda o, t: o.mean(), memory=Memory(recompute="all")
+    )
     with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the stage has changed its input, or"):
         engine.step(torch.randn(2, 4, 3), target=torch.zeros(2, 4))
 
@@ -415,7 +439,11 @@ def step_of_counting(recompute: str, **flags: bool) -> Tensor:
     stage = Counting(3, 3)
     stage.__dict__.update(flags)
     engine = PipelineEngine(
-        stage, num_microbatches=1, num_segments=3, loss_fn=lambda o, t: o.sin().mean(), recompute=recompute
+        stage,
+        num_microbatches=1,
+        num_segments=3,
+        loss_fn=lambda o, t: o.sin().mean(),
+        memory=Memory(recompute=recompute),
     )
     engine.step(torch.linspace(-1, 1, 36).view(2, 6, 3), target=torch.zeros(2, 6))
     return stage.weight.grad
@@ -444,15 +472,19 @@ class Drawing(nn.Linear):
 
 
 def test_a_stage_that_does_something_else_in_r_is_told() -> None:
-    options = {"num_microbatches": 1, "num_segments": 2, "loss_fn": lambda o, t: o.mean(), "recompute": "all"}
+    options = {
+        "num_microbatches": 1,
+        "num_segments": 2,
+        "loss_fn": lambda o, t: o.mean(),
+    }
     inputs, target = torch.randn(2, 4, 3), torch.zeros(2, 4)
-    engine = PipelineEngine(Drawing(3, 3), **options, check_recompute=True)
+    engine = PipelineEngine(Drawing(3, 3), **options, memory=Memory("all", check=True))
     with pytest.raises(RuntimeError, match=r"\[0\]R0.1: stage 0 has computed something else in R0.1 than in its F"):
         engine.step(inputs, target=target)
-    PipelineEngine(Drawing(3, 3), **options).step(inputs, target=target)  # nobody asked
+    PipelineEngine(Drawing(3, 3), **options, memory=Memory("all")).step(inputs, target=target)  # nobody asked
     stage = Drawing(3, 3)
     stage.draws = False
-    engine = PipelineEngine(stage, **options, check_recompute=True)
+    engine = PipelineEngine(stage, **options, memory=Memory("all", check=True))
     for length in (4, 4, 3):
         engine.step(inputs[:, :length], target=target[:, :length])
     stage.draws = True
@@ -479,7 +511,7 @@ def test_reports_and_traces_show_r(tmp_path: Path) -> None:
     tokens, target = batch(CONFIG, 2, LENGTH)
     engine = PipelineEngine(
         stage_of(whole_model(CONFIG), CONFIG, 0, 1), num_microbatches=2, num_segments=2, loss_fn=cross_entropy,
-        recompute="all", group=LoopbackGroup(1)[0],
+        memory=Memory(recompute="all"), group=LoopbackGroup(1)[0],
     )  # fmt: skip
     engine.step(tokens, target=target)
     report = engine.report(gather=True)

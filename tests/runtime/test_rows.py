@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import seq1f1b
 from seq1f1b import (
+    Limits,
     LoopbackGroup,
+    Loss,
+    Memory,
     PipelineEngine,
     PipelineError,
     ScheduleError,
@@ -99,6 +103,7 @@ def train(
     eval_first: bool = False,
     plain: tuple[int, int] = (16, 4),
     step_options: dict[str, Any] | None = None,
+    order: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[tuple[list[list[Tensor]], dict[str, Tensor], Any]]:
     """(losses of the steps, gradients, report) of every rank."""
@@ -107,7 +112,7 @@ def train(
     def run(group: Any) -> Any:
         engine = PipelineEngine(
             stages_of(model, schedule, group.rank, num_ranks),
-            schedule=schedule,
+            schedule=schedule if order is None else partial(build_schedule, schedule, **order),
             num_microbatches=plain[0],
             num_segments=plain[1],
             loss_fn=cross_entropy,
@@ -152,14 +157,14 @@ def test_rows_of_any_length(schedule: str, num_ranks: int) -> None:
 
 CASES = [
     ("seq-zb-h1", 2, {}),
-    ("seq-zb-h1", 3, {"recompute": "all"}),
-    ("seq1f1b", 3, {"weights": "fill"}),
-    ("seq1f1b", 2, {"recompute": lambda unit: unit.segment > 0}),
-    ("seq1f1b", 4, {"recompute": "all", "prefetch": 0}),
-    ("seq-zb-h2", 2, {"weights": "fill"}),
+    ("seq-zb-h1", 3, {"memory": Memory(recompute="all")}),
+    ("seq1f1b", 3, {"order": {"weights": "fill"}}),
+    ("seq1f1b", 2, {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
+    ("seq1f1b", 4, {"memory": Memory(recompute="all"), "order": {"prefetch": 0}}),
+    ("seq-zb-h2", 2, {"order": {"weights": "fill"}}),
     ("seq-zbv", 2, {}),
     ("seq-v-half", 2, {}),
-    ("seq-v-min", 2, {"weights": "fill"}),
+    ("seq-v-min", 2, {"order": {"weights": "fill"}}),
 ]
 
 
@@ -179,9 +184,9 @@ def test_three_hundred_lists(num_ranks: int) -> None:
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("seq1f1b", {}),
         ("seq-zb-h1", {}),
-        ("seq1f1b", {"weights": "fill"}),
-        ("seq1f1b", {"recompute": "all"}),
-        ("seq1f1b", {"recompute": lambda unit: unit.segment > 0}),
+        ("seq1f1b", {"order": {"weights": "fill"}}),
+        ("seq1f1b", {"memory": Memory(recompute="all")}),
+        ("seq1f1b", {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
     ]
     rng = random.Random(num_ranks)
     for seed in range(75):
@@ -194,7 +199,7 @@ def test_three_hundred_lists(num_ranks: int) -> None:
 def test_rows_that_move_away(tmp_path: Any) -> None:
     rows = [[4, 3, 9], [2], [5, 5], [1], [8, 1, 1, 1]]
     tokens, targets = data_of(rows)
-    check(train("gpipe", 2, [(rows, tokens, targets)], offload=tmp_path), rows, tokens, targets)
+    check(train("gpipe", 2, [(rows, tokens, targets)], memory=Memory(offload=tmp_path)), rows, tokens, targets)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev"])
@@ -289,15 +294,13 @@ def test_outputs_are_a_list_of_rows() -> None:
         assert torch.allclose(output, model(row), atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"loss_weight": 37.0}, {"scale_grads": False}, {"loss_reduction": "sum"}])
-def test_what_the_gradients_are_of(options: dict[str, Any]) -> None:
-    """The mean over all counted targets; by ``loss_weight`` over that number; else the sum of the rows' losses."""
+@pytest.mark.parametrize("of", ["a number", "sums of means", "sums"])
+def test_what_the_gradients_are_of(of: str) -> None:
+    """By ``loss_weight`` the sum over that number, else the sum of the rows' losses, of means or of sums."""
     rows = [[3, 2, 6], [1], [4, 4]]
     tokens, targets = data_of(rows)
     targets[1][:] = -100  # a row that counts nothing
-    engine_options = {key: value for key, value in options.items() if key != "loss_weight"}
-    if "loss_reduction" in options:
-        engine_options |= {"loss_fn": None}
+    loss = {"a number": Loss(), "sums of means": Loss(scale_grads=False), "sums": Loss(reduction="sum")}[of]
     model = whole_model(CONFIG)
 
     def summed(output: Tensor, target: Tensor) -> Tensor:
@@ -308,19 +311,17 @@ def test_what_the_gradients_are_of(options: dict[str, Any]) -> None:
             stage_of(model, CONFIG, group.rank, 2),
             num_microbatches=3,
             group=group,
-            **(engine_options | {"loss_fn": summed if "loss_reduction" in options else cross_entropy}),
+            loss=loss,
+            loss_fn=summed if of == "sums" else cross_entropy,
         )
-        weight = {"loss_weight": options["loss_weight"]} if "loss_weight" in options else {}
-        engine.step(tokens, target=targets, segment_sizes=rows, **weight)
+        engine.step(tokens, target=targets, segment_sizes=rows, loss_weight=37.0 if of == "a number" else None)
         return {name: p.grad for name, p in engine.named_parameters()}
 
     found = run_ranks(2, run)
     model.zero_grad()
     for x, y in zip(tokens, targets, strict=True):
         counted = int((y != -100).sum())
-        scale = {"loss_weight": 1 / 37.0, "scale_grads": 1 / max(1, counted), "loss_reduction": 1 / 3}[
-            next(iter(options))
-        ]
+        scale = {"a number": 1 / 37.0, "sums of means": 1 / max(1, counted), "sums": 1 / 3}[of]
         (summed(model(x), y) * scale).backward()
     truth = {name: p.grad for name, p in model.named_parameters()}
     assert gradient_error(found[0] | found[1], truth) <= 1e-10
@@ -527,7 +528,11 @@ def test_ranks_that_disagree(other: Rows) -> None:
 
     def run(group: Any) -> str:
         engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2), num_microbatches=2, loss_fn=cross_entropy, group=group, timeout=20
+            stage_of(model, CONFIG, group.rank, 2),
+            num_microbatches=2,
+            loss_fn=cross_entropy,
+            group=group,
+            limits=Limits(step=20),
         )
         mine = rows if group.rank == 0 else other
         with pytest.raises(ValueError, match="segment_sizes differs between the ranks of the pipeline") as error:
@@ -546,7 +551,11 @@ def test_a_plain_step_on_one_rank_between_steps_of_rows() -> None:
 
     def run(group: Any) -> None:
         engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2), num_microbatches=2, loss_fn=cross_entropy, group=group, timeout=20
+            stage_of(model, CONFIG, group.rank, 2),
+            num_microbatches=2,
+            loss_fn=cross_entropy,
+            group=group,
+            limits=Limits(step=20),
         )
         engine.step(tokens, target=targets, segment_sizes=rows)
         mine = {"segment_sizes": rows} if group.rank else {}
@@ -564,7 +573,11 @@ def test_a_bad_row_on_one_rank_ends_the_step_on_all() -> None:
 
     def run(group: Any) -> None:
         engine = PipelineEngine(
-            stage_of(model, CONFIG, group.rank, 2), num_microbatches=2, loss_fn=cross_entropy, group=group, timeout=20
+            stage_of(model, CONFIG, group.rank, 2),
+            num_microbatches=2,
+            loss_fn=cross_entropy,
+            group=group,
+            limits=Limits(step=20),
         )
         mine, error = (rows, PipelineError) if group.rank == 0 else ([[3, 0], [4]], ValueError)
         with pytest.raises(error, match=r"segment_sizes\[0\]\[1\] is 0"):

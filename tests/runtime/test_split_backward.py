@@ -27,7 +27,7 @@ def check(name, P, M, k, v, uneven, weights="planned"):
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, M)
     sizes = SIZES[k] if uneven else None
-    losses, gradients, _ = run_order(model, schedule, tokens, target, sizes=sizes, weights=weights)
+    losses, gradients, _ = run_order(model, schedule.replace(weights=weights), tokens, target, sizes=sizes)
     assert gradient_error(gradients, truth[1]) <= 1e-10
     assert max(abs(float(a) - float(b)) for a, b in zip(losses, truth[0], strict=True)) <= 1e-12
 
@@ -62,7 +62,7 @@ def test_16_bit_parameters(name, P, M, k, v, weights):
     truth = run_whole(copy.deepcopy(model).double(), tokens, target, M)[1]
     whole = gradient_error(run_whole(model, tokens, target, M)[1], truth)
     _, gradients, reports = run_order(
-        model, schedule, tokens, target, sizes=SIZES[k] if k > 1 else None, weights=weights
+        model, schedule.replace(weights=weights), tokens, target, sizes=SIZES[k] if k > 1 else None
     )
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
     assert all(stage.deferred_weights > 0 for report in reports for stage in report.stages)
@@ -110,14 +110,15 @@ FILLED = [case for i, case in enumerate(GRID) if i % 61 == 3]
 @pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), FILLED)
 def test_filling_any_order(name, P, M, k, v, uneven):
     """Orders with planned Ws and of whole backwards: the gradients of the whole model, and the same bits every time."""
-    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+    schedule = build_schedule(name, **counts, weights="fill")
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, M)[1]
     sizes = SIZES[k] if uneven else None
-    _, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes, weights="fill")
+    _, gradients, reports = run_order(model, schedule, tokens, target, sizes=sizes)
     assert gradient_error(gradients, truth) <= 1e-10
-    _, again, _ = run_order(model, schedule, tokens, target, sizes=sizes, weights="fill")
+    _, again, _ = run_order(model, schedule, tokens, target, sizes=sizes)
     assert all(torch.equal(gradients[name], again[name]) for name in truth)
     has_weights = any(unit.kind == "W" for rank in schedule.ranks for unit in rank)
     order = schedule if has_weights else schedule.defer_weights()
@@ -148,13 +149,12 @@ def two_processes(rank, world):
         own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
         engine = PipelineEngine(
             [stage_of(model, CONFIG, s, schedule.num_stages) for s in own],
-            schedule=schedule,
+            schedule=schedule.replace(weights=("planned", "fill")[number % 2]),
             num_microbatches=M,
             num_segments=k,
             segment_sizes=SIZES[k] if uneven else None,
             loss_fn=cross_entropy,
             transport="shm",
-            weights=("planned", "fill")[number % 2],
         )
         for step in (1, 2):
             engine.step(tokens, target=target)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import seq1f1b
-from seq1f1b import PipelineEngine
+from seq1f1b import Memory, PipelineEngine
 
 HIDDEN, HEAD_DIM, HEADS, KV_HEADS, VOCAB, LENGTH, M, K = 32, 8, 4, 2, 19, 14, 2, 3
 
@@ -79,7 +79,7 @@ def split_heads(rank: int, world: int) -> None:
         parallelize_module(stage.block, mesh["tensor"], PLAN)
         engine = PipelineEngine(
             stage, schedule=schedule, num_microbatches=M, num_segments=K, segment_sizes=[7, 1, 6],
-            loss_fn=cross_entropy, group=mesh.get_group("pipeline"), recompute=recompute,
+            loss_fn=cross_entropy, group=mesh.get_group("pipeline"), memory=Memory(recompute=recompute),
         )  # fmt: skip
         found_losses = engine.step(tokens if index == 0 else None, target=target if index == 1 else None)
         torch.testing.assert_close(found_losses, [loss.detach() for loss in losses] if index == 1 else [])

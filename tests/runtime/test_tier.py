@@ -20,7 +20,7 @@ from test_offload import CONFIG
 from tiny_model import batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
 
-from seq1f1b import _C, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b import _C, LoopbackGroup, Memory, PipelineEngine, PipelineError
 from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_a_failing_disk_ends_the_step_on_every_rank(
         stage = copy.deepcopy(stage_of(model, CONFIG, group.rank, 2))
         engine = PipelineEngine(
             stage, schedule="gpipe", num_microbatches=3, num_segments=3, loss_fn=cross_entropy, group=group,
-            offload=directory,
+            memory=Memory(offload=directory),
         )  # fmt: skip
         engine.step(tokens, target=target)
         good = [p.grad.clone() for p in stage.parameters()]
@@ -220,7 +220,7 @@ DRIVER = """
 import os, random, signal, sys, time
 import torch
 from torch import nn
-from seq1f1b import LoopbackGroup, PipelineEngine
+from seq1f1b import LoopbackGroup, Memory, PipelineEngine
 
 torch.set_num_threads(1)
 directory, count = sys.argv[1], int(sys.argv[2])
@@ -233,8 +233,8 @@ for seed in range(count):
         os.write(theirs, b"1")
         for _ in range(1000):
             engine = PipelineEngine(
-                stage, num_microbatches=6, schedule="gpipe", offload=directory, group=LoopbackGroup(1)[0],
-                loss_fn=lambda o, t: (o - t).square().mean(),
+                stage, num_microbatches=6, schedule="gpipe", memory=Memory(offload=directory),
+                group=LoopbackGroup(1)[0], loss_fn=lambda o, t: (o - t).square().mean(),
             )
             for _ in range(3):
                 engine.step(x, target=target)

@@ -260,8 +260,8 @@ def test_ddp_is_looked_at_and_not_verified():
 def test_a_refusal_is_heard_on_every_rank():
     def run(group):
         stage = stage_of(whole_model(CONFIG), CONFIG, group.rank, 2)
-        engine = engine_for(group, [stage], shard=(0, 2), num_microbatches=M)
-        with pytest.raises(ValueError, match=r"rank 0: .*without shard="):
+        engine = engine_for(group, [stage], sequence_parallel=(0, 2), num_microbatches=M)
+        with pytest.raises(ValueError, match=r"rank 0: .*without sequence_parallel="):
             engine.verify(*batch(CONFIG, M, LENGTH)[:1], target=batch(CONFIG, M, LENGTH)[1])
 
     run_ranks(2, run)

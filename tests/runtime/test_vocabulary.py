@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from functools import partial
@@ -17,6 +18,8 @@ from torch import nn
 
 from seq1f1b import (
     LoopbackGroup,
+    Loss,
+    Memory,
     PipelineEngine,
     Schedule,
     VocabularyParallelEmbedding,
@@ -110,7 +113,7 @@ def check(schedule, uneven, **options):
 def test_slice_of_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     weights, recompute = ("planned", "fill")[(P + M + k) % 2], ("none", "all")[M % 2]
-    check(schedule, uneven, weights=weights, recompute=recompute, embeds=bool(k % 2))
+    check(schedule.replace(weights=weights), uneven, memory=Memory(recompute=recompute), embeds=bool(k % 2))
 
 
 @pytest.mark.full
@@ -118,7 +121,7 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 def test_whole_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     check(schedule, uneven)
-    check(schedule, uneven, weights="fill", recompute="all", embeds=True)
+    check(schedule.replace(weights="fill"), uneven, memory=Memory(recompute="all"), embeds=True)
 
 
 @pytest.mark.parametrize("k", range(1, 9))
@@ -146,12 +149,13 @@ def test_beside_units_that_move(tmp_path, name):
     config = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8)  # storages large enough to move
     model, (tokens, target) = whole_model(config), batch(config, 16, LENGTH)
     v = 2 if name == "seq-zbv" else 1
-    schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=3, stages_per_rank=v)
+    counts = {"num_ranks": 2, "num_microbatches": 4, "num_segments": 3, "stages_per_rank": v}
+    schedule = build_schedule(name, **counts, weights="fill")
     options = {"config": config, "embeds": True, "sizes": SIZES[3], "steps": 2}
-    options |= {"recompute": lambda unit: unit.microbatch == 1, "weights": "fill"}
-    kept = run(model, schedule, tokens, target, **options)
-    units = {"offload": tmp_path, "offload_units": lambda unit: unit.microbatch != 2}
-    moved = run(model, schedule, tokens, target, **options, **units)
+    memory = Memory(recompute=lambda unit: unit.microbatch == 1)
+    kept = run(model, schedule, tokens, target, **options, memory=memory)
+    memory = dataclasses.replace(memory, offload=tmp_path, units=lambda unit: unit.microbatch != 2)
+    moved = run(model, schedule, tokens, target, **options, memory=memory)
     assert all(torch.equal(a, b) for a, b in zip(kept[0], moved[0], strict=True))
     assert kept[2].keys() == moved[2].keys() and all(torch.equal(g, moved[2][name]) for name, g in kept[2].items())
     for report in moved[3]:
@@ -231,7 +235,7 @@ def test_sums_and_weights_of_a_step():
     truth = run_whole(model, tokens, target, 2)
     counts = [int((y != -100).sum()) for y in target.chunk(2)]
     schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3)
-    losses, _, gradients, _ = run(model, schedule, tokens, target, loss_reduction="sum", scale_grads=False)
+    losses, _, gradients, _ = run(model, schedule, tokens, target, loss=Loss(reduction="sum", scale_grads=False))
     assert max(abs(float(a) - n * float(b)) for a, b, n in zip(losses, truth[0], counts, strict=True)) <= 1e-10
     model.zero_grad()
     for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):

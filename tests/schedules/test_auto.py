@@ -29,7 +29,7 @@ def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
     else:
         backward = inputs + weight
     places = schedule.num_microbatches * schedule.num_segments
-    return schedule.simulate(forward, backward, weight, options.get("transfer", 0), prefetch=places).makespan
+    return schedule.replace(prefetch=places).simulate(forward, backward, weight, options.get("transfer", 0)).makespan
 
 
 def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
@@ -122,7 +122,7 @@ def test_a_whole_backward_in_a_v_leaves_the_slowest_rank_no_bubble() -> None:
         "auto", num_ranks=2, num_microbatches=4, num_segments=2, stages_per_rank=2, options=options
     )
     assert schedule.rank_of_stage == (0, 1, 1, 0)
-    simulation = schedule.simulate(forward, costs[1], prefetch=8)
+    simulation = schedule.replace(prefetch=8).simulate(forward, costs[1])
     assert simulation.makespan == pytest.approx(4 * 2 * 3 * (2.0 + 2.8))
     assert max(simulation.peak) <= 8  # what 1F1B holds
 

@@ -192,7 +192,7 @@ def check(name: str, claim: Claim, P: int, M: int, k: int, v: int) -> None:
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_segments)
     assert found == (P, P * v, M, k), case
     part = 1 / (v * k)
-    result = schedule.simulate(part, 2 * part, part, prefetch=M * k)  # checks the order, too
+    result = schedule.replace(prefetch=M * k).simulate(part, 2 * part, part)  # checks the order, too
     assert max(result.peak) == claim.peak(P, M, k, v), case
     fill = claim.fill(P, M, k, v)
     if claim.at_most:
@@ -223,7 +223,7 @@ def test_optimal_where_that_is_proved() -> None:
     for name, optimum, cap in (("v-half", 26.5, 6), ("v-min", 29.5, 4)):
         schedule = build_schedule(name, num_ranks=4, num_microbatches=8, stages_per_rank=2)
         schedule.check(max_live_units=cap)
-        assert schedule.simulate(0.5, 1.0, prefetch=8).makespan == optimum
+        assert schedule.replace(prefetch=8).simulate(0.5, 1.0).makespan == optimum
 
 
 def test_every_family_has_a_claim() -> None:
@@ -345,7 +345,8 @@ def test_groups_hide_slow_links() -> None:
     """P 4, M 12, transfers of half a forward: the bubble falls from 20 to 12."""
     makespans = [
         build_schedule("kfkb", num_ranks=4, num_microbatches=12, options={"group": q})
-        .simulate(1, 2, transfer=0.5, prefetch=12)
+        .replace(prefetch=12)
+        .simulate(1, 2, transfer=0.5)
         .makespan
         for q in (1, 2)
     ]
@@ -355,7 +356,7 @@ def test_groups_hide_slow_links() -> None:
 def test_extra_warmup_trades_memory_for_time() -> None:
     def simulate(extra: int) -> tuple[float, int]:
         schedule = build_schedule("1f1b", num_ranks=4, num_microbatches=12, options={"extra_warmup": extra})
-        result = schedule.simulate(1, 2, transfer=0.25, prefetch=12)
+        result = schedule.replace(prefetch=12).simulate(1, 2, transfer=0.25)
         return result.makespan, max(result.peak)
 
     assert simulate(0) == (36 + 14.5, 4)
@@ -369,7 +370,7 @@ def test_round_of_interleaving() -> None:
         schedule = build_schedule(
             "interleaved-1f1b", num_ranks=4, num_microbatches=13, stages_per_rank=2, options=options
         )
-        result = schedule.simulate(0.5, 1.0, prefetch=13)
+        result = schedule.replace(prefetch=13).simulate(0.5, 1.0)
         assert result.makespan == 39 + 4.5
         assert max(result.peak) == min(26, ceil(13 / rounds) + 6 + 1)
 
@@ -390,7 +391,9 @@ def test_costs_never_make_an_order_worse(name: str) -> None:
             forward, inputs, weight = costs
             backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
             plain, timed = (
-                build_schedule(name, **counts, options=options).simulate(forward, backward, weight, prefetch=2 * P * k)
+                build_schedule(name, **counts, options=options)
+                .replace(prefetch=2 * P * k)
+                .simulate(forward, backward, weight)
                 for options in ({}, {"costs": costs})
             )
             assert timed.makespan <= plain.makespan * (1 + 1e-8)
@@ -413,8 +416,10 @@ def test_a_larger_cap_buys_time() -> None:
     """P 4, M 8, F 10, I 21, W 3: W put off further fill more of the bubble."""
     for cap in (4, 5, 6, 7):
         options = {"cap": cap, "costs": (10, 21, 3)}
-        result = build_schedule("zb-h1", num_ranks=4, num_microbatches=8, options=options).simulate(
-            10, 24, 3, prefetch=8
+        result = (
+            build_schedule("zb-h1", num_ranks=4, num_microbatches=8, options=options)
+            .replace(prefetch=8)
+            .simulate(10, 24, 3)
         )
         assert (result.makespan, max(result.peak)) == (368 - 3 * cap, cap)
 

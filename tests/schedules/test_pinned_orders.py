@@ -163,7 +163,10 @@ def programs_with_receives(schedule: Schedule, label: str) -> Iterator[str]:
 
 
 def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Arguments of simulate: equal costs; random ones, links and credits; several jittery steps; measured durations."""
+    """Arguments of simulate, and the order's prefetch.
+
+    Equal costs; random ones, links and credits; several jittery steps; measured durations.
+    """
     S, k = schedule.num_stages, schedule.num_segments
     yield {}
     forward, inputs, weight = random_costs(rng, (1, 1.2, 0.8), S, k)
@@ -194,7 +197,7 @@ def times(schedule: Schedule, label: str) -> Iterator[str]:
     rng = random.Random(label)
     for order in (schedule, schedule.forward_only()):
         for arguments in step_arguments(order, rng):
-            step = order.simulate(**arguments)
+            step = order.replace(prefetch=arguments.pop("prefetch", 1)).simulate(**arguments)
             yield f"step {floats([step.makespan, step.makespan if step.period is None else step.period])}"
             yield f"peak {step.peak} {step.peak_tokens} {step.peak_bytes}"
             assert step.start is not None and step.end is not None
@@ -204,7 +207,7 @@ def times(schedule: Schedule, label: str) -> Iterator[str]:
 
 def critical(schedule: Schedule, label: str) -> Iterator[str]:
     for arguments in step_arguments(schedule, random.Random(label)):
-        step = schedule.simulate(**arguments, critical=True)
+        step = schedule.replace(prefetch=arguments.pop("prefetch", 1)).simulate(**arguments, critical=True)
         assert step.slack is not None and step.critical_path is not None
         yield from map(floats, step.slack)
         yield " ".join(map(unit_text, step.critical_path))
@@ -229,7 +232,7 @@ def memory(schedule: Schedule, label: str) -> Iterator[str]:
             logits=rng.randint(0, 99),
         )
         message_bytes = [rng.randint(0, 30) for _ in range(k)]
-        peaks = order.peak_memory(given, message_bytes=message_bytes, prefetch=prefetch)
+        peaks = order.replace(prefetch=prefetch).peak_memory(given, message_bytes=message_bytes)
         yield " ".join(f"{name} {getattr(peaks, name)}" for name in PEAKS)
 
 

@@ -82,16 +82,22 @@ def test_auto_is_never_longer_than_a_family() -> None:
         counts = {"num_ranks": P, "num_microbatches": len(rows), "num_segments": rows, "stages_per_rank": v}
         options = {"costs": costs, "unit_bytes": sizes, "cap_bytes": [2 * n for n in largest], "placement": "v"}
         order = build_schedule("auto", **counts, options=options)
-        run = order.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], unit_bytes=sizes, prefetch=64)
+        run = order.replace(prefetch=64).simulate(
+            costs[0], whole(costs), weight=costs[2], input=costs[1], unit_bytes=sizes
+        )
         assert all(peak <= 2 * most for peak, most in zip(run.peak_bytes, largest, strict=True))
         with pytest.raises(ScheduleError, match=rf"cap_bytes >= {largest[0]} on rank 0"):
             build_schedule("auto", **counts, options=options | {"cap_bytes": [n - 1 for n in largest]})
         free = build_schedule("auto", **counts, options={"costs": costs, "placement": "v" if v == 2 else "loop"})
-        best = free.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], prefetch=64).makespan
+        best = free.replace(prefetch=64).simulate(costs[0], whole(costs), weight=costs[2], input=costs[1]).makespan
         for name in (*ONE_STAGE, *V_SHAPED):
             named = built(name, P, rows)
             if named is not None and named.num_stages == P * v:
-                taken = named.simulate(costs[0], whole(costs), weight=costs[2], input=costs[1], prefetch=64).makespan
+                taken = (
+                    named.replace(prefetch=64)
+                    .simulate(costs[0], whole(costs), weight=costs[2], input=costs[1])
+                    .makespan
+                )
                 assert best <= taken * (1 + 1e-9)
         units = build_schedule("auto", **counts, options={"cap": v * max(rows)})
         units.check(max_live_units=v * max(rows))

@@ -242,8 +242,8 @@ def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
         return [costs[unit.kind][problem.cell(unit)] for unit in units]
 
     places = sum(problem.segments_of)
-    return schedule.simulate(
-        transfer=problem.transfer, prefetch=places, durations=[durations(units) for units in schedule.ranks]
+    return schedule.replace(prefetch=places).simulate(
+        transfer=problem.transfer, durations=[durations(units) for units in schedule.ranks]
     )
 
 

@@ -403,8 +403,8 @@ def table() -> dict[str, Any]:
     return {"table": nn.Embedding(64, HIDDEN)}
 
 
-def loss_options(loss: Callable[..., Tensor], **others: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"loss_fn": loss, **others}
+def loss_options(loss_fn: Callable[..., Tensor], **others: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"loss_fn": loss_fn, **others}
 
 
 ATTENTION, POSITIONS, STATE = "attention not in segments", "positions from zero", "state across tokens"
@@ -506,7 +506,7 @@ RIGHT = [
     Case("BatchNorm in evaluation mode", frozen_batch_norm, BATCH_NORM),
     Case("linear attention with carry", linear_attention),
     Case("a loss that holds the head", options=lambda: {"loss_fn": Head()}),
-    Case("a summed loss", options=loss_options(summed, loss_reduction="sum")),
+    Case("a summed loss", options=loss_options(summed, loss=seq1f1b.Loss(reduction="sum"))),
     Case("autocast to bfloat16", our_positions, table, autocast=True),
 ]
 

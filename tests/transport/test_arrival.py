@@ -24,7 +24,7 @@ import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from torch import nn
 
-from seq1f1b import PipelineEngine, PipelineError, transport
+from seq1f1b import Limits, PipelineEngine, PipelineError, transport
 from seq1f1b.transport.link import SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
@@ -60,7 +60,7 @@ def make_wrongly(rank: int, pipe: Connection, kind: str, options: dict[str, Any]
     waited = time.monotonic() - began
     if rank == 1:  # who comes so late that another attempt has begun joins that one
         time.sleep(1.0)
-    good = engine(transport=kind, timeout=30.0)
+    good = engine(transport=kind, limits=Limits(step=30.0))
     ended = step(good)
     good.close()
     return found, waited, ended
@@ -70,9 +70,9 @@ def make_wrongly(rank: int, pipe: Connection, kind: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"timeout": 0.0}, "ValueError: timeout is 0.0, must be above 0"),
-        ({"num_microbatches": None}, "TypeError: PipelineEngine needs num_microbatches=, or plan="),
-        ({"num_microbatches": None, "plan": "/no/such/plan"}, "FileNotFoundError"),
+        ({"seq_dim": 0}, "ValueError: seq_dim is 0, must be at least 1"),
+        ({"num_microbatches": None}, "TypeError: PipelineEngine needs num_microbatches=, or a plan as schedule="),
+        ({"num_microbatches": None, "schedule": Path("/no/such/plan")}, "FileNotFoundError"),
     ],
 )
 def test_a_rank_that_fails_before_it_comes(tmp_path: Path, kind: str, options: dict[str, Any], error: str) -> None:
@@ -95,7 +95,7 @@ def make_without_descriptors(rank: int, pipe: Connection, kind: str, free: int) 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
     began = time.monotonic()
-    found = outcome(lambda: engine(transport=kind, timeout=4.0))
+    found = outcome(lambda: engine(transport=kind, limits=Limits(step=4.0)))
     return found, time.monotonic() - began
 
 
@@ -129,7 +129,7 @@ def come_late(rank: int, pipe: Connection, kind: str) -> Any:
     found = []
     while len(found) < 10:
         try:
-            made = engine(transport=kind, timeout=1.5, first_step_timeout=1.5)
+            made = engine(transport=kind, limits=Limits(step=1.5, first_step=1.5))
         except PipelineError as error:
             found.append((str(error), error.rank))
         else:
@@ -155,7 +155,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, ki
 
 def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
     """Rank 1 stays in its own code for several time-outs, while the others try again and again."""
-    made = engine(transport=kind, timeout=1.5, first_step_timeout=1.5)
+    made = engine(transport=kind, limits=Limits(step=1.5, first_step=1.5))
     assert step(made)[0] == ""
     if rank == 1:
         time.sleep(late)
@@ -183,7 +183,7 @@ def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, ki
 
 def train_or_evaluate(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 1 evaluates while the others train, over longer sequences than before; afterwards all train."""
-    made = engine(transport=kind, timeout=3.0, first_step_timeout=3.0)
+    made = engine(transport=kind, limits=Limits(step=3.0, first_step=3.0))
     x = torch.ones(2, 3, 4)
     made.step(x, target=x)
     long = torch.ones(2, 300, 4)
@@ -209,7 +209,7 @@ def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, kind: str) -> 
 
 def fail_in_eval(rank: int, pipe: Connection, kind: str) -> Any:
     """The last rank fails in the last unit of an eval, which the first one has left well by then."""
-    made = engine(transport=kind, timeout=3.0, first_step_timeout=3.0)
+    made = engine(transport=kind, limits=Limits(step=3.0, first_step=3.0))
     x = torch.ones(2, 3, 4)
     made.step(x, target=x)
     made.eval(x, target=x)
@@ -244,7 +244,7 @@ def test_ranks_meet_again_where_one_had_left_the_step_well(tmp_path: Path, kind:
 def interrupt_transfers(rank: int, pipe: Connection) -> Any:
     """Rank 1 gets a Ctrl-C just as a transfer has begun: each time a later one of the step."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    made = engine(transport="c10d", timeout=3.0, first_step_timeout=3.0)
+    made = engine(transport="c10d", limits=Limits(step=3.0, first_step=3.0))
     assert step(made)[0] == ""
     left = -1
 
@@ -282,7 +282,7 @@ def test_an_interrupt_as_a_transfer_begins(tmp_path: Path) -> None:
 
 def lose_a_rank(rank: int, pipe: Connection) -> Any:
     """Rank 2 dies within a step. Returns what the others keep of their engine."""
-    made = engine(transport="c10d", timeout=5.0, first_step_timeout=5.0)
+    made = engine(transport="c10d", limits=Limits(step=5.0, first_step=5.0))
     assert step(made)[0] == ""
     pipe.send(os.getpid())
     if rank == 2:
@@ -330,7 +330,7 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
         if rank == 1:
             sys.settrace(trace)
         try:
-            made = engine(transport=kind, timeout=0.5, first_step_timeout=1.0)
+            made = engine(transport=kind, limits=Limits(step=0.5, first_step=1.0))
         except (KeyboardInterrupt, PipelineError) as error:
             ended.append(type(error).__name__)
         else:
@@ -389,7 +389,7 @@ def test_an_engine_leaves_next_to_nothing_in_the_store(tmp_path: Path, kind: str
 def forge(rank: int, pipe: Connection, secret: str) -> Any:
     """Somebody who reaches the launcher's store writes into it, over everything that ranks read there."""
     os.environ["SEQ1F1B_SECRET"] = secret
-    made = engine(transport="c10d", timeout=3.0)
+    made = engine(transport="c10d", limits=Limits(step=3.0))
     assert step(made)[0] == ""
     os.environ["SEQ1F1B_SECRET"] = ""
     if rank == 0:

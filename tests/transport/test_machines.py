@@ -28,7 +28,7 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
-from seq1f1b import PipelineEngine
+from seq1f1b import Limits, PipelineEngine
 
 P, M, K, LENGTH = 4, 3, 2, 13
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -170,7 +170,7 @@ def step_once(rank: int, pipe: Connection) -> Any:
 
 
 def test_a_rank_that_is_killed_before_its_first_step(hosts: tuple[Host, Host]) -> None:
-    """Long before first_step_timeout, though nobody waits for a message of that rank."""
+    """Long before ``Limits.first_step``, though nobody waits for a message of that rank."""
     with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 2), step_once) as ranks:
         assert [ranks.result(rank) for rank in range(P)] == ["ready"] * P
         time.sleep(0.5)
@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_before_its_first_step(hosts: tuple[Host, Host]) -
 
 
 def step_until_it_fails(rank: int, pipe: Connection) -> Any:
-    engine = make(rank, pipe, timeout=2.0, first_step_timeout=15.0)
+    engine = make(rank, pipe, limits=Limits(step=2.0, first_step=15.0))
     engine.step(TOKENS, target=TARGET)
     pipe.send(("result", "ready"))
 
@@ -200,7 +200,7 @@ def step_until_it_fails(rank: int, pipe: Connection) -> Any:
 def test_a_link_that_goes_down(hosts: tuple[Host, Host]) -> None:
     """No connection ends: only time tells. The processes end by themselves, too.
 
-    A rank that waits for a step's first message, which tells the length, allows for a new one: first_step_timeout.
+    A rank that waits for a step's first message, which tells the length, allows for a new one: ``Limits.first_step``.
     """
     host = hosts[1]
     with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 3), step_until_it_fails) as ranks:

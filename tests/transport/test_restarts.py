@@ -20,7 +20,7 @@ import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from torch import nn
 
-from seq1f1b import PipelineEngine
+from seq1f1b import Limits, PipelineEngine
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
 from seq1f1b.transport.life import Life
@@ -67,8 +67,7 @@ def train(rank: int, pipe: Connection, kind: str, failing: int, moment: str, how
             num_segments=0 if rank == failing and moment == "argument" else 2,
             loss_fn=nn.functional.mse_loss,
             transport=kind,
-            timeout=1.0,
-            first_step_timeout=1.0,
+            limits=Limits(step=1.0, first_step=1.0),
         )
         reached("made")
         layer.how = how if rank == failing and moment == "step" else ""
@@ -261,7 +260,7 @@ class Layer(nn.Linear):
 segments = 0 if strikes and how == "raise" else 2
 engine = seq1f1b.PipelineEngine(
     Layer(4, 4), num_microbatches=2, num_segments=segments, loss_fn=nn.functional.mse_loss, transport=kind,
-    timeout=2.0, first_step_timeout=2.0,
+    limits=seq1f1b.Limits(step=2.0, first_step=2.0),
 )
 x = torch.ones(2, 4, 4)
 engine.step(x, target=x)

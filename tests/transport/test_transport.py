@@ -28,7 +28,7 @@ from core_extension import core  # noqa: E402
 from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names  # noqa: E402
 
 import seq1f1b  # noqa: E402
-from seq1f1b import _C, PipelineError, transport  # noqa: E402
+from seq1f1b import _C, Limits, PipelineError, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
 from seq1f1b.transport.group import place_tensor  # noqa: E402
 from seq1f1b.transport.meeting import Meeting  # noqa: E402
@@ -314,7 +314,7 @@ def test_engines_go_on_after_a_failure_that_one_learnt_late() -> None:
 
     def run(rank: int) -> float | None:
         group, module = groups[rank], torch.nn.Identity()
-        engine = seq1f1b.PipelineEngine(module, num_microbatches=1, loss_fn=loss, group=group, timeout=30.0)
+        engine = seq1f1b.PipelineEngine(module, num_microbatches=1, loss_fn=loss, group=group, limits=Limits(step=30.0))
         if rank == 0:
             engine.eval(x, target=x)
             assert failed.wait(30)

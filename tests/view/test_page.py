@@ -57,7 +57,7 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         if schedule is None:
             continue
         for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1), schedule.offload()):
-            timeline = order.simulate(0.75, 2.0, 0.5, prefetch=M * k).timeline
+            timeline = order.replace(prefetch=M * k).simulate(0.75, 2.0, 0.5).timeline
             ends = {unit: end for track in timeline for unit, _, end in track}
             after = predecessors(timeline)
             for track in timeline:
