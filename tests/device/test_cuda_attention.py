@@ -25,6 +25,7 @@ import seq1f1b.transport
 from seq1f1b import _C
 from seq1f1b.device import cuda_attention, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -273,7 +274,7 @@ def test_engine(num_ranks: int, checkpoint: bool, calls: list[Call]) -> None:
 def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a step makes or is given is on the stages' device: torch refuses to mix the CPU with the meta device."""
     monkeypatch.setattr(seq1f1b.runtime.engine, "common_device", lambda modules: torch.device("meta"))
-    monkeypatch.setattr(seq1f1b.runtime.engine, "step_on", lambda device: nullcontext())
+    monkeypatch.setattr(seq1f1b.runtime.runner, "step_on", lambda device: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no meta device
     config = Config(kv_heads=2)
     tokens, target = batch(config, 3, 20)
@@ -289,25 +290,30 @@ def test_a_step_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {loss.device.type for loss in losses} == {p.grad.device.type for p in model.parameters()} == {"meta"}
 
 
-def test_messages_through_host_memory() -> None:
+def test_messages_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies keep what a message says of its tensors: the same bits come out as without them."""
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 3, 20)
 
-    class CopyingEngine(seq1f1b.PipelineEngine):
-        def _choose_run(self, step: Any) -> Any:
-            return placement.through_host(super()._choose_run(step), torch.device("cpu"))
+    run, copied_units = Step.run, []
 
-    def rank(group: Any, copies: bool) -> Any:
-        engine = (CopyingEngine if copies else seq1f1b.PipelineEngine)(
+    def run_copied(step: Step, *arguments: Any) -> Any:
+        copied_units.append(arguments)
+        return placement.through_host(functools.partial(run, step), torch.device("cpu"))(*arguments)
+
+    def rank(group: Any) -> Any:
+        engine = seq1f1b.PipelineEngine(
             stage_of(model, config, group.rank, 2), num_microbatches=3, num_segments=2, loss_fn=cross_entropy,
             group=group,
         )  # fmt: skip
         engine.step(tokens, target=target)
         return [p.grad for p in engine.parameters()]
 
-    plain, copied = (run_ranks(2, functools.partial(rank, copies=copies)) for copies in (False, True))
+    plain = run_ranks(2, rank)
+    monkeypatch.setattr(Step, "run", run_copied)
+    copied = run_ranks(2, rank)
+    assert len(copied_units) == 2 * 3 * 2 * 2  # ranks, micro-batches, segments, passes
     assert all(torch.equal(a, b) for p, c in zip(plain, copied, strict=True) for a, b in zip(p, c, strict=True))
 
 
