@@ -268,8 +268,8 @@ static PyObject *schedule_counts(PyObject *Py_UNUSED(module), PyObject *handle)
     const s1f_schedule *schedule;
     if (!s1f_to_schedule(handle, &schedule))
         return NULL;
-    return Py_BuildValue("(iiii)", s1f_schedule_num_ranks(schedule), s1f_schedule_num_stages(schedule),
-                         s1f_schedule_num_microbatches(schedule), s1f_schedule_num_segments(schedule));
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return Py_BuildValue("(iiii)", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments);
 }
 
 static PyObject *row_item(const void *shape, int64_t m)
@@ -288,9 +288,9 @@ static PyObject *schedule_rows(PyObject *Py_UNUSED(module), PyObject *handle)
     return s1f_list_of(shape.num_microbatches, row_item, &shape);
 }
 
-static PyObject *rank_item(const void *schedule, int64_t stage)
+static PyObject *rank_item(const void *rank_of_stage, int64_t stage)
 {
-    return PyLong_FromLong(s1f_schedule_rank_of_stage(schedule, (int32_t)stage));
+    return PyLong_FromLong(((const int32_t *)rank_of_stage)[stage]);
 }
 
 static PyObject *schedule_placement(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -298,7 +298,8 @@ static PyObject *schedule_placement(PyObject *Py_UNUSED(module), PyObject *handl
     const s1f_schedule *schedule;
     if (!s1f_to_schedule(handle, &schedule))
         return NULL;
-    return s1f_list_of(s1f_schedule_num_stages(schedule), rank_item, schedule);
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return s1f_list_of(shape.num_stages, rank_item, shape.rank_of_stage);
 }
 
 static PyObject *unit_item(const void *units, int64_t i)
@@ -311,7 +312,7 @@ static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments
     const s1f_schedule *schedule;
     int rank;
     if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_schedule, &schedule, &rank) ||
-        !s1f_require_index("rank", rank, s1f_schedule_num_ranks(schedule)))
+        !s1f_require_index("rank", rank, s1f_schedule_shape(schedule).num_ranks))
         return NULL;
     int64_t num_units;
     const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
@@ -585,7 +586,8 @@ static PyObject *program_stage_peak(PyObject *Py_UNUSED(module), PyObject *argum
     return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);
 }
 
-/* Sizes whose sums cannot overflow: at least 0, and all micro-batches of them within int64. 0 with the exception set. */
+/* Sizes whose sums cannot overflow: at least 0, and all micro-batches of them within int64. 0 with the exception
+ * set. */
 static int check_sizes(const s1f_program *program, const s1f_int64s *sizes)
 {
     int64_t sum = 0;
@@ -626,8 +628,8 @@ PyMethodDef s1f_schedule_methods[] = {
      "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split, "
      "whether its source cuts micro-batches into segments) of every family."},
     {"schedule_build", schedule_build, METH_VARARGS,
-     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. num_segments: a "
-     "number, or one for each micro-batch."},
+     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. "
+     "num_segments: a number, or one for each micro-batch."},
     {"schedule_broken_rule", schedule_broken_rule, METH_VARARGS,
      "schedule_broken_rule(arguments of schedule_build): the first rule of the family that they break, or None."},
     {"schedule_counts", schedule_counts, METH_O, "(num_ranks, num_stages, num_microbatches, num_segments)."},
@@ -644,7 +646,8 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_check", schedule_check, METH_VARARGS,
      "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
     {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
-     "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order holds."},
+     "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order "
+     "holds."},
     {"schedule_spread_vocabulary", schedule_spread_vocabulary, METH_VARARGS,
      "schedule_spread_vocabulary(schedule, what, ahead, pass_seconds): the same order with S and T (what & 1), E and G "
      "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
@@ -656,13 +659,14 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
     {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
     {"schedule_from_units", schedule_from_units, METH_VARARGS,
-     "schedule_from_units(ranks, num_segments): a schedule handle, from a tuple of (letter, stage, microbatch, segment) "
-     "for each rank. num_segments: of every micro-batch; 0: those that the units name."},
+     "schedule_from_units(ranks, num_segments): a schedule handle, from a tuple of (letter, stage, microbatch, "
+     "segment) for each rank. num_segments: of every micro-batch; 0: those that the units name."},
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
      "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,
-     "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and program_memory."},
+     "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and "
+     "program_memory."},
     {"program_edges", program_edges, METH_O, "program_edges(program): a ProgramEdge per edge."},
     {"program_stage_peak", program_stage_peak, METH_VARARGS,
      "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},

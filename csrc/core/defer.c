@@ -61,7 +61,7 @@ static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank, int6
 
 static s1f_status defer(const s1f_schedule *schedule, deferral *d, int64_t most)
 {
-    for (int32_t rank = 0; rank < s1f_schedule_num_ranks(schedule); rank++) {
+    for (int32_t rank = 0; rank < s1f_schedule_shape(schedule).num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         s1f_status status = S1F_OK;

@@ -184,31 +184,6 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     return S1F_OK;
 }
 
-int32_t s1f_schedule_num_ranks(const s1f_schedule *schedule)
-{
-    return schedule->num_ranks;
-}
-
-int32_t s1f_schedule_num_stages(const s1f_schedule *schedule)
-{
-    return schedule->num_stages;
-}
-
-int32_t s1f_schedule_num_microbatches(const s1f_schedule *schedule)
-{
-    return schedule->num_microbatches;
-}
-
-int32_t s1f_schedule_num_segments(const s1f_schedule *schedule)
-{
-    return schedule->num_segments;
-}
-
-int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage)
-{
-    return schedule->rank_of_stage[stage];
-}
-
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units)
 {
     *num_units = schedule->orders[rank].count;

@@ -53,11 +53,6 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
 /* Refuses an option by the family's name for it: S1F_ERR_ARG with the options that it takes. */
 s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option);
 
-int32_t s1f_schedule_num_ranks(const s1f_schedule *schedule);
-int32_t s1f_schedule_num_stages(const s1f_schedule *schedule);
-int32_t s1f_schedule_num_microbatches(const s1f_schedule *schedule);
-int32_t s1f_schedule_num_segments(const s1f_schedule *schedule);
-int32_t s1f_schedule_rank_of_stage(const s1f_schedule *schedule, int32_t stage);
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
 /* Bits (1 << s1f_pass) of the passes that occur. */

@@ -12,7 +12,7 @@ enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
 /* Every unit takes at most UNIT_TEXT_BYTES with its separator; the text is cut to size at the end. */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 {
-    int32_t num_ranks = s1f_schedule_num_ranks(schedule);
+    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
     int64_t num_units, total = 0;
     for (int32_t rank = 0; rank < num_ranks; rank++) {
         s1f_schedule_units(schedule, rank, &num_units);
@@ -180,7 +180,7 @@ static int32_t larger(int32_t a, int32_t b)
 /* Gives each micro-batch its own segments, if micro-batches differ in those that they name. */
 static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *units, int64_t count)
 {
-    int32_t M = s1f_schedule_num_microbatches(schedule), differ = 0;
+    int32_t M = s1f_schedule_shape(schedule).num_microbatches, differ = 0;
     int32_t *segments_of = calloc((size_t)M, sizeof *segments_of);
     if (segments_of == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)M);
@@ -191,7 +191,7 @@ static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *unit
         *own = larger(*own, units[i].unit.segment + 1);
     }
     for (int32_t m = 0; m < M; m++)
-        differ |= segments_of[m] != s1f_schedule_num_segments(schedule);
+        differ |= segments_of[m] != s1f_schedule_shape(schedule).num_segments;
     s1f_status status = differ ? s1f_schedule_set_rows(schedule, segments_of) : S1F_OK;
     free(segments_of);
     return status;

@@ -391,7 +391,7 @@ static s1f_status offer_lists(const s1f_problem *problem, s1f_search *search)
 static void offer_schedule(const s1f_problem *p, s1f_search *search, const s1f_schedule *schedule)
 {
     for (int32_t stage = 0; stage < p->num_stages; stage++)
-        if (s1f_schedule_rank_of_stage(schedule, stage) != p->rank_of_stage[stage])
+        if (s1f_schedule_shape(schedule).rank_of_stage[stage] != p->rank_of_stage[stage])
             return;
     s1f_search_begin(search);
     for (int32_t rank = 0; rank < p->num_ranks; rank++) {

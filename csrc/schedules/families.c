@@ -386,7 +386,7 @@ static s1f_status backward_group(s1f_schedule *schedule, int32_t rank, int64_t s
 
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
 {
-    int64_t num_groups = s1f_schedule_num_microbatches(schedule) / size;
+    int64_t num_groups = s1f_schedule_shape(schedule).num_microbatches / size;
     return s1f_schedule_alternate(schedule, rank, warmup, num_groups, forward_group, backward_group, size);
 }
 

@@ -21,8 +21,8 @@
  * Rounds are as even as possible: the first M % num_rounds of them hold one micro-batch more than the others. */
 static void find_in_rounds(const s1f_schedule *schedule, int64_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
 {
-    int64_t k = s1f_schedule_num_segments(schedule), M = s1f_schedule_num_microbatches(schedule);
-    int64_t v = s1f_schedule_num_stages(schedule) / s1f_schedule_num_ranks(schedule);
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int64_t k = shape.num_segments, M = shape.num_microbatches, v = shape.num_stages / shape.num_ranks;
     int64_t small = M / num_rounds * k, large = small + k, num_large = M % num_rounds, before = 0;
     int64_t size = large;
     if (i >= num_large * large * v) {
@@ -39,12 +39,13 @@ static s1f_status forward(s1f_schedule *schedule, int32_t rank, int64_t num_roun
     int32_t turn;
     int64_t number;
     find_in_rounds(schedule, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_num_ranks(schedule) + rank, number);
+    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_shape(schedule).num_ranks + rank, number);
 }
 
 static s1f_status backward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
 {
-    int32_t P = s1f_schedule_num_ranks(schedule), v = s1f_schedule_num_stages(schedule) / P, turn;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t P = shape.num_ranks, v = shape.num_stages / P, turn;
     int64_t number;
     find_in_rounds(schedule, num_rounds, i, &turn, &number);
     return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);

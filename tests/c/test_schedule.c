@@ -176,7 +176,7 @@ static s1f_status units_and_back(void)
     enum { RANKS = 4, UNITS = 512 };
     s1f_unit units[UNITS];
     int64_t num_units[RANKS], total = 0;
-    int32_t num_ranks = s1f_schedule_num_ranks(given_schedule);
+    int32_t num_ranks = s1f_schedule_shape(given_schedule).num_ranks;
     for (int32_t rank = 0; rank < num_ranks && rank < RANKS; rank++) {
         const s1f_unit *own = s1f_schedule_units(given_schedule, rank, &num_units[rank]);
         CHECK(total + num_units[rank] <= UNITS);

@@ -13,25 +13,17 @@
 
 int same_order(const s1f_schedule *a, const s1f_schedule *b)
 {
-    int32_t num_ranks = s1f_schedule_num_ranks(a), num_stages = s1f_schedule_num_stages(a);
-    if (num_ranks != s1f_schedule_num_ranks(b) || num_stages != s1f_schedule_num_stages(b) ||
-        s1f_schedule_num_microbatches(a) != s1f_schedule_num_microbatches(b) ||
-        s1f_schedule_num_segments(a) != s1f_schedule_num_segments(b))
+    s1f_shape shape = s1f_schedule_shape(a), other = s1f_schedule_shape(b);
+    if (shape.num_ranks != other.num_ranks || shape.num_stages != other.num_stages ||
+        shape.num_microbatches != other.num_microbatches || shape.num_segments != other.num_segments)
         return 0;
-    s1f_shape shape_a = s1f_schedule_shape(a), shape_b = s1f_schedule_shape(b);
-    for (int32_t m = 0; m < shape_a.num_microbatches; m++)
-        if (s1f_segments_of(&shape_a, m) != s1f_segments_of(&shape_b, m))
+    for (int32_t m = 0; m < shape.num_microbatches; m++)
+        if (s1f_segments_of(&shape, m) != s1f_segments_of(&other, m))
             return 0;
-    for (int32_t stage = 0; stage < num_stages; stage++)
-        if (s1f_schedule_rank_of_stage(a, stage) != s1f_schedule_rank_of_stage(b, stage))
+    for (int32_t stage = 0; stage < shape.num_stages; stage++)
+        if (shape.rank_of_stage[stage] != other.rank_of_stage[stage])
             return 0;
-    for (int32_t rank = 0; rank < num_ranks; rank++) {
-        int64_t of_a, of_b;
-        const s1f_unit *units_a = s1f_schedule_units(a, rank, &of_a), *units_b = s1f_schedule_units(b, rank, &of_b);
-        if (of_a != of_b || (of_a > 0 && memcmp(units_a, units_b, (size_t)of_a * sizeof *units_a) != 0))
-            return 0;
-    }
-    return 1;
+    return s1f_schedule_equal(a, b);
 }
 
 void require_text_reads_back(const s1f_schedule *schedule)
@@ -171,7 +163,7 @@ static void require_memory(const s1f_program *program)
 static void find_peaks(const s1f_schedule *schedule, const s1f_memory_bytes *bytes, int64_t *totals)
 {
     s1f_program *program = NULL;
-    int32_t num_ranks = s1f_schedule_num_ranks(schedule);
+    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
     s1f_memory_peak *peaks = malloc((size_t)num_ranks * sizeof *peaks);
     REQUIRE(s1f_schedule_lower(schedule, 0, &program) == S1F_OK);
     REQUIRE(s1f_program_memory(program, bytes, peaks) == S1F_OK);
