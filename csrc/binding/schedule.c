@@ -537,11 +537,14 @@ static PyObject *program_lower(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
     s1f_count prefetch = {.name = "prefetch"};
-    int with_receives = 0;
-    if (!PyArg_ParseTuple(arguments, "O&O&|p", s1f_to_schedule, &schedule, s1f_to_count, &prefetch, &with_receives))
+    int with_receives = 0, rank = -1;
+    if (!PyArg_ParseTuple(arguments, "O&O&|pi", s1f_to_schedule, &schedule, s1f_to_count, &prefetch, &with_receives,
+                          &rank))
         return NULL;
     s1f_program *program = NULL;
-    s1f_status status = s1f_schedule_lower(schedule, prefetch.value, &program);
+    int is_whole = with_receives || rank == -1; /* receives are placed by the programs of all ranks */
+    s1f_status status = is_whole ? s1f_schedule_lower(schedule, prefetch.value, &program)
+                                 : s1f_schedule_lower_rank(schedule, prefetch.value, rank, &program);
     if (status == S1F_OK && with_receives && (status = s1f_program_add_receives(program)) != S1F_OK)
         s1f_program_free(program);
     return s1f_new_program(status, program, NULL);
@@ -663,7 +666,8 @@ PyMethodDef s1f_schedule_methods[] = {
      "segment) for each rank. num_segments: of every micro-batch; 0: those that the units name."},
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
-     "program_lower(schedule, prefetch, with_receives=False): checks, lowers; a program handle."},
+     "program_lower(schedule, prefetch, with_receives=False, rank=-1): checks, lowers; a program handle. rank: "
+     "that runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: of all."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,
      "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and "
      "program_memory."},

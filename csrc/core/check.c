@@ -379,6 +379,8 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     if (max_live_units < 0)
         return s1f_fail(S1F_ERR_ARG, "max_live_units is %lld, must be at least 1, or 0 for no cap",
                         (long long)max_live_units);
+    if (max_live_units == 0 && s1f_schedule_is_checked(schedule))
+        return S1F_OK;
     table t = {.schedule = schedule,
                .shape = s1f_schedule_shape(schedule),
                .shows_stages = s1f_schedule_shows_stages(schedule)};
@@ -418,5 +420,7 @@ s1f_status s1f_schedule_check(const s1f_schedule *schedule, int64_t max_live_uni
     if (status == S1F_OK && max_live_units > 0)
         status = check_live_units(&t, max_live_units);
     free(numbers);
+    if (status == S1F_OK)
+        s1f_schedule_note_checked(schedule);
     return status;
 }

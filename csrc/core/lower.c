@@ -189,7 +189,7 @@ static void write(writer *w, s1f_opcode opcode, int32_t edge, s1f_unit unit, int
         .opcode = (int32_t)opcode,
         .edge = edge,
         .unit = unit,
-        .place = edge >= 0 ? w->l->places[edge * w->l->num_cells + sequence] : -1,
+        .place = edge >= 0 && opcode != S1F_OP_SEND ? w->l->places[edge * w->l->num_cells + sequence] : -1,
         .kv_slot = -1,
         .grad_slot = -1,
         .sequence = sequence,
@@ -281,14 +281,45 @@ static s1f_status write_program(const lowering *l, int32_t rank)
     return S1F_OK;
 }
 
-static void fill_send_places(const lowering *l)
+static void fill_send_places(const lowering *l, int32_t rank)
 {
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
-        for (int64_t i = 0; i < l->program->ranks[rank].count; i++) {
-            s1f_instruction *send = &l->program->ranks[rank].instructions[i];
-            if (send->opcode == S1F_OP_SEND)
-                send->place = l->places[send->edge * l->num_cells + send->sequence];
-        }
+    for (int64_t i = 0; i < l->program->ranks[rank].count; i++) {
+        s1f_instruction *send = &l->program->ranks[rank].instructions[i];
+        if (send->opcode == S1F_OP_SEND)
+            send->place = l->places[send->edge * l->num_cells + send->sequence];
+    }
+}
+
+static s1f_status write_programs(const lowering *l)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
+        status = write_program(l, rank);
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
+        fill_send_places(l, rank);
+    return status;
+}
+
+static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
+{
+    const s1f_edge *edges = l->program->edges->edges;
+    for (int32_t e = 0; e < l->program->edges->num_edges; e++)
+        if ((edges[e].source_rank == rank && edges[e].destination_rank == other) ||
+            (edges[e].source_rank == other && edges[e].destination_rank == rank))
+            return 1;
+    return 0;
+}
+
+/* The programs of one rank and of its neighbours: who receives from it says where its messages land. */
+static s1f_status write_own(const lowering *l, int32_t own)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
+        if (rank == own || are_neighbours(l, own, rank))
+            status = write_program(l, rank);
+    if (status == S1F_OK)
+        fill_send_places(l, own);
+    return status;
 }
 
 /* -- the whole ----------------------------------------------------------------------------------------------------- */
@@ -350,7 +381,9 @@ static void reset_counters(const lowering *l)
     memset(l->counted, 0, (size_t)l->program->edges->num_edges * sizeof *l->counted);
 }
 
-static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int with_instructions, s1f_program **out)
+enum { OF_ALL = -1, OF_NONE = -2 }; /* whose instructions, in place of a rank */
+
+static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out)
 {
     if (prefetch < 0)
         return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", prefetch);
@@ -370,11 +403,8 @@ static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int with
     if ((status = run_with_credits(&l)) != S1F_OK)
         goto done;
     reset_counters(&l);
-    for (int32_t rank = 0; with_instructions && rank < shape.num_ranks && status == S1F_OK; rank++)
-        status = write_program(&l, rank);
-    if (status != S1F_OK)
+    if (rank != OF_NONE && (status = rank == OF_ALL ? write_programs(&l) : write_own(&l, rank)) != S1F_OK)
         goto done;
-    fill_send_places(&l);
     *out = program;
     program = NULL;
 
@@ -386,10 +416,18 @@ done:
 
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out)
 {
-    return lower(schedule, prefetch, 1, out);
+    return lower(schedule, prefetch, OF_ALL, out);
+}
+
+s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out)
+{
+    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
+    if (rank < 0 || rank >= num_ranks)
+        return s1f_fail(S1F_ERR_ARG, "rank is %d, must be in 0..%d", rank, num_ranks - 1);
+    return lower(schedule, prefetch, rank, out);
 }
 
 s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out)
 {
-    return lower(schedule, prefetch, 0, out);
+    return lower(schedule, prefetch, OF_NONE, out);
 }

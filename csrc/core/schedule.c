@@ -17,6 +17,7 @@ struct s1f_schedule {
     order *orders;                /* [num_ranks] */
     uint32_t passes;              /* bits of those that occur */
     _Atomic(uint16_t *) optional; /* of the shape, once somebody has asked; readers may be several */
+    _Atomic(int) is_checked;      /* it has passed its rules as it stands */
 };
 
 static s1f_status require_at_least_one(const char *name, int32_t value)
@@ -181,6 +182,7 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     schedule->passes |= 1u << unit.pass;
     if (atomic_load_explicit(&schedule->optional, memory_order_relaxed) != NULL)
         free(atomic_exchange(&schedule->optional, NULL));
+    atomic_store_explicit(&schedule->is_checked, 0, memory_order_relaxed);
     return S1F_OK;
 }
 
@@ -284,6 +286,16 @@ int s1f_schedule_shows_stages(const s1f_schedule *schedule)
         if (schedule->rank_of_stage[stage] != stage)
             return 1;
     return 0;
+}
+
+int s1f_schedule_is_checked(const s1f_schedule *schedule)
+{
+    return atomic_load_explicit(&((s1f_schedule *)schedule)->is_checked, memory_order_relaxed);
+}
+
+void s1f_schedule_note_checked(const s1f_schedule *schedule)
+{
+    atomic_store_explicit(&((s1f_schedule *)schedule)->is_checked, 1, memory_order_relaxed);
 }
 
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out)

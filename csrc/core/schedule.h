@@ -69,6 +69,10 @@ s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shap
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 
+/* Whether the order has passed its rules (check.h) since it last changed: it need not be checked again. */
+int s1f_schedule_is_checked(const s1f_schedule *schedule);
+void s1f_schedule_note_checked(const s1f_schedule *schedule);
+
 /* The same order without what goes back, or is for it: what eval runs. *out is owned by the caller. */
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 

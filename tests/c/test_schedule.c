@@ -16,6 +16,7 @@
 
 /* -- calls that allocate, as one shape ---------------------------------------------------------------------------- */
 
+static const char *given_text;       /* from which each call gets a new order; NULL: it takes none */
 static s1f_schedule *given_schedule; /* what the calls below work on */
 static s1f_program *given_program;
 
@@ -207,6 +208,15 @@ static s1f_status lower(void)
     return status;
 }
 
+static s1f_status lower_rank(void)
+{
+    s1f_program *program = NULL;
+    s1f_status status = s1f_schedule_lower_rank(given_schedule, 1, 0, &program);
+    CHECK((status == S1F_OK) == (program != NULL));
+    s1f_program_free(program);
+    return status;
+}
+
 static s1f_status simulate(void)
 {
     static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -255,6 +265,10 @@ static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
 {
     int64_t n = 0, failed = 0;
     for (;; n++) {
+        if (given_text != NULL) { /* an order keeps what a call has found out about it */
+            s1f_schedule_free(given_schedule);
+            CHECK_STATUS(s1f_schedule_from_text(given_text, &given_schedule), S1F_OK, "");
+        }
         fail_allocation(n);
         s1f_status status = call();
         int64_t asked = fail_allocation(-1);
@@ -284,15 +298,19 @@ static void test_failing_allocations(void)
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
-    CHECK_STATUS(s1f_schedule_from_text("F0.0 F0.1 F0.2 I0.2 W0.2 I0.1 W0.1 I0.0 W0.0", &given_schedule), S1F_OK, "");
+    given_text = "F0.0 F0.1 F0.2 I0.2 W0.2 I0.1 W0.1 I0.0 W0.0";
     fail_each_allocation(offload, 8);
     s1f_schedule_free(given_schedule);
+    given_schedule = NULL;
+    given_text = NULL;
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
     fail_each_allocation(build_rows, 40);
     fail_each_allocation(build_auto, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
-        CHECK_STATUS(s1f_schedule_from_text(orders[i], &given_schedule), S1F_OK, "");
+        given_text = orders[i];
+        s1f_schedule_free(given_schedule);
+        CHECK_STATUS(s1f_schedule_from_text(given_text, &given_schedule), S1F_OK, "");
         CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
@@ -303,11 +321,14 @@ static void test_failing_allocations(void)
         fail_each_allocation(units_and_back, 5);
         fail_each_allocation(check, 5);
         fail_each_allocation(lower, 25);
+        fail_each_allocation(lower_rank, 20);
         fail_each_allocation(simulate, 10);
         fail_each_allocation(find_slack_and_memory, 30);
         s1f_program_free(given_program);
-        s1f_schedule_free(given_schedule);
     }
+    s1f_schedule_free(given_schedule);
+    given_schedule = NULL;
+    given_text = NULL;
 }
 
 /* -- what Python cannot reach ------------------------------------------------------------------------------------- */
@@ -409,6 +430,23 @@ static void test_huge_index(void)
     s1f_schedule_free(schedule);
 }
 
+/* An order that has passed is not checked again, until it changes. */
+static void test_checked_once(void)
+{
+    static const s1f_unit units[] = {{S1F_PASS_FORWARD, 0, 0, 0}, {S1F_PASS_BACKWARD, 0, 0, 0}};
+    static const int64_t two = 2;
+    s1f_schedule *schedule = NULL;
+    CHECK_STATUS(s1f_schedule_from_units(units, &two, 1, 0, &schedule), S1F_OK, "");
+    CHECK(!s1f_schedule_is_checked(schedule));
+    CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_OK, "");
+    CHECK(s1f_schedule_is_checked(schedule));
+    CHECK_STATUS(s1f_schedule_append(schedule, units[1]), S1F_OK, "");
+    CHECK(!s1f_schedule_is_checked(schedule));
+    CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_ERR_SCHEDULE, "each unit runs once");
+    CHECK(!s1f_schedule_is_checked(schedule));
+    s1f_schedule_free(schedule);
+}
+
 /* More ranks in a cycle than a message has room for. */
 static void test_long_cycle(void)
 {
@@ -468,6 +506,7 @@ int main(void)
     test_rows();
     test_unit_text();
     test_huge_index();
+    test_checked_once();
     test_long_cycle();
     test_failing_allocations();
     return check_failures();
