@@ -46,7 +46,6 @@ typedef struct {
     const s1f_costs *costs;
     s1f_walk walk;
     int32_t num_steps;
-    int32_t has_transfer_jitter;
     int64_t num_columns;   /* s1f_column */
     double *kind_seconds;  /* [kind][column], where given by what a unit is */
     double *message_bytes; /* [column], and once more for statistics */
@@ -119,35 +118,47 @@ static inline int has_come(void *context, const s1f_stand *at, int32_t edge)
     return *arrival(&s->links[edge], s->links[edge].num_used, at->cell) >= 0;
 }
 
-static inline void wait_until(rank_state *r, double time, int32_t cause)
+/* What there is to look at. A constant in each copy of the walk, so that the plain one does nothing for the others. */
+typedef struct {
+    int cells;  /* columns are cells (s1f_column) */
+    int noise;  /* jitter of units or messages */
+    int extras; /* seconds by number, Ws in waits, a tier, or causes to keep */
+} features;
+
+static inline void wait_until(rank_state *r, const features has, double time, int32_t cause)
 {
     if (time > r->now) {
         r->wait += time - r->now;
         r->now = time;
-        r->causes |= cause;
+        if (has.extras)
+            r->causes |= cause;
     }
 }
 
-static inline int64_t column_of(const simulator *s, s1f_unit unit)
+static inline int64_t column_of(const simulator *s, const features has, s1f_unit unit)
 {
-    return s1f_column(&s->program->shape, unit);
+    return has.cells ? s1f_column(&s->walk.shape, unit) : unit.segment;
 }
 
-static inline double seconds_of(const simulator *s, const rank_state *r, int64_t i, uint64_t *random)
+static inline double seconds_of(const simulator *s, const rank_state *r, const features has, int64_t i,
+                                uint64_t *random)
 {
     s1f_unit unit = r->units[i];
-    double seconds =
-        r->seconds != NULL ? r->seconds[i] : s->kind_seconds[s1f_kind(unit) * s->num_columns + column_of(s, unit)];
-    return s->costs->jitter > 0 ? seconds * (1 + s->costs->jitter * (2 * draw(random) - 1)) : seconds;
+    double seconds = has.extras && r->seconds != NULL
+                         ? r->seconds[i]
+                         : s->kind_seconds[s1f_kind(unit) * s->num_columns + column_of(s, has, unit)];
+    if (has.noise && s->costs->jitter > 0)
+        seconds *= 1 + s->costs->jitter * (2 * draw(random) - 1);
+    return seconds;
 }
 
 /* Runs Ws until the message of unit i comes. splitmix64 goes from state to state by a constant. */
-static void fill_until(const simulator *s, rank_state *r, int64_t i, double time)
+static void fill_until(const simulator *s, rank_state *r, const features has, int64_t i, double time)
 {
     while (r->now < time && r->next_fill < r->num_weights && r->weights[r->next_fill].ready < i) {
         int64_t w = r->weights[r->next_fill].run;
         uint64_t random = r->random + (uint64_t)(w - i) * 0x9e3779b97f4a7c15u;
-        double left = seconds_of(s, r, w, &random) - r->filled, part = fmin(left, time - r->now);
+        double left = seconds_of(s, r, has, w, &random) - r->filled, part = fmin(left, time - r->now);
         r->now += part;
         r->busy += part;
         r->filled += part;
@@ -172,39 +183,39 @@ static double left_of(rank_state *r, int64_t i, double seconds)
 }
 
 /* The tier of a rank moves one unit at a time, in the order of its Os and Ls. */
-static void wait_for_tier(const simulator *s, rank_state *r, s1f_unit unit)
+static void wait_for_tier(const simulator *s, rank_state *r, const features has, s1f_unit unit)
 {
-    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->program->shape, unit))
-        wait_until(r, s->tier_end[s1f_cell_of_all(&s->program->shape, unit)], 0);
+    if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY) || s1f_reads_moved(&s->walk.shape, unit))
+        wait_until(r, has, s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)], 0);
 }
 
-static void start_tier(const simulator *s, rank_state *r, s1f_unit unit)
+static void start_tier(const simulator *s, rank_state *r, const features has, s1f_unit unit)
 {
     if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_LEAVING) && !s1f_pass_makes(unit.pass, S1F_PRODUCT_COMING))
         return;
-    double seconds = s->costs->tier_seconds[unit.stage * s->num_columns + column_of(s, unit)];
+    double seconds = s->costs->tier_seconds[unit.stage * s->num_columns + column_of(s, has, unit)];
     r->tier_free = fmax(r->now, r->tier_free) + seconds;
-    s->tier_end[s1f_cell_of_all(&s->program->shape, unit)] = r->tier_free;
+    s->tier_end[s1f_cell_of_all(&s->walk.shape, unit)] = r->tier_free;
 }
 
-static inline void run(void *context, const s1f_stand *at)
+static inline void run(simulator *s, const features has, const s1f_stand *at)
 {
-    simulator *s = context;
     rank_state *r = &s->ranks[at->rank];
     int64_t i = at->unit - r->units;
-    r->causes = 0;
+    if (has.extras)
+        r->causes = 0;
     for (int32_t e = 0; e < at->uses->in.count; e++) {
         link *l = &s->links[at->uses->in.edges[e]];
         double *arrived = arrival(l, l->num_used++, at->cell);
-        if (r->weights != NULL)
-            fill_until(s, r, i, *arrived);
-        wait_until(r, *arrived, S1F_CAUSE_MESSAGE);
+        if (has.extras && r->weights != NULL)
+            fill_until(s, r, has, i, *arrived);
+        wait_until(r, has, *arrived, S1F_CAUSE_MESSAGE);
         *arrived = NOT_COME;
     }
-    if (s->tier_end != NULL)
-        wait_for_tier(s, r, *at->unit);
-    double seconds = seconds_of(s, r, i, &r->random);
-    if (r->weights != NULL)
+    if (has.extras && s->tier_end != NULL)
+        wait_for_tier(s, r, has, *at->unit);
+    double seconds = seconds_of(s, r, has, i, &r->random);
+    if (has.extras && r->weights != NULL)
         seconds = left_of(r, i, seconds);
     if (i == 0)
         r->first_start = r->now;
@@ -212,8 +223,8 @@ static inline void run(void *context, const s1f_stand *at)
     r->now += seconds;
     r->busy += seconds;
     r->last_end = r->now;
-    if (s->tier_end != NULL)
-        start_tier(s, r, *at->unit);
+    if (has.extras && s->tier_end != NULL)
+        start_tier(s, r, has, *at->unit);
     if (r->start != NULL) {
         r->start[i] = begin;
         r->end[i] = r->now;
@@ -223,18 +234,17 @@ static inline void run(void *context, const s1f_stand *at)
 }
 
 /* Puts the message of the unit that has run on its link. */
-static inline void send(void *context, const s1f_stand *at, int32_t edge)
+static inline void send(simulator *s, const features has, const s1f_stand *at, int32_t edge)
 {
-    simulator *s = context;
     rank_state *r = &s->ranks[at->rank];
     link *l = &s->links[edge];
     int64_t number = s->walk.links[edge].num_sent;
-    wait_until(r, l->posted[number & l->mask], S1F_CAUSE_CREDIT);
+    wait_until(r, has, l->posted[number & l->mask], S1F_CAUSE_CREDIT);
     r->now += s->costs->send;
-    if (l->link_free > r->now)
+    if (has.extras && l->link_free > r->now)
         r->causes |= S1F_CAUSE_LINK;
-    double scale = s->has_transfer_jitter ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
-    double transfer = scale * (l->message_bytes[column_of(s, *at->unit)] * l->seconds_per_byte);
+    double scale = has.noise ? s1f_message_scale(s->program, s->costs, edge, number) : 1;
+    double transfer = scale * (l->message_bytes[column_of(s, has, *at->unit)] * l->seconds_per_byte);
     l->link_free = (l->link_free > r->now ? l->link_free : r->now) + transfer;
     *arrival(l, number, at->cell) = l->link_free + scale * l->latency;
 }
@@ -246,9 +256,8 @@ static inline void post(void *context, int32_t rank, int32_t edge)
     l->posted[(s->walk.links[edge].num_posted - 1) & l->mask] = s->ranks[rank].now;
 }
 
-static inline void through(void *context, const s1f_stand *at)
+static inline void record(simulator *s, const s1f_stand *at)
 {
-    simulator *s = context;
     rank_state *r = &s->ranks[at->rank];
     if (r->recorded != NULL) {
         r->recorded[at->unit - r->units] = (unsigned char)r->causes;
@@ -256,8 +265,46 @@ static inline void through(void *context, const s1f_stand *at)
     }
 }
 
-static const s1f_walk_rules timed_rules = {
-    .has_come = has_come, .with_credits = 1, .run = run, .send = send, .post = post, .through = through};
+/* A copy of the walk for some features: go_NAME lets one rank go on until it waits, or is at the end of its list (1). */
+#define DEFINE_WALK(NAME, CELLS, NOISE, EXTRAS)                                                                        \
+    static inline void run_##NAME(void *context, const s1f_stand *at)                                                  \
+    {                                                                                                                  \
+        run(context, (features){CELLS, NOISE, EXTRAS}, at);                                                            \
+    }                                                                                                                  \
+    static inline void send_##NAME(void *context, const s1f_stand *at, int32_t edge)                                   \
+    {                                                                                                                  \
+        send(context, (features){CELLS, NOISE, EXTRAS}, at, edge);                                                     \
+    }                                                                                                                  \
+    static inline void through_##NAME(void *context, const s1f_stand *at)                                              \
+    {                                                                                                                  \
+        if (EXTRAS)                                                                                                    \
+            record(context, at);                                                                                       \
+    }                                                                                                                  \
+    static int go_##NAME(simulator *s, int32_t rank)                                                                   \
+    {                                                                                                                  \
+        return s1f_walk_go(&s->walk, rank,                                                                             \
+                           (s1f_walk_rules){.has_come = has_come,                                                      \
+                                            .with_credits = 1,                                                         \
+                                            .run = run_##NAME,                                                         \
+                                            .send = send_##NAME,                                                       \
+                                            .post = post,                                                              \
+                                            .through = through_##NAME},                                                \
+                           s);                                                                                         \
+    }
+DEFINE_WALK(plain, 0, 0, 0)
+DEFINE_WALK(rows, 1, 0, 0)
+DEFINE_WALK(noisy, 1, 1, 0)
+DEFINE_WALK(whole, 1, 1, 1)
+
+static int (*choose_walk(const simulator *s))(simulator *, int32_t)
+{
+    const s1f_costs *costs = s->costs;
+    if (costs->unit_seconds != NULL || costs->fills || costs->tier_seconds != NULL || s->simulation->causes != NULL)
+        return go_whole;
+    if (costs->jitter > 0 || costs->transfer_jitter > 0)
+        return go_noisy;
+    return s->walk.shape.first_cell != NULL ? go_rows : go_plain;
+}
 
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 
@@ -271,7 +318,7 @@ static void begin_step(simulator *s, int32_t rank)
         const s1f_edge *edge = &s->program->edges->edges[e];
         s->walk.links[e].most_posted = (r->step + 1) * edge->num_messages;
         for (int32_t place = 0; place < edge->num_places; place++)
-            s1f_walk_post(&s->walk, rank, e, timed_rules, s);
+            s1f_walk_post(&s->walk, rank, e, (s1f_walk_rules){.post = post}, s);
     }
 }
 
@@ -331,12 +378,13 @@ static s1f_status report(const simulator *s)
 static s1f_status run_all(simulator *s)
 {
     int32_t num_ranks = s->walk.num_ranks;
+    int (*go)(simulator *, int32_t) = choose_walk(s);
     for (int32_t rank = 0; rank < num_ranks; rank++)
         begin_step(s, rank);
     s1f_walk_ready_all(&s->walk);
     for (int64_t turns = 1; s->walk.num_ready > 0; turns++) {
         int32_t rank = s->walk.ready[--s->walk.num_ready];
-        if (s1f_walk_go(&s->walk, rank, timed_rules, s))
+        if (go(s, rank))
             end_step(s, rank);
         if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0) {
             s1f_status status = report(s);
@@ -483,25 +531,29 @@ static int create_arrays(simulator *s)
     return create_links(s);
 }
 
+/* All rows of a table lie in one block, which their first row begins: malloc gives large blocks back to the system, and
+ * the next simulation would have each page cleared anew. */
 static int create_timeline(s1f_simulation *simulation, s1f_keep keep)
 {
     size_t num_ranks = (size_t)simulation->num_ranks;
     int64_t total = 0;
+    for (int32_t rank = 0; rank < simulation->num_ranks; rank++)
+        total += simulation->num_units[rank];
     simulation->start = calloc(num_ranks, sizeof *simulation->start);
     simulation->end = calloc(num_ranks, sizeof *simulation->end);
-    if (simulation->start == NULL || simulation->end == NULL)
+    if (simulation->start == NULL || simulation->end == NULL ||
+        (simulation->start[0] = malloc(2 * (size_t)total * sizeof **simulation->start)) == NULL)
         return 0;
-    if (keep >= S1F_KEEP_CAUSES && (simulation->causes = calloc(num_ranks, sizeof *simulation->causes)) == NULL)
+    if (keep >= S1F_KEEP_CAUSES && ((simulation->causes = calloc(num_ranks, sizeof *simulation->causes)) == NULL ||
+                                    (simulation->causes[0] = malloc((size_t)total)) == NULL))
         return 0;
-    for (int32_t rank = 0; rank < simulation->num_ranks; rank++) {
-        int64_t num_units = simulation->num_units[rank];
-        total += num_units;
-        simulation->start[rank] = malloc((size_t)num_units * sizeof **simulation->start);
-        simulation->end[rank] = malloc((size_t)num_units * sizeof **simulation->end);
-        if (simulation->start[rank] == NULL || simulation->end[rank] == NULL)
-            return 0;
-        if (keep >= S1F_KEEP_CAUSES && (simulation->causes[rank] = malloc((size_t)num_units)) == NULL)
-            return 0;
+    simulation->end[0] = simulation->start[0] + total;
+    for (int32_t rank = 1; rank < simulation->num_ranks; rank++) {
+        int64_t before = simulation->num_units[rank - 1];
+        simulation->start[rank] = simulation->start[rank - 1] + before;
+        simulation->end[rank] = simulation->end[rank - 1] + before;
+        if (simulation->causes != NULL)
+            simulation->causes[rank] = simulation->causes[rank - 1] + before;
     }
     return keep < S1F_KEEP_CAUSES ||
            (simulation->completed = malloc((size_t)total * sizeof *simulation->completed)) != NULL;
@@ -538,8 +590,7 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
     simulator s = {.program = program,
                    .costs = costs,
                    .num_steps = costs->num_steps > 0 ? costs->num_steps : 1,
-                   .num_columns = s1f_num_columns(&program->shape),
-                   .has_transfer_jitter = costs->transfer_jitter > 0};
+                   .num_columns = s1f_num_columns(&program->shape)};
     s1f_status status = check_costs(program, costs);
     if (status != S1F_OK || (status = create_simulation(program, keep, &s.simulation)) != S1F_OK)
         return status;
@@ -587,9 +638,9 @@ void s1f_simulation_free(s1f_simulation *simulation)
 {
     if (simulation == NULL)
         return;
-    free_rows(simulation->start, simulation->num_ranks);
-    free_rows(simulation->end, simulation->num_ranks);
-    free_rows(simulation->causes, simulation->num_ranks);
+    free_rows(simulation->start, 1);
+    free(simulation->end);
+    free_rows(simulation->causes, 1);
     free_rows(simulation->slack, simulation->num_ranks);
     free(simulation->path);
     free(simulation->completed);
