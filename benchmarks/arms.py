@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
 
 import seq1f1b
-from seq1f1b import _C
+from seq1f1b import _C, Costs
 from seq1f1b.planning.orders import EARLY_PREFETCH
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -175,10 +175,10 @@ class OurArm(Arm):
         """form: of torch's attention. dtype: below float32, that of autocast. sizes: in place of the split."""
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
         self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
-        options, seconds = None, {}
+        options, unit_costs = None, Costs()
         if spec.schedule in MEASURED:
             backward = "split" if spec.splits else "whole"
-            costs, seconds = _unit_costs(case, spec, sizes, rank, backward)
+            costs, unit_costs = _unit_costs(case, spec, sizes, rank, backward)
         if spec.schedule in (AUTO, AUTO_SPLIT):
             options = {"backward": backward, "costs": costs, "cap": round(spec.share * case.ranks * per_rank * k)}
         try:
@@ -195,12 +195,12 @@ class OurArm(Arm):
         self.modules = [case.stage(i, order.num_stages, attention, head=head) for i in own]
         if order.num_stages == case.ranks and case.ranks <= k:
             for module in self.modules:
-                module.share_rows(order.simulate(segment_sizes=sizes).peak_tokens[rank])
+                module.share_rows(order.peak_tokens(sizes)[rank])
         loss_fn: Callable[..., Tensor] = cross_entropy
         if spec.head_in_loss and self.has_last:
             loss_fn = HeadLoss(case.hidden, case.vocab)
         if spec.spread:
-            loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(**seconds)
+            loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(costs=unit_costs)
         prefetch = EARLY_PREFETCH if options is not None else 1
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order.replace(prefetch=prefetch, weights=spec.weights),
@@ -257,9 +257,7 @@ def _measured_costs(case: Case, attention: str, rank: int) -> list[float]:
     return _costs[case, attention]
 
 
-def _unit_costs(
-    case: Case, spec: Spec, sizes: list[int], rank: int, backward: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unit_costs(case: Case, spec: Spec, sizes: list[int], rank: int, backward: str) -> tuple[tuple[Any, ...], Costs]:
     """Seconds of F, I and W, [stage][segment], the medians of four steps under another order of these units; where the
     backward is whole, of F and B, and 0. Then the same as ``spread_vocabulary`` takes them, with those of S and T."""
     weights = "fill" if backward == "split" else "planned"
@@ -284,10 +282,10 @@ def _unit_costs(
             for i in range(2 * case.ranks)
         ]
 
-    by_pass = {"forward": of("F"), "backward": of("B", "I", "W"), "statistics": of("S"), "loss": of("T")}
+    by_pass = Costs(forward=of("F"), backward=of("B", "I", "W"), statistics=of("S"), loss=of("T"))
     if backward == "whole":
         return (of("F"), of("B"), 0.0), by_pass
-    return (of("F"), of("I"), of("W")), {**by_pass, "weight": of("W"), "input": of("I")}
+    return (of("F"), of("I"), of("W")), replace(by_pass, weight=of("W"), input=of("I"))
 
 
 # -- torch's schedules ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import exact_cases
 from common import header
 
-from seq1f1b import build_schedule
+from seq1f1b import Costs, Links, build_schedule
 
 BARS = {"mean gap": 0.02, "worst gap": 0.08, "unproved": 0.1}
 
@@ -32,7 +32,11 @@ def makespan_of_auto(case: dict[str, Any]) -> float:
     backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
     places = case["num_microbatches"] * case["num_segments"]
     transfer = exact_cases.options_of(case)["transfer"]
-    return schedule.replace(prefetch=places).simulate(forward, backward, weight, transfer).makespan
+    return (
+        schedule.replace(prefetch=places)
+        .simulate(Costs(forward, backward, weight, links=Links(latency=transfer)))
+        .makespan
+    )
 
 
 def auto_of(case: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from train import load_example
 
 import seq1f1b
-from seq1f1b import build_schedule, pack_documents
+from seq1f1b import Costs, build_schedule, pack_documents
 from seq1f1b.data import DocumentBatches
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.plan import Layout
@@ -103,7 +103,7 @@ def price(rows: Sequence[Row], cost: CostModel, kept: int | None = None) -> tupl
     order = build_schedule("seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=counts)
     if kept is not None:
         order = order.recompute(lambda unit: unit.segment < counts[unit.microbatch] - kept)
-    seconds = order.simulate(**costs.simulation_arguments(order)).makespan
+    seconds = order.simulate(costs.costs(order)).makespan
     return seconds, max(rank.total for rank in costs.rank_bytes(order))
 
 
@@ -214,7 +214,7 @@ def shortest_makespan(plan: StepPlan, whole: Sequence[Any]) -> int:
         for stages in zip(inputs, weight, strict=True)
     ]
     places = sum(plan.schedule.segments_of)
-    return round(plan.schedule.replace(prefetch=places).simulate(forward, backward, weight).makespan)
+    return round(plan.schedule.replace(prefetch=places).simulate(Costs(forward, backward, weight)).makespan)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

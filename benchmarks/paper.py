@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import header
 
+from seq1f1b import Costs, Links
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
@@ -80,11 +81,11 @@ def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     seconds = case.cost.unit_seconds(case.sizes)
     latencies, rates = case.cost.links(case.schedule.rank_of_stage)
     run = case.schedule.simulate(
-        seconds.forward,
-        seconds.backward,
-        transfer=latencies,
-        bandwidth=rates,
-        message_bytes=case.cost.message_bytes(case.sizes),
+        Costs(
+            seconds.forward,
+            seconds.backward,
+            links=Links(latency=latencies, bandwidth=rates, message_bytes=case.cost.message_bytes(case.sizes)),
+        )
     )
     step = run.makespan + case.cost.step_seconds()
     work = 3 * row["microbatches"] * authors_flop(case.cost.model, row["seq_len"])

@@ -3,8 +3,9 @@
     python benchmarks/simulate.py [--runs 15]
 
 P = 64, M = 512, k = 16 of seq1f1b: 1048576 units, checked and lowered once, which has its own row. Every run has new
-random costs per (pass, stage, segment), transfers with latency and bandwidth, and bytes of every kind of memory; it is
-timed as a user calls it, `Schedule.simulate`, in CPU seconds of its one thread.
+random costs per (pass, stage, segment), alone and then with what is optional: transfers with latency and bandwidth,
+bytes of every kind of memory, times that vary, weight gradients in waits, slack. It is timed as a user calls it,
+`Schedule.simulate`, in CPU seconds of its one thread.
 """
 
 from __future__ import annotations
@@ -14,34 +15,49 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import header
 
-from seq1f1b import build_schedule
+from seq1f1b import Costs, Links, Noise, build_schedule
 from seq1f1b.schedule import StepMemory
 
 COUNTS = {"num_ranks": 64, "num_microbatches": 512, "num_segments": 16}
 WARM_UP = 3
+FILLS = "and W in waits"
 
 
-def arguments(rng: random.Random, P: int, k: int) -> dict[str, object]:
-    """Random costs, transfers and bytes of everything."""
+def random_table(rng: random.Random, scale: float) -> list[list[float]]:
+    P, k = COUNTS["num_ranks"], COUNTS["num_segments"]
+    return [[scale * (0.5 + rng.random()) for _ in range(k)] for _ in range(P)]
 
-    def random_table(scale: float) -> list[list[float]]:
-        return [[scale * (0.5 + rng.random()) for _ in range(k)] for _ in range(P)]
 
-    return {
-        "forward": random_table(1.0),
-        "backward": random_table(2.0),
-        "transfer": 0.1 * rng.random(),
-        "bandwidth": 1e9,
-        "message_bytes": [rng.randrange(10**8) for _ in range(k)],
-        "memory": StepMemory(
-            activations=[[rng.randrange(10**9) for _ in range(k)] for _ in range(P)], kv=10**8, kv_gradients=10**8
-        ),
-    }
+def costs(rng: random.Random, links: Links = Links()) -> Costs:
+    return Costs(random_table(rng, 1.0), random_table(rng, 2.0), links=links)
+
+
+def with_links_and_bytes(rng: random.Random) -> dict[str, Any]:
+    P, k = COUNTS["num_ranks"], COUNTS["num_segments"]
+    links = Links(0.1 * rng.random(), 1e9, message_bytes=[rng.randrange(10**8) for _ in range(k)])
+    activations = [[rng.randrange(10**9) for _ in range(k)] for _ in range(P)]
+    memory = StepMemory(activations=activations, kv=10**8, kv_gradients=10**8)
+    return {"costs": costs(rng, links), "memory": memory}
+
+
+def with_noise(rng: random.Random) -> dict[str, Any]:
+    return with_links_and_bytes(rng) | {"noise": Noise(0.1, 0.1, rng.getrandbits(64))}
+
+
+CASES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "random costs alone": lambda rng: {"costs": costs(rng)},
+    "random costs, transfers, bytes": with_links_and_bytes,
+    "the same with jitter": with_noise,
+    FILLS: with_noise,
+    "random costs, slack": lambda rng: {"costs": costs(rng), "critical": True},
+}
 
 
 def num_units(counts: dict[str, int]) -> int:
@@ -65,15 +81,13 @@ def measure(runs: int) -> None:
     schedule.simulate()
     print(row("build", units, [built - begin]))
     print(row("check, lower, first simulation", units, [time.process_time() - built]))
-    for name, more in (
-        ("random costs, transfers, bytes", {}),
-        ("the same with jitter", {"jitter": 0.1, "transfer_jitter": 0.1}),
-    ):
-        seconds = []
+    for name, draw in CASES.items():
+        order, seconds = schedule.replace(weights="fill") if name == FILLS else schedule, []
+        order.simulate()  # lowered
         for run in range(WARM_UP + runs):
-            given = arguments(rng, COUNTS["num_ranks"], COUNTS["num_segments"]) | more
+            given = draw(rng)
             begin = time.process_time()
-            schedule.simulate(**given, seed=run)
+            order.simulate(**given)
             if run >= WARM_UP:
                 seconds.append(time.process_time() - begin)
         print(row(name, units, seconds))

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import seq1f1b
-from seq1f1b import PipelineEngine, Schedule, ScheduleError, Unit, build_schedule
+from seq1f1b import Costs, Links, PipelineEngine, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.ops.context import current
 from seq1f1b.planning.profiler import Measured, measure_stage
 from seq1f1b.runtime import deferred
@@ -319,10 +319,9 @@ def simulate_units(order: Schedule, measured: Measured, fill: bool) -> tuple[flo
         kv=round(measured.kv * LENGTH),
         kv_gradients=round(measured.kv_gradients * LENGTH),
     )
-    run = order.replace(weights="fill" if fill else "planned").simulate(
-        seconds["F"], seconds["B"], seconds["W"], LATENCY, input=seconds["I"], bandwidth=BANDWIDTH,
-        message_bytes=tokens * HIDDEN * 4, memory=memory,
-    )  # fmt: skip
+    links = Links(LATENCY, BANDWIDTH, message_bytes=tokens * HIDDEN * 4)
+    costs = Costs(seconds["F"], seconds["B"], seconds["W"], input=seconds["I"], links=links)
+    run = order.replace(weights="fill" if fill else "planned").simulate(costs, memory=memory)
     assert run.memory is not None
     return run.makespan, max(run.memory.total)
 

@@ -99,7 +99,13 @@ def timeline(page: Path, _rest: str, *arguments: str) -> str:
         order = seq1f1b.build_schedule(
             name, num_ranks=4, num_microbatches=4, num_segments=k, stages_per_rank=v
         )
-        run = order.simulate(1 / (k * v), 2 / (k * v), transfer=options.get("transfer", 0.0))
+        run = order.simulate(
+            seq1f1b.Costs(
+                1 / (k * v),
+                2 / (k * v),
+                links=seq1f1b.Links(latency=options.get("transfer", 0.0)),
+            )
+        )
         tracks[name + (f", {k} segments" if k > 1 else "")] = run.timeline
     name = "-".join(name.replace("/", "_") for name in names)
     return picture(page, name, f"Timeline of {', '.join(tracks)}", tracks)
@@ -131,7 +137,7 @@ def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
         order = build_schedule(
             "seq1f1b", num_ranks=4, num_microbatches=len(rows), num_segments=[k] * len(rows)
         )
-        run = order.simulate(**RowCosts(cost, rows).simulation_arguments(order))
+        run = order.simulate(RowCosts(cost, rows).costs(order))
         tracks[f"rows of {max(tokens)} tokens, {f'{k} segments' if k > 1 else '1F1B'}"] = run
     return picture(
         page,

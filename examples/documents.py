@@ -129,7 +129,7 @@ def print_waste(plan: StepPlan, cost: CostModel, segments: int) -> None:
     order = build_schedule(
         "seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=[len(row.sizes) for row in rows]
     )
-    equal = order.simulate(**costs.simulation_arguments(order))
+    equal = order.simulate(costs.costs(order))
 
     def line(what: str, *values: str) -> None:
         print(f"{what:28}" + "".join(f"{value:>15}" for value in values))

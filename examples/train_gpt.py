@@ -419,7 +419,7 @@ def predict(
         return None
     if plan is not None:
         return plan.simulation
-    return engine.schedule.simulate(**cost.simulation_arguments(engine.schedule, report.ranks[0].segment_sizes))
+    return engine.schedule.simulate(cost.costs(engine.schedule, report.ranks[0].segment_sizes))
 
 
 def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from seq1f1b.simulation import Costs, Links, StepMemory
+
 # ---- errors.c
 
 class ScheduleError(ValueError): ...
@@ -15,9 +17,15 @@ class PipelineError(RuntimeError):
 # ---- constants.c
 
 PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
+PASS_NAMES: tuple[str, ...]  # of their seconds in Costs; position as above
+PASS_TEXTS: tuple[str, ...]  # in words; position as above
 OPCODES: tuple[str, ...]  # of instructions; position as above
 FAMILY_OPTIONS: tuple[tuple[str, str], ...]  # name; what it holds: a number, word, costs, or bytes of units or ranks
 DTYPES: tuple[str, ...]  # names in torch; position as above
+PER_RANK: int  # what a table of seconds or bytes has a value for
+PER_STAGE: int
+PER_SEGMENT: int
+PER_CELL: int
 KEEP_TIMELINE: int  # what program_simulate keeps
 KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
@@ -196,9 +204,7 @@ def schedule_check(schedule: Any, max_live_units: int, /) -> None: ...
 def schedule_defer_weights(schedule: Any, max_live_units: int, /) -> Any: ...
 def schedule_recompute(schedule: Any, chosen: bytes | None, /) -> Any: ...
 def schedule_offload(schedule: Any, chosen: bytes | None, /) -> Any: ...
-def schedule_spread_vocabulary(
-    schedule: Any, what: int, ahead: int, pass_seconds: tuple[Sequence[float], ...], /
-) -> Any: ...
+def schedule_spread_vocabulary(schedule: Any, what: int, ahead: int, costs: Costs, /) -> Any: ...
 def schedule_forward_only(schedule: Any, /) -> Any: ...
 def schedule_to_text(schedule: Any, /) -> str: ...
 def schedule_from_units(ranks: tuple[tuple[tuple[str, int, int, int], ...], ...], num_segments: int, /) -> Any: ...
@@ -211,42 +217,60 @@ def program_peak_tokens(program: Any, stage: int, segment_sizes: Sequence[int], 
 
 # ---- simulate.c
 
-_Path = tuple[tuple[int, int], ...]  # rank, number in its order
 _Rows = tuple[bytes, ...]  # doubles, a row per rank
-_Simulation = tuple[float, float, bytes, bytes, bytes, _Rows, _Rows, _Rows | None, _Path | None]
+
+class Holding(NamedTuple):
+    name: str  # of its bytes: an attribute of StepMemory
+    text: str
+    per: int  # PER_STAGE, PER_SEGMENT or PER_CELL
+    counts_with: int  # number of the holding whose peak it is a part of
+
+class Times(NamedTuple):
+    makespan: float
+    period: float
+    span: bytes
+    busy: bytes
+    wait: bytes
+    start: _Rows
+    end: _Rows
+    slack: _Rows | None
+    path: tuple[tuple[int, int], ...] | None  # rank, number in its order
+
+class Peak(NamedTuple):
+    units: int
+    held: tuple[int, ...]  # by number of the holding
+    receive: int
+    total: int
+
+HOLDINGS: tuple[Holding, ...]  # the position is the number of the holding in C
 
 def program_simulate(
     program: Any,
-    pass_seconds: tuple[Sequence[float] | None, ...],  # as PASSES; None: the order has no such pass
-    unit_seconds: Sequence[Sequence[float]] | None,
-    transfer: tuple[Sequence[float], Sequence[float], float, Sequence[float] | None],  # the last: of the tier
-    message_bytes: tuple[Sequence[int], Sequence[int]],  # between stages, between shards of the vocabulary
-    jitter: tuple[float, float, int, bool],  # of units and messages, seed, whether W fills waits
-    steps: tuple[int, bool, Sequence[float]],
+    costs: Costs,
+    durations: Sequence[Sequence[float]] | None,
+    noise: tuple[float, float, int],  # of units, of messages, seed
+    fill: bool,
+    steps: tuple[int, bool],
     keep: int,
     progress: Callable[[int], object] | None,
     /,
-) -> _Simulation: ...
-
-# activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, forward_work,
-# backward_work, kv_gradient_rows, shard_logits, message_bytes, statistics_bytes; those at its end may be missing
-_Bytes = tuple[Sequence[int] | None, ...]
-
-def program_memory(
-    program: Any,
-    held: _Bytes,
-    /,
-) -> tuple[tuple[int, int, int, int, int, int, int, int, int], ...]: ...
+) -> Times: ...
+def program_memory(program: Any, memory: StepMemory, links: Links, /) -> tuple[Peak, ...]: ...
+def program_changes(program: Any, memory: StepMemory, /) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]: ...
 def program_fit(
     program: Any,
-    held: _Bytes,
+    memory: StepMemory,
+    costs: Costs,
     room: Sequence[int],
     recomputes: bool,
     moves: bool,
     start: Sequence[Sequence[float]] | None,  # of both
-    tier: Sequence[float] | None,  # the same
     /,
 ) -> bytes: ...  # of each cell of all stages: 0 kept, 1 recomputed, 2 moved
+
+# ---- table.c
+
+def table_values(schedule: Any, name: str, per: int, is_whole: bool, given: Any, /) -> list[Any]: ...
 
 # ---- attention.c
 

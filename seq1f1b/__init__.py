@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from seq1f1b._C import PipelineError, ScheduleError
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
+from seq1f1b.simulation import Costs, Links, Noise
 
 if TYPE_CHECKING:
     from seq1f1b.adapters.checkpoint import PipelineState
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
     from seq1f1b.transport import LoopbackGroup, init_process_group
 
 __all__ = [
+    "Costs",
     "Limits",
+    "Links",
     "LoopbackGroup",
     "Loss",
     "Memory",
     "ModelShape",
+    "Noise",
     "PipelineEngine",
     "PipelineError",
     "PipelineState",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,11 +12,13 @@ from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
-from seq1f1b.simulation import PeakMemory, Simulation, StepMemory
-from seq1f1b.tables import flat_rows, per_place, per_unit
+from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
 
 __all__ = [
+    "Costs",
     "Family",
+    "Links",
+    "Noise",
     "PeakMemory",
     "Schedule",
     "Simulation",
@@ -78,9 +79,6 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
 Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
 """Per rank, its units in run order with start and end in seconds: simulated or measured."""
 
-Costs = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
-"""Seconds per unit: one number, or ``[stage][segment]``; ``[stage][micro-batch][segment]`` in an order of rows."""
-
 
 _CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, moved
 _CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.encode())
@@ -115,6 +113,7 @@ class Schedule:
         self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
         self._units: dict[int, tuple[Unit, ...]] = {}
         self._lowered: Any = None  # what the core reads again in every simulation
+        self._peak: tuple[int, ...] | None = None  # most live units of each rank
 
     @classmethod
     def _from_handle(cls, handle: Any, like: Schedule | None = None) -> Schedule:
@@ -258,11 +257,7 @@ class Schedule:
         memory: StepMemory,
         room: int | Sequence[int],
         by: Sequence[str] = ("recompute",),
-        *,
-        message_bytes: int | Sequence[int] = 0,
-        statistics_bytes: int | Sequence[int] = 0,
-        tier: Costs | None = None,
-        **seconds: Any,
+        costs: Costs = Costs(),
     ) -> Schedule:
         """The same order, in which as few units as possible are recomputed, or moved to a tier, so that it fits.
 
@@ -275,35 +270,18 @@ class Schedule:
             room: bytes that a rank may hold, of the kinds that live in units or in receive places; a number, or one
                 for each rank. Weights, the optimizer and ``memory.logits`` come on top.
             by: what units may do, ``"recompute"``, ``"offload"``, or both.
-            message_bytes, statistics_bytes: as of :meth:`simulate`.
-            tier: seconds of a unit's way out, or back, as of :meth:`simulate`; needed for both ways together.
-            seconds: of the passes, of moving, and of messages, as of :meth:`simulate`; used for both ways together.
+            costs: bytes of messages; where both ways are open also the seconds of passes, messages and the tier.
         Raises:
             ScheduleError: this order breaks a rule.
             ValueError: it recomputes or moves units already, ``by`` is something else, or a number is out of range.
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
-        start = None
-        if len(set(by)) == 2:
-            start = self.simulate(**seconds, message_bytes=message_bytes).start
-        kinds = _C.program_fit(
-            self._lower(),
-            self._bytes(memory, sizes, statistics_sizes),
-            self._room(room),
-            "recompute" in by,
-            "offload" in by,
-            start,
-            None if tier is None else self._per_unit(tier, "tier"),
+        rooms = self._whole("room", _C.PER_RANK, room)
+        start = self.simulate(costs).start if len(set(by)) == 2 else None
+        return self._with_kinds(
+            _C.program_fit(self._lower(), memory, costs, rooms, "recompute" in by, "offload" in by, start)
         )
-        return self._with_kinds(kinds)
-
-    def _room(self, room: int | Sequence[int]) -> list[int]:
-        rooms = per_place(room, "room", self.num_ranks, "rank")
-        if min(rooms) < 0:
-            raise ValueError(f"room holds {min(rooms)} bytes, must be at least 0")
-        return rooms
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
@@ -354,7 +332,7 @@ class Schedule:
         return bytes(bool(units(Unit("F", *cell))) for cell in self._cells())
 
     def spread_vocabulary(
-        self, ahead: int | None = None, *, head: bool = True, embedding: bool = False, **seconds: Any
+        self, ahead: int | None = None, costs: Costs = Costs(), *, head: bool = True, embedding: bool = False
     ) -> Schedule:
         """The same order with the rows of the vocabulary spread over the ranks.
 
@@ -365,25 +343,23 @@ class Schedule:
             ahead: every unit that is no F stands behind so many more Fs of its rank; None: 0, 1 or 2, whichever this
                 order allows and makes it shortest; 0 without ``head``.
             head, embedding: whether the output layer is spread (S and T), and the input embedding (E and G).
-            seconds: of the passes, ``forward`` to ``embed_gradient`` of :meth:`simulate`: the new units stand where
-                each rank can run them first.
+            costs: the new units stand where each rank can run them first.
         Raises:
             ScheduleError: this order breaks a rule, holds such units already, or rank r does not hold stage r; with Fs
                 so far ``ahead`` ranks would wait for each other, as one of them needs a B that it went ahead of.
             ValueError: a number is out of range.
         Source: vocabulary parallelism, arXiv:2411.05288.
         """
-        in_order = tuple(map(self._pass_seconds(**seconds).__getitem__, _C.PASSES))
 
         def spread(more: int) -> Schedule:
-            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, in_order)
+            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, costs)
             return self._from_handle(spread_over, like=self)
 
         orders = [spread(ahead or 0)]
         for more in (1, 2) if ahead is None and head else ():
             with contextlib.suppress(_C.ScheduleError):  # an order with few live units may not let Fs go ahead
                 orders.append(spread(more))
-        return min(orders, key=lambda order: order.simulate(**seconds).makespan)
+        return min(orders, key=lambda order: order.simulate(costs).makespan)
 
     def check(self, max_live_units: int | None = None) -> None:
         """Holds the order to its rules.
@@ -445,36 +421,15 @@ class Schedule:
 
     def simulate(
         self,
-        forward: Costs = 1.0,
-        backward: Costs = 2.0,
-        weight: Costs | None = None,
-        transfer: float | Sequence[float] = 0.0,
+        costs: Costs = Costs(),
         *,
-        input: Costs | None = None,
-        recompute: Costs | None = None,
-        tier: Costs = 0.0,
-        move_out: Costs = 0.0,
-        move_in: Costs = 0.0,
-        bandwidth: float | Sequence[float] | None = None,
-        message_bytes: int | Sequence[int] = 0,
-        send: float = 0.0,
-        durations: Sequence[Sequence[float]] | None = None,
-        segment_sizes: Sequence[int] | None = None,
-        unit_bytes: int | Sequence[Sequence[int]] | None = None,
         memory: StepMemory | None = None,
-        critical: bool = False,
-        jitter: float = 0.0,
-        transfer_jitter: float = 0.0,
-        seed: int = 0,
+        durations: Sequence[Sequence[float]] | None = None,
+        noise: Noise = Noise(),
         steps: int = 1,
-        optimizer: float | Sequence[float] = 0.0,
         optimizer_sync: bool | None = None,
+        critical: bool = False,
         progress: Callable[[int], object] | None = None,
-        statistics: Costs = 0.25,
-        loss: Costs = 0.5,
-        embed: Costs = 0.0,
-        embed_gradient: Costs = 0.0,
-        statistics_bytes: int | Sequence[int] = 0,
     ) -> Simulation:
         """When every unit starts and ends if it takes the given time.
 
@@ -482,260 +437,109 @@ class Schedule:
         a W is what is left of it.
 
         Args:
-            forward, backward: seconds per unit, a number or ``[stage][segment]``; ``backward`` is the full B.
-            weight: W where the order splits ``backward``; default: half of it.
-            input: I where the order splits ``backward``; default: what ``weight`` leaves of it.
-            recompute: R where the order recomputes; default: ``forward``.
-            tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time,
-                beside the units. A, and the backward of a unit that was moved, wait for it. Not with ``critical``.
-            move_out, move_in: seconds that moving takes of the rank's own time: of O, and of L.
-            transfer: latency of a message, seconds from the end of its transfer to its arrival; a number, or
-                ``[stage]``, one for the edges between ``stage`` and ``stage + 1``, either way.
-            bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above;
-                None: infinite.
-            message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
-            send: seconds that a sender itself spends on a message.
+            costs: seconds of the units, and what messages, the tier and the optimizer take.
+            memory: bytes of everything a step holds, for ``memory`` of the result.
             durations: seconds of every unit, per rank in run order, in place of those of the passes:
                 replays what was measured.
-            segment_sizes: tokens of each segment, for ``peak_tokens``.
-            unit_bytes: activation bytes of a unit, a number or ``[stage][segment]``, for ``peak_bytes``.
-            memory: bytes of everything a step holds, for ``memory``.
-            critical: also find ``slack`` and ``critical_path``. Not of an order that fills waits.
-            jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
-            transfer_jitter: the same of every message's time on its link and its latency.
-            seed: the same one draws the same times.
+            noise: how times vary by chance.
             steps: simulates so many steps in a row, for ``period``; all else is of the first.
-            optimizer: seconds that every rank, or each, needs after a step before it begins the next.
             optimizer_sync: whether the optimizer waits for all ranks, as a norm over them makes it; needed with steps.
+            critical: also find ``slack`` and ``critical_path``. Not with a tier that takes time, nor of an order that
+                fills waits.
             progress: called some times a second with the units that have run; what it raises ends the simulation.
-            statistics, loss, embed, embed_gradient: S, T, E and G where the vocabulary is spread over the ranks.
-            statistics_bytes: of one message from shard to shard of the vocabulary, a number or one per segment.
         Raises:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
-        _check_steps(steps, optimizer_sync, seed)
-        tokens = None if segment_sizes is None else self._tokens(segment_sizes)
-        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
+        _check_steps(steps, optimizer_sync, noise.seed)
         program = self._lower()
-        seconds = self._pass_seconds(
-            forward, backward, weight, input, recompute, statistics, loss, embed, embed_gradient, move_out, move_in
-        )
-        times = _C.program_simulate(
+        found = _C.program_simulate(
             program,
-            tuple(map(seconds.get, _C.PASSES)),
+            costs,
             durations,
-            (self._per_edge(transfer, "transfer"), self._seconds_per_byte(bandwidth), send, self._tier_seconds(tier)),
-            (sizes, statistics_sizes),
-            (jitter, transfer_jitter, seed, self.fills),
-            (steps, bool(optimizer_sync), per_place(optimizer, "optimizer", self.num_ranks, "rank")),
+            (noise.jitter, noise.transfer_jitter, noise.seed),
+            self.fills,
+            (steps, bool(optimizer_sync)),
             _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
             progress or _ignore,
         )
-        peaks = self._peaks(program, tokens, unit_bytes, memory, sizes, statistics_sizes)
-        return Simulation(**self._times(times, many_steps=steps > 1), **peaks, schedule=self)
+        if self._peak is None:  # the same whatever units cost and hold
+            self._peak = tuple(rank.units for rank in _C.program_memory(program, StepMemory(), Links()))
+        return Simulation(
+            makespan=found.makespan,
+            span=tuple(_doubles(found.span)),
+            busy=tuple(_doubles(found.busy)),
+            wait=tuple(_doubles(found.wait)),
+            bubble=tuple(found.makespan - seconds for seconds in _doubles(found.busy)),
+            peak=self._peak,
+            memory=None if memory is None else self._memory(program, memory, costs.links),
+            given=memory,
+            period=found.period if steps > 1 else None,
+            slack=None if found.slack is None else tuple(tuple(_doubles(row)) for row in found.slack),
+            critical_path=None if found.path is None else tuple(self.units_of(rank)[i] for rank, i in found.path),
+            schedule=self,
+            start=tuple(map(_doubles, found.start)),
+            end=tuple(map(_doubles, found.end)),
+        )
 
-    def _peaks(
-        self,
-        program: Any,
-        tokens: list[int] | None,
-        unit_bytes: Any,
-        memory: StepMemory | None,
-        sizes: Sequence[int],
-        statistics_sizes: Sequence[int],
-    ) -> dict[str, Any]:
-        """The fields of a simulation that tell what is held."""
-        peak, peak_memory = self._memory(program, memory or StepMemory(), sizes, statistics_sizes)
-        return {
-            "peak": peak,
-            "peak_tokens": None if tokens is None else self._peak(program, tokens),
-            "peak_bytes": None if unit_bytes is None else self._peak(program, self._per_unit(unit_bytes, "unit_bytes")),
-            "memory": peak_memory if memory is not None else None,
-            "given": memory,
-        }
-
-    def _per_segment(self, values: int | Sequence[int]) -> Sequence[int]:
-        """One value per segment; in an order of rows one per segment of every micro-batch, flat."""
-        if not isinstance(values, Sequence):
-            return [values] * (self.num_segments if self.rows is None else sum(self.rows))
-        return values if self.rows is None else flat_rows(values, "values of segments", self.rows)
-
-    def _tokens(self, segment_sizes: Sequence[int]) -> list[int]:
-        """Tokens of every unit, flat."""
-        if self.rows is not None:
-            return flat_rows(segment_sizes, "segment_sizes", self.rows) * self.num_stages
-        if len(segment_sizes) != self.num_segments:
-            raise ValueError(f"segment_sizes holds {len(segment_sizes)} values, must hold {self.num_segments}")
-        return [*segment_sizes] * self.num_stages
-
-    def _seconds_per_byte(self, bandwidth: float | Sequence[float] | None) -> list[float]:
-        """One value for each two neighbouring stages; 0 where the bandwidth is infinite."""
-        rates = self._per_edge(math.inf if bandwidth is None else bandwidth, "bandwidth")
-        for rate in rates:
-            if not rate > 0:
-                raise ValueError(f"bandwidth is {rate}, must be above 0")
-        with _naming_overflow("bandwidth"):
-            return [1.0 / rate for rate in rates]
-
-    def _tier_seconds(self, tier: Costs) -> list[float] | None:
-        """Seconds that the tier needs for each unit, flat; None if moving is free."""
-        seconds = self._per_unit(tier, "tier")
-        return seconds if any(seconds) else None
-
-    def _pass_seconds(
-        self,
-        forward: Costs = 1.0,
-        backward: Costs = 2.0,
-        weight: Costs | None = None,
-        input: Costs | None = None,
-        recompute: Costs | None = None,
-        statistics: Costs = 0.25,
-        loss: Costs = 0.5,
-        embed: Costs = 0.0,
-        embed_gradient: Costs = 0.0,
-        move_out: Costs = 0.0,
-        move_in: Costs = 0.0,
-    ) -> dict[str, list[Any]]:
-        """By the letter of the pass: seconds of every unit, flat."""
-        whole = self._per_unit(backward, "backward")
-        with _naming_overflow("backward"):
-            weights = self._per_unit(weight, "weight") if weight is not None else [0.5 * cost for cost in whole]
-        if input is not None:
-            inputs = self._per_unit(input, "input")
-        else:
-            inputs = [cost - part for cost, part in zip(whole, weights, strict=True)]
-            if weight is not None and min(inputs) < 0:
-                raise ValueError("weight is more than backward, of which it is a part")
-        again = forward if recompute is None else recompute
-        return {
-            "F": self._per_unit(forward, "forward"),
-            "B": whole,
-            "I": inputs,
-            "W": weights,
-            "R": self._per_unit(again, "recompute"),
-            "O": self._per_unit(move_out, "move_out"),
-            "A": self._per_unit(0.0, "the end of moving"),
-            "L": self._per_unit(move_in, "move_in"),
-            "S": self._per_unit(statistics, "statistics"),
-            "T": self._per_unit(loss, "loss"),
-            "E": self._per_unit(embed, "embed"),
-            "G": self._per_unit(embed_gradient, "embed_gradient"),
-        }
-
-    def _times(self, found: Any, *, many_steps: bool) -> dict[str, Any]:
-        """The fields of a simulation that tell times, from what the core found."""
-        makespan, period, span, busy, wait, start, end, slack, path = found
-        return {
-            "makespan": makespan,
-            "span": tuple(_doubles(span)),
-            "busy": tuple(_doubles(busy)),
-            "wait": tuple(_doubles(wait)),
-            "bubble": tuple(makespan - seconds for seconds in _doubles(busy)),
-            "period": period if many_steps else None,
-            "slack": None if slack is None else tuple(tuple(_doubles(row)) for row in slack),
-            "critical_path": None if path is None else tuple(self.units_of(rank)[i] for rank, i in path),
-            "start": tuple(map(_doubles, start)),
-            "end": tuple(map(_doubles, end)),
-        }
-
-    def peak_memory(
-        self,
-        memory: StepMemory,
-        *,
-        message_bytes: int | Sequence[int] = 0,
-        statistics_bytes: int | Sequence[int] = 0,
-    ) -> PeakMemory:
+    def peak_memory(self, memory: StepMemory, costs: Costs = Costs()) -> PeakMemory:
         """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
 
-        Args and errors are those of :meth:`simulate`.
+        Args and errors are those of :meth:`simulate`; ``costs`` has the bytes of messages.
         """
-        sizes, statistics_sizes = self._per_segment(message_bytes), self._per_segment(statistics_bytes)
-        return self._memory(self._lower(), memory, sizes, statistics_sizes)[1]
+        return self._memory(self._lower(), memory, costs.links)
+
+    def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
+        """Most tokens that the live units of each rank have at once.
+
+        Args:
+            segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
+        """
+        self._whole("segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
+        return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
+
+    def byte_changes(self, memory: StepMemory) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:
+        """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
+        ``_C.HOLDINGS``."""
+        return _C.program_changes(self._lower(), memory)
 
     def _lower(self) -> Any:
         if self._lowered is None:
             self._lowered = _C.program_lower_edges(self.handle, self.prefetch)
         return self._lowered
 
-    def _per_unit(self, costs: Any, name: str) -> list[Any]:
-        """One value per (stage, segment), flat."""
-        return per_unit(costs, name, self.num_stages, self.num_segments, self.rows)
+    def _whole(self, name: str, per: int, given: Any) -> list[int]:
+        """Bytes or tokens of each rank, stage or segment, as a flat list of numbers that are at least 0."""
+        values = _C.table_values(self.handle, name, per, True, given)
+        if min(values) < 0:
+            raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
+        return values
 
-    def _per_edge(self, values: Any, name: str) -> list[Any]:
-        """One value for each two neighbouring stages."""
-        return per_place(values, name, self.num_stages - 1, "pair of neighbouring stages")
+    def _memory(self, program: Any, memory: StepMemory, links: Links) -> PeakMemory:
+        """What is constant is added here."""
 
-    def _peak(self, program: Any, activations: list[int]) -> tuple[int, ...]:
-        return tuple(peak[1] for peak in _C.program_memory(program, (activations,)))
-
-    def _per_stage(self, values: Any, name: str) -> list[int]:
-        return per_place(values, name, self.num_stages, "stage")
-
-    def _bytes(self, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]) -> tuple[Any, ...]:
-        """What units hold, and their messages, as the core takes them."""
-        kept = given.kept_activations
-        return (
-            self._per_unit(given.activations, "activations"),
-            None if kept is None else self._per_unit(kept, "kept_activations"),
-            self._per_unit(given.output_gradients, "output_gradients"),
-            self._per_stage(given.kv, "kv"),
-            self._per_stage(given.kv_gradients, "kv_gradients"),
-            self._per_unit(given.inputs, "inputs"),
-            self._per_unit(given.kv_rows, "kv_rows"),
-            self._per_unit(given.staying, "staying"),
-            self._per_unit(given.forward_work, "forward_work"),
-            self._per_unit(given.backward_work, "backward_work"),
-            self._per_unit(given.kv_gradient_rows, "kv_gradient_rows"),
-            self._per_segment(given.shard_logits),
-            sizes,
-            statistics_sizes,
-        )
-
-    def _memory(
-        self, program: Any, given: StepMemory, sizes: Sequence[int], statistics_sizes: Sequence[int]
-    ) -> tuple[tuple[int, ...], PeakMemory]:
-        """Peak of live units, and of bytes; what is constant is added here."""
-
-        def per_rank(name: str, values: Sequence[int]) -> tuple[int, ...]:
-            for value in values:
-                if not isinstance(value, int):
-                    raise TypeError(f"{name} holds {value!r}, must be whole numbers of bytes")
-            if min(values) < 0:
-                raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
+        def per_rank(name: str, given: Any) -> tuple[int, ...]:
             held = [0] * self.num_ranks
-            for rank, value in zip(self.rank_of_stage, values, strict=True):
+            for rank, value in zip(self.rank_of_stage, self._whole(name, _C.PER_STAGE, given), strict=True):
                 held[rank] += value
             return tuple(held)
 
-        live = _C.program_memory(program, self._bytes(given, sizes, statistics_sizes))
-        units, activations, output_gradients, kv, kv_gradients, inputs, shard_logits, receive, together = zip(
-            *live, strict=True
+        peaks = _C.program_memory(program, memory, links)
+        constant = {
+            "weights": per_rank("weights", memory.weights),
+            "optimizer": per_rank("optimizer", memory.optimizer),
+            "logits": per_rank("logits", [0] * (self.num_stages - 1) + [memory.logits]),
+        }
+        held = {
+            row.name: tuple(peak.held[h] for peak in peaks) for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h
+        }
+        totals = [peak.total for peak in peaks]
+        return PeakMemory(
+            receive=tuple(peak.receive for peak in peaks),
+            total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
+            **constant,
+            **held,
         )
-        weights = per_rank("weights", self._per_stage(given.weights, "weights"))
-        optimizer = per_rank("optimizer", self._per_stage(given.optimizer, "optimizer"))
-        logits = per_rank("logits", [0] * (self.num_stages - 1) + [given.logits])
-        total = tuple(map(sum, zip(together, weights, optimizer, logits, strict=True)))
-        return units, PeakMemory(
-            activations,
-            output_gradients,
-            kv,
-            kv_gradients,
-            receive,
-            weights,
-            optimizer,
-            logits,
-            total,
-            inputs,
-            shard_logits,
-        )
-
-
-@contextlib.contextmanager
-def _naming_overflow(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OverflowError as error:
-        raise ValueError(f"{name} holds a number that is too large: {error}") from None
 
 
 def check_units(name: str, units: object) -> None:
@@ -800,7 +604,7 @@ class Family:
             ValueError: a count below 1, an option that the family does not take.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _C.schedule_broken_rule(self.name, *counts, _flat_options(options, num_ranks, *counts[1:]))
+        return _C.schedule_broken_rule(self.name, *counts, dict(options or {}))
 
 
 def families() -> tuple[Family, ...]:
@@ -810,37 +614,6 @@ def families() -> tuple[Family, ...]:
 
 OPTION_KINDS = dict(_C.FAMILY_OPTIONS)
 """By the name of an option: whether it is a number, a word, or costs, or bytes of units or of ranks."""
-
-
-def _flat_options(
-    options: Mapping[str, Any] | None,
-    num_ranks: int,
-    num_microbatches: int,
-    num_segments: int | Sequence[int],
-    stages_per_rank: int,
-) -> dict[str, Any]:
-    """The options with costs and bytes as flat lists, by stage and segment, as the core reads them."""
-    flat = dict(options or {})
-    if flat:  # the lists are as long as the counts say
-        _C.schedule_broken_rule("seq1f1b", num_ranks, num_microbatches, num_segments, stages_per_rank, {})
-    rows = num_segments if isinstance(num_segments, Sequence) else None
-    k = num_segments if isinstance(num_segments, int) else max(num_segments, default=0)
-    num_stages = num_ranks * stages_per_rank
-    for name, kind in OPTION_KINDS.items():
-        if name not in flat:
-            continue
-        value = flat[name]
-        if kind == "costs":
-            passes = ("F", "I", "W")
-            if not isinstance(value, Sequence) or len(value) != len(passes):
-                raise ValueError(f"{name} must hold the costs of F, I and W")
-            tables = zip(passes, value, strict=True)
-            flat[name] = [per_unit(costs, f"{name} of {letter}", num_stages, k, rows) for letter, costs in tables]
-        elif kind == "units":
-            flat[name] = per_unit(value, name, num_stages, k, rows)
-        elif kind == "ranks" and not hasattr(value, "__len__"):
-            flat[name] = [value] * num_ranks
-    return flat
 
 
 def build_schedule(
@@ -893,8 +666,7 @@ def build_schedule(
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    flat = _flat_options(options, *counts)
-    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, flat))
+    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {})))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)
 
 

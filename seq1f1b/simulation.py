@@ -1,16 +1,88 @@
-"""What a step holds, and what a simulation of it tells: plain data."""
+"""What a step costs and holds, and what a simulation of it tells: plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule, Timeline, Unit
 
-__all__ = ["PeakMemory", "Simulation", "StepMemory"]
+__all__ = ["Costs", "Links", "Noise", "PeakMemory", "Simulation", "StepMemory"]
+
+Seconds = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
+"""Seconds of units: one number, or ``[stage][segment]``; ``[stage][micro-batch][segment]`` in an order of rows."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What messages between stages take.
+
+    Attributes:
+        latency: seconds from the end of a message's transfer to its arrival; a number, or ``[stage]``, one for the
+            edges between ``stage`` and ``stage + 1``, either way.
+        bandwidth: bytes per second of each directed edge between two stages, a number or ``[stage]`` as above; None:
+            infinite.
+        send: seconds that a sender itself spends on a message.
+        message_bytes: bytes of one message, a number or one per segment; gradients are as large as activations.
+        statistics_bytes: the same of a message from shard to shard of the vocabulary.
+    """
+
+    latency: float | Sequence[float] = 0.0
+    bandwidth: float | Sequence[float] | None = None
+    send: float = 0.0
+    message_bytes: int | Sequence[Any] = 0
+    statistics_bytes: int | Sequence[Any] = 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the units of an order, of its messages and of what else a rank does in a step.
+
+    Attributes:
+        forward, backward: seconds of F, and of the full B.
+        weight: W where the order splits ``backward``; None: half of it.
+        input: I where the order splits ``backward``; None: what ``weight`` leaves of it.
+        recompute: R where the order recomputes; None: ``forward``.
+        statistics, loss, embed, embed_gradient: S, T, E and G where the vocabulary is spread over the ranks.
+        move_out, move_in: seconds that moving takes of the rank's own time: of O, and of L.
+        links: what messages take.
+        tier: seconds that a rank's tier takes to move what a unit saved, out or back. It moves one at a time, beside
+            the units. A, and the backward of a unit that was moved, wait for it.
+        optimizer: seconds that every rank, or each, needs after a step before it begins the next.
+    """
+
+    forward: Seconds = 1.0
+    backward: Seconds = 2.0
+    weight: Seconds | None = None
+    input: Seconds | None = None
+    recompute: Seconds | None = None
+    statistics: Seconds = 0.25
+    loss: Seconds = 0.5
+    embed: Seconds = 0.0
+    embed_gradient: Seconds = 0.0
+    move_out: Seconds = 0.0
+    move_in: Seconds = 0.0
+    links: Links = Links()
+    tier: Seconds = 0.0
+    optimizer: float | Sequence[float] = 0.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Times that vary by chance.
+
+    Attributes:
+        jitter: every unit takes its seconds times a number drawn evenly from ``1 - jitter`` to ``1 + jitter``.
+        transfer_jitter: the same of every message's time on its link and its latency.
+        seed: the same one draws the same times.
+    """
+
+    jitter: float = 0.0
+    transfer_jitter: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +105,7 @@ class StepMemory:
             input that came from a stage of the same rank, the gradient that a loss within F has left. Counts with
             ``inputs`` in peaks.
         forward_work, backward_work: what F or R, and B or I, of a unit allocate for a while, per unit; held while they
-            run. They count in the total alone.
+            run.
         weights: with their gradients, per stage. Held throughout.
         optimizer: its state, per stage. Held throughout.
         logits: of one unit of the last stage, with what its loss needs; held throughout.
@@ -77,6 +149,8 @@ class PeakMemory:
     total: tuple[int, ...]
     inputs: tuple[int, ...]
     shard_logits: tuple[int, ...]
+    forward_work: tuple[int, ...]
+    backward_work: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,8 +164,6 @@ class Simulation:
         wait: time it waits for messages, for free places of its receivers and for its tier.
         bubble: makespan less busy.
         peak: most units live at once, from forward (R, if they are recomputed) to the end of backward, unless away.
-        peak_tokens: the same in tokens, where segment sizes were given.
-        peak_bytes: the same in bytes, where bytes per unit were given.
         memory: peaks of every kind of memory, where these were given.
         given: what was given.
         period: seconds per step where several were simulated: from the last end of the first step to that of the last.
@@ -108,8 +180,6 @@ class Simulation:
     wait: tuple[float, ...]
     bubble: tuple[float, ...]
     peak: tuple[int, ...]
-    peak_tokens: tuple[int, ...] | None
-    peak_bytes: tuple[int, ...] | None
     memory: PeakMemory | None
     given: StepMemory | None = field(repr=False)
     period: float | None

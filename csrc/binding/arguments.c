@@ -189,23 +189,6 @@ int s1f_require_count(const char *name, int64_t count, int64_t wanted)
     return 0;
 }
 
-int s1f_to_pass_seconds(PyObject *passes, const s1f_shape *shape, s1f_doubles seconds[S1F_MAX_PASSES])
-{
-    int64_t count = shape->num_stages * s1f_num_columns(shape);
-    if (!PyTuple_Check(passes) || PyTuple_Size(passes) != s1f_num_passes) {
-        PyErr_SetString(PyExc_TypeError, "expected for each pass a sequence of seconds, or None");
-        return 0;
-    }
-    for (int pass = 0; pass < s1f_num_passes; pass++) {
-        PyObject *given = PyTuple_GetItem(passes, pass);
-        seconds[pass].name = "costs";
-        if (given != Py_None && (!s1f_to_doubles(given, &seconds[pass]) ||
-                                 !s1f_require_count(seconds[pass].name, seconds[pass].count, count)))
-            return 0;
-    }
-    return 1;
-}
-
 int s1f_require_index(const char *name, int64_t i, int64_t end)
 {
     if (i >= 0 && i < end)

@@ -10,6 +10,7 @@
 
 #include "../core/schedule.h"
 #include "../core/status.h"
+#include "../core/table.h"
 
 #include <stdint.h>
 
@@ -100,10 +101,20 @@ int s1f_to_doubles(PyObject *numbers, void *out);
 /* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
  * 0..<end - 1>". */
 int s1f_require_count(const char *name, int64_t count, int64_t wanted);
-/* A tuple with, for each pass, seconds of [stage][segment], or None; zeroed before. The values of each are for
- * PyMem_Free, also on an error. */
-int s1f_to_pass_seconds(PyObject *passes, const s1f_shape *shape, s1f_doubles seconds[S1F_MAX_PASSES]);
 int s1f_require_index(const char *name, int64_t i, int64_t end);
+
+/* Seconds, bytes or tokens in the forms of core/table.h, flat after they are read (table.c). */
+typedef struct {
+    const char *name; /* for errors, and of the attribute that holds it */
+    s1f_per per;
+    int is_whole; /* values are int64_t; else double */
+    void *values; /* s1f_table_count of them, for PyMem_Free, also on an error; NULL: None was given */
+} s1f_table;
+int s1f_read_table(PyObject *given, const s1f_shape *shape, s1f_table *table);
+int s1f_read_attribute(PyObject *owner, const s1f_shape *shape, s1f_table *table);
+void s1f_free_tables(s1f_table *tables, int count);
+/* The seconds of every pass, of a seq1f1b.Costs, with those that stand in for None. Tables are written also on an error. */
+int s1f_read_pass_seconds(PyObject *costs, const s1f_shape *shape, s1f_table passes[S1F_MAX_PASSES]);
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
 
@@ -128,6 +139,7 @@ extern PyMethodDef s1f_partition_methods[];
 extern PyMethodDef s1f_schedule_methods[];
 extern PyMethodDef s1f_unit_methods[];
 extern PyMethodDef s1f_simulate_methods[];
+extern PyMethodDef s1f_table_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_group_methods[];
 extern PyMethodDef s1f_edge_methods[];

@@ -1,5 +1,5 @@
 /* constants.c - the core's enumerations and limits as attributes of the module, so that nothing retypes them. */
-#include "binding.h"
+#include "records.h"
 
 #include "../core/dtype.h"
 #include "../core/program.h"
@@ -11,6 +11,8 @@ static const struct {
     const char *name;
     long value;
 } numbers[] = {
+    {"PER_RANK", S1F_PER_RANK},           {"PER_STAGE", S1F_PER_STAGE},
+    {"PER_SEGMENT", S1F_PER_SEGMENT},     {"PER_CELL", S1F_PER_CELL},
     {"KEEP_TIMELINE", S1F_KEEP_TIMELINE}, {"KEEP_CAUSES", S1F_KEEP_CAUSES},
     {"ARENA_BYTES", S1F_ARENA_BYTES},     {"GATHER_BYTES", S1F_GATHER_BYTES},
     {"HEADER_BYTES", S1F_HEADER_BYTES},   {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
@@ -23,6 +25,25 @@ static PyObject *pass_letter(const void *unused, int64_t pass)
     (void)unused;
     char letter = s1f_pass_letter((int32_t)pass);
     return PyUnicode_FromStringAndSize(&letter, 1);
+}
+
+static PyObject *pass_name(const void *unused, int64_t pass)
+{
+    (void)unused;
+    return PyUnicode_FromString(s1f_pass_name((int32_t)pass));
+}
+
+static PyObject *pass_text(const void *unused, int64_t pass)
+{
+    (void)unused;
+    return PyUnicode_FromString(s1f_pass_text((int32_t)pass));
+}
+
+static PyObject *holding(const void *unused, int64_t h)
+{
+    (void)unused;
+    s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
+    return s1f_new_record(S1F_HOLDING, "(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
 }
 
 static PyObject *dtype_name(const void *unused, int64_t dtype)
@@ -52,6 +73,9 @@ int s1f_add_constants(PyObject *module)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
     if (s1f_add_object(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
+        s1f_add_object(module, "PASS_NAMES", s1f_tuple_of(s1f_num_passes, pass_name, NULL)) < 0 ||
+        s1f_add_object(module, "HOLDINGS", s1f_tuple_of(S1F_NUM_HOLDINGS, holding, NULL)) < 0 ||
+        s1f_add_object(module, "PASS_TEXTS", s1f_tuple_of(s1f_num_passes, pass_text, NULL)) < 0 ||
         s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, s1f_opcode_names)) < 0)
         return -1;
     if (s1f_add_object(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)

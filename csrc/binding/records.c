@@ -32,6 +32,15 @@ static const struct {
                         "Where a tier lies, and what has moved there and back.",
                         {"file_system", "is_direct", "is_memory", "file_bytes", "bytes_out", "bytes_in", "ns_out",
                          "ns_in"}},
+    [S1F_TIMES] = {"seq1f1b._C.Times",
+                   "Times of a simulation; long rows are bytes.",
+                   {"makespan", "period", "span", "busy", "wait", "start", "end", "slack", "path"}},
+    [S1F_PEAK] = {"seq1f1b._C.Peak",
+                  "What a rank holds at its peaks; bytes by number of the holding.",
+                  {"units", "held", "receive", "total"}},
+    [S1F_HOLDING] = {"seq1f1b._C.Holding",
+                     "What a stage holds for a while, as its row in unit.c says.",
+                     {"name", "text", "per", "counts_with"}},
 };
 
 static PyTypeObject *types[S1F_NUM_RECORDS];

@@ -49,9 +49,10 @@ static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNU
 /* The options of a Python dict, and the arrays that they point into. */
 typedef struct {
     s1f_options options;
-    int64_t num_units, num_ranks; /* values of a table of units, and of ranks */
+    s1f_shape shape; /* as far as tables need it */
     void *arrays[S1F_NUM_OPTIONS][S1F_SPLIT_PASSES];
     int32_t *segments_of;
+    int64_t *first_cell;
 } read_options;
 
 static void free_options(read_options *read)
@@ -59,6 +60,7 @@ static void free_options(read_options *read)
     for (int i = 0; i < S1F_NUM_OPTIONS * S1F_SPLIT_PASSES; i++)
         PyMem_Free(read->arrays[i / S1F_SPLIT_PASSES][i % S1F_SPLIT_PASSES]);
     PyMem_Free(read->segments_of);
+    PyMem_Free(read->first_cell);
 }
 
 /* These read one option; 0 with the exception set. */
@@ -82,26 +84,25 @@ static int read_double(PyObject *value, const char *name, double *option)
     return is_read;
 }
 
-static int read_costs(PyObject *value, int64_t count, void **arrays, const double **tables)
+static int read_table(PyObject *value, const s1f_shape *shape, s1f_table table, void **array, void *field)
 {
-    PyObject *passes = PySequence_Tuple(value);
-    int is_read = passes != NULL && s1f_require_count("costs", PyTuple_Size(passes), S1F_SPLIT_PASSES);
-    for (Py_ssize_t pass = 0; is_read && pass < S1F_SPLIT_PASSES; pass++) {
-        s1f_doubles costs = {.name = "costs of a pass"};
-        is_read = s1f_to_doubles(PyTuple_GetItem(passes, pass), &costs);
-        tables[pass] = arrays[pass] = costs.values;
-        is_read = is_read && s1f_require_count(costs.name, costs.count, count);
-    }
-    Py_XDECREF(passes);
+    int is_read = s1f_read_table(value, shape, &table);
+    *(void **)field = *array = table.values;
     return is_read;
 }
 
-static int read_bytes(PyObject *value, const char *name, int64_t count, void **array, const int64_t **table)
+static int read_costs(PyObject *value, const s1f_shape *shape, void **arrays, const double **tables)
 {
-    s1f_int64s bytes = {.name = name};
-    int is_read = s1f_to_int64s(value, &bytes);
-    *table = *array = bytes.values;
-    return is_read && s1f_require_count(name, bytes.count, count);
+    static const char *const names[S1F_SPLIT_PASSES] = {"costs of F", "costs of I", "costs of W"};
+    PyObject *passes = PySequence_Check(value) ? PySequence_Tuple(value) : NULL;
+    int is_read = passes != NULL && PyTuple_Size(passes) == S1F_SPLIT_PASSES;
+    if (!is_read && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "costs must hold the costs of F, I and W");
+    for (Py_ssize_t pass = 0; is_read && pass < S1F_SPLIT_PASSES; pass++)
+        is_read = read_table(PyTuple_GetItem(passes, pass), shape, (s1f_table){names[pass], S1F_PER_CELL, 0, NULL},
+                             &arrays[pass], &tables[pass]);
+    Py_XDECREF(passes);
+    return is_read;
 }
 
 /* One of two words: 1 or 2. */
@@ -132,9 +133,11 @@ static int read_option(int i, PyObject *value, read_options *read)
     case S1F_KIND_INT64: return read_number(value, option->name, option->least, INT64_MAX, field);
     case S1F_KIND_SECONDS: return read_double(value, option->name, field);
     case S1F_KIND_WORD: return read_word(value, option->name, option->words, field);
-    case S1F_KIND_COSTS_OF_UNITS: return read_costs(value, read->num_units, arrays, field);
-    case S1F_KIND_BYTES_OF_UNITS: return read_bytes(value, option->name, read->num_units, arrays, field);
-    case S1F_KIND_BYTES_OF_RANKS: return read_bytes(value, option->name, read->num_ranks, arrays, field);
+    case S1F_KIND_COSTS_OF_UNITS: return read_costs(value, &read->shape, arrays, field);
+    case S1F_KIND_BYTES_OF_UNITS:
+        return read_table(value, &read->shape, (s1f_table){option->name, S1F_PER_CELL, 1, NULL}, arrays, field);
+    case S1F_KIND_BYTES_OF_RANKS:
+        return read_table(value, &read->shape, (s1f_table){option->name, S1F_PER_RANK, 1, NULL}, arrays, field);
     default: PyErr_Format(PyExc_SystemError, "option %s is not converted", option->name); return 0;
     }
 }
@@ -190,9 +193,12 @@ static int read_segments(PyObject *given, int32_t num_microbatches, build_argume
                      (long long)counts.count, (int)num_microbatches);
         is_read = 0;
     }
-    if (is_read && (arguments->read.segments_of = PyMem_Malloc((size_t)counts.count * sizeof(int32_t) + 1)) == NULL) {
-        PyErr_NoMemory();
-        is_read = 0;
+    if (is_read) {
+        arguments->read.segments_of = PyMem_Malloc((size_t)counts.count * sizeof(int32_t) + 1);
+        arguments->read.first_cell = PyMem_Calloc((size_t)counts.count + 1, sizeof(int64_t));
+        is_read = arguments->read.segments_of != NULL && arguments->read.first_cell != NULL;
+        if (!is_read)
+            PyErr_NoMemory();
     }
     *num_columns = 0;
     for (int64_t m = 0; is_read && m < counts.count; m++) {
@@ -205,6 +211,7 @@ static int read_segments(PyObject *given, int32_t num_microbatches, build_argume
         arguments->read.segments_of[m] = (int32_t)count;
         arguments->num_segments = count > arguments->num_segments ? (int32_t)count : arguments->num_segments;
         *num_columns += count;
+        arguments->read.first_cell[m + 1] = *num_columns;
     }
     arguments->read.options.segments_of = arguments->read.segments_of;
     PyMem_Free(counts.values);
@@ -224,11 +231,14 @@ static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
     arguments->num_ranks = P.value;
     arguments->num_microbatches = M.value;
     arguments->stages_per_rank = v.value;
-    int64_t num_units = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
-    if (num_columns < 1 || num_units > S1F_MAX_FORWARD_UNITS / num_columns)
-        num_units = 0; /* the core refuses these counts */
-    arguments->read.num_units = num_units * num_columns;
-    arguments->read.num_ranks = arguments->num_ranks;
+    int64_t num_stages = (int64_t)arguments->num_ranks * arguments->stages_per_rank;
+    if (P.value < 1 || v.value < 1 || num_columns < 1 || num_stages > S1F_MAX_FORWARD_UNITS / num_columns)
+        return 1; /* the core refuses these counts, whatever the options are */
+    arguments->read.shape = (s1f_shape){.num_ranks = P.value,
+                                        .num_stages = (int32_t)num_stages,
+                                        .num_microbatches = M.value,
+                                        .num_segments = arguments->num_segments,
+                                        .first_cell = arguments->read.first_cell};
     return read_option_dict(dict, arguments->family, &arguments->read);
 }
 
@@ -433,26 +443,20 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     const s1f_schedule *schedule;
     int64_t ahead;
     int what;
-    PyObject *passes;
-    if (!PyArg_ParseTuple(arguments, "O&iO&O", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, &passes))
+    PyObject *costs, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O&iO&O", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, &costs))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
-    s1f_doubles seconds[S1F_MAX_PASSES] = {0};
-    const double *values[S1F_MAX_PASSES] = {0};
-    int is_read = s1f_to_pass_seconds(passes, &shape, seconds);
-    for (int pass = 0; is_read && pass < s1f_num_passes; pass++)
-        if ((values[pass] = seconds[pass].values) == NULL) {
-            PyErr_SetString(PyExc_TypeError, "seconds are needed for every pass");
-            is_read = 0;
-        }
-    PyObject *result = NULL;
-    if (is_read) {
+    s1f_table passes[S1F_MAX_PASSES] = {0};
+    if (s1f_read_pass_seconds(costs, &shape, passes)) {
+        const double *seconds[S1F_MAX_PASSES];
+        for (int pass = 0; pass < S1F_MAX_PASSES; pass++)
+            seconds[pass] = passes[pass].values;
         s1f_schedule *spread = NULL;
-        s1f_status status = s1f_schedule_spread_vocabulary(schedule, what, ahead, values, &spread);
+        s1f_status status = s1f_schedule_spread_vocabulary(schedule, what, ahead, seconds, &spread);
         result = s1f_new_schedule(status, spread, NULL);
     }
-    for (int pass = 0; pass < s1f_num_passes; pass++)
-        PyMem_Free(seconds[pass].values);
+    s1f_free_tables(passes, S1F_MAX_PASSES);
     return result;
 }
 
@@ -652,7 +656,7 @@ PyMethodDef s1f_schedule_methods[] = {
      "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order "
      "holds."},
     {"schedule_spread_vocabulary", schedule_spread_vocabulary, METH_VARARGS,
-     "schedule_spread_vocabulary(schedule, what, ahead, pass_seconds): the same order with S and T (what & 1), E and G "
+     "schedule_spread_vocabulary(schedule, what, ahead, costs): the same order with S and T (what & 1), E and G "
      "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
     {"schedule_recompute", schedule_recompute, METH_VARARGS,
      "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "

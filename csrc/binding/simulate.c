@@ -1,6 +1,6 @@
 /* simulate.c - conversions for simulations: times, memory, what fits.
  * Long rows of doubles go out as bytes, for memoryview(...).cast("d"). */
-#include "binding.h"
+#include "records.h"
 
 #include "../model/critical.h"
 #include "../model/fit.h"
@@ -48,49 +48,43 @@ static PyObject *path(const s1f_simulation *simulation)
     return s1f_tuple_of(simulation->path_length, path_unit, simulation->path);
 }
 
-static PyObject *simulation_tuple(const s1f_simulation *simulation)
+static PyObject *times_of(const s1f_simulation *simulation)
 {
     int32_t P = simulation->num_ranks;
-    return Py_BuildValue("(ddNNNNNNN)", simulation->makespan, simulation->period, bytes_of(simulation->span, P),
-                         bytes_of(simulation->busy, P), bytes_of(simulation->wait, P),
-                         rows(simulation, simulation->start), rows(simulation, simulation->end),
-                         rows(simulation, simulation->slack), path(simulation));
+    return s1f_new_record(S1F_TIMES, "(ddNNNNNNN)", simulation->makespan, simulation->period,
+                          bytes_of(simulation->span, P), bytes_of(simulation->busy, P), bytes_of(simulation->wait, P),
+                          rows(simulation, simulation->start), rows(simulation, simulation->end),
+                          rows(simulation, simulation->slack), path(simulation));
 }
 
-/* What costs point into. */
+/* What costs are read into. */
+enum { LATENCY, BANDWIDTH, MESSAGE_BYTES, STATISTICS_BYTES, TIER, OPTIMIZER, NUM_TABLES };
 typedef struct {
-    s1f_doubles passes[S1F_MAX_PASSES];
-    s1f_doubles *units; /* [rank]; NULL: by pass */
-    s1f_doubles latency, seconds_per_byte, optimizer, tier;
-    s1f_int64s message_bytes, statistics_bytes;
+    s1f_table passes[S1F_MAX_PASSES], others[NUM_TABLES];
+    s1f_doubles *units;          /* [rank]; NULL: by pass */
     const double **unit_seconds; /* [rank]: values of `units` */
 } cost_arrays;
 
+static const s1f_table cost_tables[NUM_TABLES] = {
+    [LATENCY] = {"latency", S1F_PER_PAIR},
+    [BANDWIDTH] = {"bandwidth", S1F_PER_PAIR},
+    [MESSAGE_BYTES] = {"message_bytes", S1F_PER_SEGMENT, 1},
+    [STATISTICS_BYTES] = {"statistics_bytes", S1F_PER_SEGMENT, 1},
+    [TIER] = {"tier", S1F_PER_CELL},
+    [OPTIMIZER] = {"optimizer", S1F_PER_RANK},
+};
+
 static void free_arrays(cost_arrays *arrays, int32_t num_ranks)
 {
-    for (int pass = 0; pass < s1f_num_passes; pass++)
-        PyMem_Free(arrays->passes[pass].values);
+    s1f_free_tables(arrays->passes, S1F_MAX_PASSES);
+    s1f_free_tables(arrays->others, NUM_TABLES);
     for (int32_t rank = 0; arrays->units != NULL && rank < num_ranks; rank++)
         PyMem_Free(arrays->units[rank].values);
     free(arrays->units);
     free(arrays->unit_seconds);
-    PyMem_Free(arrays->latency.values);
-    PyMem_Free(arrays->seconds_per_byte.values);
-    PyMem_Free(arrays->optimizer.values);
-    PyMem_Free(arrays->tier.values);
-    PyMem_Free(arrays->message_bytes.values);
-    PyMem_Free(arrays->statistics_bytes.values);
 }
 
 /* These read into `arrays`; 0 with the exception set. */
-static int read_pass_seconds(const s1f_program *program, PyObject *passes, cost_arrays *arrays, s1f_costs *costs)
-{
-    int is_read = s1f_to_pass_seconds(passes, &program->shape, arrays->passes);
-    for (int pass = 0; pass < s1f_num_passes; pass++)
-        costs->pass_seconds[pass] = arrays->passes[pass].values;
-    return is_read;
-}
-
 static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cost_arrays *arrays, s1f_costs *costs)
 {
     int32_t num_ranks = program->shape.num_ranks;
@@ -118,26 +112,67 @@ static int read_unit_seconds(const s1f_program *program, PyObject *sequence, cos
     return is_read;
 }
 
-static int read_costs(const s1f_program *program, PyObject *per_pass, PyObject *per_unit, cost_arrays *arrays,
+/* Bandwidths become seconds per byte. */
+static int invert_bandwidth(const s1f_table *bandwidth, int64_t count)
+{
+    double *values = bandwidth->values;
+    for (int64_t i = 0; values != NULL && i < count; i++) {
+        if (!(values[i] > 0)) {
+            PyObject *given = PyFloat_FromDouble(values[i]);
+            PyErr_Format(PyExc_ValueError, "bandwidth is %S, must be above 0", given);
+            Py_XDECREF(given);
+            return 0;
+        }
+        values[i] = 1.0 / values[i];
+    }
+    return 1;
+}
+
+static int is_nothing(const s1f_table *table, const s1f_shape *shape)
+{
+    int64_t count = s1f_table_count(shape, table->per);
+    for (int64_t i = 0; table->values != NULL && i < count; i++)
+        if (table->is_whole ? ((int64_t *)table->values)[i] != 0 : ((double *)table->values)[i] != 0)
+            return 0;
+    return 1;
+}
+
+static int read_links(const s1f_shape *shape, PyObject *links, cost_arrays *arrays, s1f_costs *costs)
+{
+    s1f_number send = {.name = "send"};
+    PyObject *given = PyObject_GetAttrString(links, send.name);
+    int is_read = given != NULL && s1f_to_number(given, &send);
+    Py_XDECREF(given);
+    costs->send = send.value;
+    for (int i = LATENCY; i <= STATISTICS_BYTES && is_read; i++)
+        is_read = s1f_read_attribute(links, shape, &arrays->others[i]);
+    return is_read && invert_bandwidth(&arrays->others[BANDWIDTH], s1f_table_count(shape, S1F_PER_PAIR));
+}
+
+/* From a seq1f1b.Costs, and measured seconds of every unit or None. */
+static int read_costs(const s1f_program *program, PyObject *given, PyObject *durations, cost_arrays *arrays,
                       s1f_costs *costs)
 {
-    int64_t num_pairs = (int64_t)program->shape.num_stages - 1, num_columns = s1f_num_columns(&program->shape);
-    if (per_unit != Py_None ? !read_unit_seconds(program, per_unit, arrays, costs)
-                            : !read_pass_seconds(program, per_pass, arrays, costs))
-        return 0;
-    costs->latency = arrays->latency.values;
-    costs->seconds_per_byte = arrays->seconds_per_byte.values;
-    costs->message_bytes = arrays->message_bytes.values;
-    costs->statistics_bytes = arrays->statistics_bytes.values;
-    costs->optimizer = arrays->optimizer.values;
-    costs->tier_seconds = arrays->tier.values;
-    return s1f_require_count("transfer", arrays->latency.count, num_pairs) &&
-           s1f_require_count("bandwidth", arrays->seconds_per_byte.count, num_pairs) &&
-           s1f_require_count("message_bytes", arrays->message_bytes.count, num_columns) &&
-           s1f_require_count("statistics_bytes", arrays->statistics_bytes.count, num_columns) &&
-           (arrays->tier.values == NULL ||
-            s1f_require_count("tier", arrays->tier.count, (num_pairs + 1) * num_columns)) &&
-           s1f_require_count("optimizer", arrays->optimizer.count, program->shape.num_ranks);
+    const s1f_shape *shape = &program->shape;
+    PyObject *links = PyObject_GetAttrString(given, "links");
+    for (int i = 0; i < NUM_TABLES; i++)
+        arrays->others[i] = cost_tables[i];
+    int is_read = links != NULL && read_links(shape, links, arrays, costs) &&
+                  s1f_read_attribute(given, shape, &arrays->others[TIER]) &&
+                  s1f_read_attribute(given, shape, &arrays->others[OPTIMIZER]) &&
+                  s1f_read_pass_seconds(given, shape, arrays->passes) &&
+                  (durations == Py_None || read_unit_seconds(program, durations, arrays, costs));
+    Py_XDECREF(links);
+    for (int pass = 0; pass < s1f_num_passes; pass++)
+        costs->pass_seconds[pass] = arrays->passes[pass].values;
+    costs->latency = arrays->others[LATENCY].values;
+    costs->seconds_per_byte = arrays->others[BANDWIDTH].values;
+    costs->message_bytes = arrays->others[MESSAGE_BYTES].values;
+    costs->statistics_bytes = arrays->others[STATISTICS_BYTES].values;
+    costs->optimizer = arrays->others[OPTIMIZER].values;
+    if (!is_nothing(&arrays->others[TIER], shape))
+        costs->tier_seconds = arrays->others[TIER].values;
+    return is_read;
 }
 
 /* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
@@ -160,7 +195,7 @@ static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, s1
     if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
         status = s1f_simulation_find_slack(program, costs, simulation);
     Py_END_ALLOW_THREADS
-    PyObject *result = status == S1F_OK ? simulation_tuple(simulation) : s1f_raise(status);
+    PyObject *result = status == S1F_OK ? times_of(simulation) : s1f_raise(status);
     s1f_simulation_free(simulation);
     return result;
 }
@@ -168,31 +203,22 @@ static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, s1
 static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_program *program;
-    PyObject *per_pass, *per_unit, *progress, *result = NULL;
+    PyObject *given, *durations, *progress, *result = NULL;
     s1f_costs costs = {0};
-    cost_arrays arrays = {.latency.name = "transfer",
-                          .seconds_per_byte.name = "bandwidth",
-                          .message_bytes.name = "message_bytes",
-                          .statistics_bytes.name = "statistics_bytes",
-                          .optimizer.name = "optimizer",
-                          .tier.name = "tier"};
-    s1f_number send = {.name = "send"}, jitter = {.name = "jitter"}, transfer_jitter = {.name = "transfer_jitter"};
+    cost_arrays arrays = {0};
+    s1f_number jitter = {.name = "jitter"}, transfer_jitter = {.name = "transfer_jitter"};
     unsigned long long seed;
     int keep;
-    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&O&O&)(O&O&)(O&O&Kp)(ipO&)iO", s1f_to_program, &program, &per_pass,
-                          &per_unit, s1f_to_doubles, &arrays.latency, s1f_to_doubles, &arrays.seconds_per_byte,
-                          s1f_to_number, &send, s1f_to_doubles, &arrays.tier, s1f_to_int64s, &arrays.message_bytes,
-                          s1f_to_int64s, &arrays.statistics_bytes, s1f_to_number, &jitter, s1f_to_number,
-                          &transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
-                          s1f_to_doubles, &arrays.optimizer, &keep, &progress))
+    if (!PyArg_ParseTuple(arguments, "O&OO(O&O&K)p(ip)iO", s1f_to_program, &program, &given, &durations, s1f_to_number,
+                          &jitter, s1f_to_number, &transfer_jitter, &seed, &costs.fills, &costs.num_steps,
+                          &costs.optimizer_sync, &keep, &progress))
         return NULL;
-    costs.send = send.value;
     costs.jitter = jitter.value;
     costs.transfer_jitter = transfer_jitter.value;
     costs.seed = seed;
     costs.progress = progress != Py_None ? report_progress : NULL;
     costs.progress_context = progress;
-    if (read_costs(program, per_pass, per_unit, &arrays, &costs))
+    if (read_costs(program, given, durations, &arrays, &costs))
         result = simulate(program, &costs, (s1f_keep)keep);
     free_arrays(&arrays, program->shape.num_ranks);
     return result;
@@ -203,82 +229,127 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
 static PyObject *peak_item(const void *context, int64_t rank)
 {
     const s1f_memory_peak *peak = (const s1f_memory_peak *)context + rank;
-    return Py_BuildValue("(LLLLLLLLL)", (long long)peak->units, (long long)peak->activations,
-                         (long long)peak->output_gradients, (long long)peak->kv, (long long)peak->kv_gradients,
-                         (long long)peak->inputs, (long long)peak->logits, (long long)peak->receive,
-                         (long long)peak->total);
+    return s1f_new_record(S1F_PEAK, "(LNLL)", (long long)peak->units,
+                          s1f_tuple_of(S1F_NUM_HOLDINGS, s1f_int64_item, peak->of), (long long)peak->receive,
+                          (long long)peak->total);
 }
 
-enum { NUM_BYTE_KINDS = 14 };
+/* A table of each holding, and of the two kinds of messages. */
+enum { MESSAGES = S1F_NUM_HOLDINGS, STATISTICS, NUM_BYTE_TABLES };
 
-/* What is held, of a tuple in the order of the names below; nothing of the kinds that are missing at its end. 0 with the
- * exception set; free_bytes is due either way. */
-static int read_bytes(PyObject *tuple, const s1f_shape *shape, s1f_int64s *kinds, s1f_memory_bytes *bytes)
+/* kept_activations are a part of activations in Python; W reads all of them where they are None. */
+static int split_activations(s1f_table *tables, int64_t count)
 {
-    static const char *const names[NUM_BYTE_KINDS] = {
-        "activations",   "kept_activations", "output_gradients", "kv",
-        "kv_gradients",  "inputs",           "kv_rows",          "staying",
-        "forward_work",  "backward_work",    "kv_gradient_rows", "shard_logits",
-        "message_bytes", "statistics_bytes"};
-    int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
-    const int64_t counts[NUM_BYTE_KINDS] = {cells, cells, cells, stages, stages,  cells,   cells,
-                                            cells, cells, cells, cells,  columns, columns, columns};
-    if (PyTuple_Size(tuple) > NUM_BYTE_KINDS) {
-        PyErr_Format(PyExc_TypeError, "%zd kinds of bytes, must be at most %d", PyTuple_Size(tuple),
-                     (int)NUM_BYTE_KINDS);
-        return 0;
+    int64_t *whole = tables[S1F_HOLDS_SAVED].values, *kept = tables[S1F_HOLDS_FOR_WEIGHT].values;
+    if (kept == NULL) {
+        tables[S1F_HOLDS_FOR_WEIGHT].values = whole;
+        tables[S1F_HOLDS_SAVED].values = NULL;
+        return 1;
     }
-    for (int i = 0; i < PyTuple_Size(tuple); i++) {
-        kinds[i].name = names[i];
-        if (!s1f_to_int64s(PyTuple_GetItem(tuple, i), &kinds[i]))
+    for (int64_t i = 0; i < count; i++) {
+        int64_t saved = whole != NULL ? whole[i] : 0;
+        if (saved >= 0 && kept[i] > saved) {
+            PyErr_Format(PyExc_ValueError, "kept_activations hold %lld bytes, more than the %lld of activations",
+                         (long long)kept[i], (long long)saved);
             return 0;
+        }
+        if (whole != NULL && kept[i] >= 0)
+            whole[i] -= kept[i];
     }
-    for (int i = 0; i < NUM_BYTE_KINDS; i++)
-        if (kinds[i].values != NULL && !s1f_require_count(names[i], kinds[i].count, counts[i]))
-            return 0;
-    *bytes = (s1f_memory_bytes){.activation = kinds[0].values,
-                                .kept = kinds[1].values,
-                                .output_gradient = kinds[2].values,
-                                .kv = kinds[3].values,
-                                .kv_gradient = kinds[4].values,
-                                .input = kinds[5].values,
-                                .kv_rows = kinds[6].values,
-                                .staying = kinds[7].values,
-                                .forward_work = kinds[8].values,
-                                .backward_work = kinds[9].values,
-                                .kv_gradient_rows = kinds[10].values,
-                                .logits = kinds[11].values,
-                                .message = kinds[12].values,
-                                .statistics = kinds[13].values};
     return 1;
 }
 
-static void free_bytes(s1f_int64s *kinds)
+/* From a seq1f1b.schedule.StepMemory, and a seq1f1b.Links or NULL; 0 with the exception set. The tables are due either way. */
+static int read_bytes(PyObject *memory, PyObject *links, const s1f_shape *shape, s1f_table *tables,
+                      s1f_memory_bytes *bytes)
 {
-    for (int i = 0; i < NUM_BYTE_KINDS; i++)
-        PyMem_Free(kinds[i].values);
+    tables[MESSAGES] = cost_tables[MESSAGE_BYTES];
+    tables[STATISTICS] = cost_tables[STATISTICS_BYTES];
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
+        s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
+        tables[h] = (s1f_table){facts.name, facts.per, 1, NULL};
+        if (!s1f_read_attribute(memory, shape, &tables[h]))
+            return 0;
+    }
+    if ((links != NULL && (!s1f_read_attribute(links, shape, &tables[MESSAGES]) ||
+                           !s1f_read_attribute(links, shape, &tables[STATISTICS]))) ||
+        !split_activations(tables, s1f_table_count(shape, S1F_PER_CELL)))
+        return 0;
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) /* who holds nothing is not counted */
+        bytes->of[h] = is_nothing(&tables[h], shape) ? NULL : tables[h].values;
+    bytes->message = tables[MESSAGES].values;
+    bytes->statistics = tables[STATISTICS].values;
+    return 1;
 }
 
 static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_program *program;
-    PyObject *tuple, *result = NULL;
-    if (!PyArg_ParseTuple(arguments, "O&O!", s1f_to_program, &program, &PyTuple_Type, &tuple))
+    PyObject *memory, *links, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O&OO", s1f_to_program, &program, &memory, &links))
         return NULL;
-    s1f_int64s kinds[NUM_BYTE_KINDS] = {0};
+    s1f_table tables[NUM_BYTE_TABLES] = {0};
     s1f_memory_bytes bytes;
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     if (peaks == NULL) {
         PyErr_NoMemory();
-    } else if (read_bytes(tuple, &program->shape, kinds, &bytes)) {
+    } else if (read_bytes(memory, links, &program->shape, tables, &bytes)) {
         s1f_status status;
         Py_BEGIN_ALLOW_THREADS
         status = s1f_program_memory(program, &bytes, peaks);
         Py_END_ALLOW_THREADS
         result = status == S1F_OK ? s1f_tuple_of(program->shape.num_ranks, peak_item, peaks) : s1f_raise(status);
     }
-    free_bytes(kinds);
+    s1f_free_tables(tables, NUM_BYTE_TABLES);
     free(peaks);
+    return result;
+}
+
+/* Bytes that single units take and free, for curves. */
+typedef struct {
+    const s1f_byte_tables *bytes;
+    const s1f_lifetime_table *table;
+    const s1f_rank_program *ranks;
+    s1f_unit unit;
+} change_context;
+
+static PyObject *holding_changes(const void *context, int64_t h)
+{
+    const change_context *c = context;
+    s1f_lifetimes lifetimes = s1f_unit_lifetimes(c->table, c->unit);
+    return Py_BuildValue("(LL)", (long long)s1f_taken_bytes(c->bytes, lifetimes.takes & 1u << h, c->unit),
+                         (long long)s1f_freed_bytes(c->bytes, lifetimes.frees & 1u << h, c->unit));
+}
+
+static PyObject *unit_changes(const void *context, int64_t i)
+{
+    change_context c = *(const change_context *)context;
+    c.unit = c.ranks->units[i];
+    return s1f_tuple_of(S1F_NUM_HOLDINGS, holding_changes, &c);
+}
+
+static PyObject *rank_changes(const void *context, int64_t rank)
+{
+    change_context c = *(const change_context *)context;
+    c.ranks += rank;
+    return s1f_tuple_of(c.ranks->num_units, unit_changes, &c);
+}
+
+static PyObject *program_changes(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_program *program;
+    PyObject *memory, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O&O", s1f_to_program, &program, &memory))
+        return NULL;
+    s1f_table tables[NUM_BYTE_TABLES] = {0};
+    s1f_memory_bytes bytes;
+    s1f_lifetime_table lifetimes = s1f_lifetimes_of(&program->shape);
+    if (read_bytes(memory, NULL, &program->shape, tables, &bytes)) {
+        s1f_byte_tables places = s1f_byte_tables_of(&program->shape, &bytes);
+        change_context context = {&places, &lifetimes, program->ranks, {0}};
+        result = s1f_tuple_of(program->shape.num_ranks, rank_changes, &context);
+    }
+    s1f_free_tables(tables, NUM_BYTE_TABLES);
     return result;
 }
 
@@ -302,23 +373,22 @@ static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
 static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_program *program;
-    PyObject *tuple, *start, *result = NULL;
+    PyObject *memory, *given, *start, *result = NULL;
     s1f_fit fit = {0};
     s1f_int64s room = {.name = "room"};
-    s1f_doubles tier = {.name = "tier"};
-    if (!PyArg_ParseTuple(arguments, "O&O!O&ppOO&", s1f_to_program, &program, &PyTuple_Type, &tuple, s1f_to_int64s,
-                          &room, &fit.recomputes, &fit.moves, &start, s1f_to_doubles, &tier))
+    if (!PyArg_ParseTuple(arguments, "O&OOO&ppO", s1f_to_program, &program, &memory, &given, s1f_to_int64s, &room,
+                          &fit.recomputes, &fit.moves, &start))
         return NULL;
     const s1f_shape *shape = &program->shape;
-    int64_t num_units = shape->num_stages * s1f_num_columns(shape);
-    s1f_int64s kinds[NUM_BYTE_KINDS] = {0};
+    s1f_table tables[NUM_BYTE_TABLES] = {0}, tier = cost_tables[TIER];
     s1f_memory_bytes bytes;
     cost_arrays arrays = {0};
     s1f_costs costs = {0};
-    if (fit.recomputes && fit.moves && (start == Py_None || tier.values == NULL))
-        PyErr_SetString(PyExc_TypeError, "the times of units and of the tier are needed where units may do both");
-    else if (read_bytes(tuple, shape, kinds, &bytes) && s1f_require_count("room", room.count, shape->num_ranks) &&
-             (tier.values == NULL || s1f_require_count("tier", tier.count, num_units)) &&
+    PyObject *links = PyObject_GetAttrString(given, "links");
+    if (fit.recomputes && fit.moves && start == Py_None)
+        PyErr_SetString(PyExc_TypeError, "the times of units are needed where units may do both");
+    else if (links != NULL && read_bytes(memory, links, shape, tables, &bytes) &&
+             s1f_require_count("room", room.count, shape->num_ranks) && s1f_read_attribute(given, shape, &tier) &&
              (start == Py_None || read_unit_seconds(program, start, &arrays, &costs))) {
         fit.bytes = &bytes;
         fit.room = room.values;
@@ -326,23 +396,24 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
         fit.tier_seconds = tier.values;
         result = fit_program(program, &fit);
     }
-    free_bytes(kinds);
+    Py_XDECREF(links);
+    s1f_free_tables(tables, NUM_BYTE_TABLES);
+    s1f_free_tables(&tier, 1);
     free_arrays(&arrays, shape->num_ranks);
     PyMem_Free(room.values);
-    PyMem_Free(tier.values);
     return result;
 }
 
 PyMethodDef s1f_simulate_methods[] = {
     {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, pass_seconds, unit_seconds, (latency, seconds_per_byte, send, tier), (message_bytes, "
-     "statistics_bytes), "
-     "(jitter, transfer_jitter, seed, fill), (steps, optimizer_sync, optimizer), keep, progress): (makespan, period, span, busy, "
-     "wait, start, end, slack, path); keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."},
+     "program_simulate(program, costs, durations, (jitter, transfer_jitter, seed), fill, (steps, optimizer_sync), keep, "
+     "progress): Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: totals, 1: start "
+     "and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, (activations, kept_activations, output_gradients, kv, kv_gradients, inputs, kv_rows, staying, "
-     "forward_work, backward_work, kv_gradient_rows, shard_logits, message_bytes, statistics_bytes)): per rank, the peaks of units, of the bytes of each kind, and of their total."},
+     "program_memory(program, memory, links): a Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a seq1f1b.Links."},
+    {"program_changes", program_changes, METH_VARARGS,
+     "program_changes(program, memory): [rank][unit][holding] bytes that a unit takes at its start, and frees at its end."},
     {"program_fit", program_fit, METH_VARARGS,
-     "program_fit(program, bytes of program_memory, room per rank, recomputes, moves, start, tier): a byte per cell of all "
+     "program_fit(program, memory, costs, room per rank, recomputes, moves, start): a byte per cell of all "
      "stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."},
     {NULL, NULL, 0, NULL}};

@@ -3,29 +3,13 @@
 
 #include "../core/unit.h"
 
-static const char *const holdings[] = {
-    [S1F_HOLDS_SAVED] = "saved",
-    [S1F_HOLDS_FOR_WEIGHT] = "for_weight",
-    [S1F_HOLDS_OUTPUT_GRADIENT] = "output_gradients",
-    [S1F_HOLDS_KV] = "kv",
-    [S1F_HOLDS_KV_GRADIENT] = "kv_gradients",
-    [S1F_HOLDS_INPUT] = "inputs",
-    [S1F_HOLDS_LOGITS] = "logits",
-    [S1F_HOLDS_KV_ROWS] = "kv_rows",
-    [S1F_HOLDS_STAYING] = "staying",
-    [S1F_HOLDS_FORWARD_WORK] = "forward_work",
-    [S1F_HOLDS_BACKWARD_WORK] = "backward_work",
-    [S1F_HOLDS_KV_GRADIENT_ROWS] = "kv_gradient_rows",
-};
-_Static_assert(sizeof holdings / sizeof holdings[0] == S1F_NUM_HOLDINGS, "every holding has its name");
-
 static PyObject *names_of(uint32_t bits)
 {
     const char *names[S1F_NUM_HOLDINGS];
     int64_t count = 0;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
         if (bits >> h & 1)
-            names[count++] = holdings[h];
+            names[count++] = s1f_facts_of_holding((s1f_holding)h).name;
     return s1f_tuple_of(count, s1f_name_item, names);
 }
 

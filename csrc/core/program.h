@@ -4,6 +4,7 @@
 #define S1F_PROGRAM_H
 
 #include "edges.h"
+#include "table.h"
 
 typedef enum {
     S1F_OP_POST = 0,    /* receiver: place is free, message `sequence` may come */

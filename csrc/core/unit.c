@@ -36,23 +36,34 @@
 
 static const struct {
     char letter;
+    const char *name, *text;
     uint32_t products;
 } passes[] = {
-    [S1F_PASS_FORWARD] = {'F', BIT(OUTPUT)},
-    [S1F_PASS_BACKWARD] = {'B', GRADIENTS},
-    [S1F_PASS_BACKWARD_INPUT] = {'I', BIT(INPUT_GRADIENT)},
-    [S1F_PASS_BACKWARD_WEIGHT] = {'W', BIT(WEIGHT_GRADIENT)},
-    [S1F_PASS_RECOMPUTE] = {'R', BIT(RECOMPUTED)},
-    [S1F_PASS_STATISTICS] = {'S', BIT(STATISTICS)},
-    [S1F_PASS_LOSS] = {'T', BIT(LOSS)},
-    [S1F_PASS_EMBED] = {'E', BIT(EMBEDDED)},
-    [S1F_PASS_EMBED_GRADIENT] = {'G', BIT(EMBED_GRADIENT)},
-    [S1F_PASS_OUT] = {'O', BIT(LEAVING)},
-    [S1F_PASS_AWAY] = {'A', BIT(AWAY)},
-    [S1F_PASS_LOAD] = {'L', BIT(COMING)},
+    [S1F_PASS_FORWARD] = {'F', "forward", "forward", BIT(OUTPUT)},
+    [S1F_PASS_BACKWARD] = {'B', "backward", "backward", GRADIENTS},
+    [S1F_PASS_BACKWARD_INPUT] = {'I', "input", "input gradient", BIT(INPUT_GRADIENT)},
+    [S1F_PASS_BACKWARD_WEIGHT] = {'W', "weight", "weight gradient", BIT(WEIGHT_GRADIENT)},
+    [S1F_PASS_RECOMPUTE] = {'R', "recompute", "recomputation", BIT(RECOMPUTED)},
+    [S1F_PASS_STATISTICS] = {'S', "statistics", "logits of a shard", BIT(STATISTICS)},
+    [S1F_PASS_LOSS] = {'T', "loss", "loss and gradients of a shard", BIT(LOSS)},
+    [S1F_PASS_EMBED] = {'E', "embed", "rows of the embedding", BIT(EMBEDDED)},
+    [S1F_PASS_EMBED_GRADIENT] = {'G', "embed_gradient", "gradients of the embedding", BIT(EMBED_GRADIENT)},
+    [S1F_PASS_OUT] = {'O', "move_out", "move out", BIT(LEAVING)},
+    [S1F_PASS_AWAY] = {'A', "away", "wait until away", BIT(AWAY)},
+    [S1F_PASS_LOAD] = {'L', "move_in", "load", BIT(COMING)},
 };
 const int32_t s1f_num_passes = (int32_t)(sizeof passes / sizeof *passes);
 _Static_assert(sizeof passes / sizeof *passes <= S1F_MAX_PASSES, "tables have no room for so many passes");
+
+const char *s1f_pass_name(int32_t pass)
+{
+    return passes[pass].name;
+}
+
+const char *s1f_pass_text(int32_t pass)
+{
+    return passes[pass].text;
+}
 
 char s1f_pass_letter(int32_t pass)
 {
@@ -238,7 +249,7 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
 
-typedef enum { EACH_SEGMENT, FIRST_SEGMENT, LAST_SEGMENT } moment;
+typedef enum { EACH, FIRST, LAST } moment; /* segment of the micro-batch */
 typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
@@ -250,33 +261,55 @@ typedef enum {
 #define SAVES (BIT(OUTPUT) | BIT(RECOMPUTED))
 
 static const struct {
+    const char *name, *text;
+    s1f_per per;
+    s1f_holding counts_with;
     s1f_product taken_by, freed_by;
     moment taken_at, freed_at;
     uint32_t used_by; /* products whose makers read or write it */
     when when;
 } lifetimes[S1F_NUM_HOLDINGS] = {
-    [S1F_HOLDS_SAVED] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
-    [S1F_HOLDS_FOR_WEIGHT] = {OUTPUT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | GRADIENTS, AS_SAVED},
-    [S1F_HOLDS_OUTPUT_GRADIENT] = {INPUT_GRADIENT, WEIGHT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, GRADIENTS,
+    [S1F_HOLDS_SAVED] = {"activations", "activations", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT, INPUT_GRADIENT, EACH,
+                         EACH, SAVES | BIT(INPUT_GRADIENT), AS_SAVED},
+    [S1F_HOLDS_FOR_WEIGHT] = {"kept_activations", "activations for W", S1F_PER_CELL, S1F_HOLDS_SAVED, OUTPUT,
+                              WEIGHT_GRADIENT, EACH, EACH, SAVES | GRADIENTS, AS_SAVED},
+    [S1F_HOLDS_OUTPUT_GRADIENT] = {"output_gradients", "output gradients kept for W", S1F_PER_CELL,
+                                   S1F_HOLDS_OUTPUT_GRADIENT, INPUT_GRADIENT, WEIGHT_GRADIENT, EACH, EACH, GRADIENTS,
                                    BETWEEN_TWO_PASSES},
-    [S1F_HOLDS_KV] = {OUTPUT, INPUT_GRADIENT, FIRST_SEGMENT, FIRST_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_KV_GRADIENT] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, FIRST_SEGMENT, BIT(INPUT_GRADIENT),
-                               ALWAYS},
-    [S1F_HOLDS_INPUT] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT),
-                         IF_RECOMPUTED},
-    [S1F_HOLDS_LOGITS] = {STATISTICS, LOSS, EACH_SEGMENT, EACH_SEGMENT, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
-    [S1F_HOLDS_KV_ROWS] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_STAYING] = {OUTPUT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
-    [S1F_HOLDS_FORWARD_WORK] = {OUTPUT, OUTPUT, EACH_SEGMENT, EACH_SEGMENT, SAVES, AND_AGAIN_BY_R},
-    [S1F_HOLDS_BACKWARD_WORK] = {INPUT_GRADIENT, INPUT_GRADIENT, EACH_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
-                                 ALWAYS},
-    [S1F_HOLDS_KV_GRADIENT_ROWS] = {INPUT_GRADIENT, INPUT_GRADIENT, LAST_SEGMENT, EACH_SEGMENT, BIT(INPUT_GRADIENT),
-                                    ALWAYS},
+    [S1F_HOLDS_KV] = {"kv", "KV cache", S1F_PER_STAGE, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT, FIRST, FIRST,
+                      SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_KV_GRADIENT] = {"kv_gradients", "KV gradients", S1F_PER_STAGE, S1F_HOLDS_KV_GRADIENT, INPUT_GRADIENT,
+                               INPUT_GRADIENT, LAST, FIRST, BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_INPUT] = {"inputs", "inputs kept for R", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH,
+                         EACH, SAVES | BIT(INPUT_GRADIENT), IF_RECOMPUTED},
+    [S1F_HOLDS_SHARD_LOGITS] = {"shard_logits", "logits of a shard", S1F_PER_SEGMENT, S1F_HOLDS_SHARD_LOGITS,
+                                STATISTICS, LOSS, EACH, EACH, BIT(STATISTICS) | BIT(LOSS), ALWAYS},
+    [S1F_HOLDS_KV_ROWS] = {"kv_rows", "a unit's keys and values", S1F_PER_CELL, S1F_HOLDS_KV, OUTPUT, INPUT_GRADIENT,
+                           EACH, EACH, SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_STAYING] = {"staying", "what stays", S1F_PER_CELL, S1F_HOLDS_INPUT, OUTPUT, INPUT_GRADIENT, EACH, EACH,
+                           SAVES | BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_FORWARD_WORK] = {"forward_work", "work of F", S1F_PER_CELL, S1F_HOLDS_FORWARD_WORK, OUTPUT, OUTPUT, EACH,
+                                EACH, SAVES, AND_AGAIN_BY_R},
+    [S1F_HOLDS_BACKWARD_WORK] = {"backward_work", "work of B", S1F_PER_CELL, S1F_HOLDS_BACKWARD_WORK, INPUT_GRADIENT,
+                                 INPUT_GRADIENT, EACH, EACH, BIT(INPUT_GRADIENT), ALWAYS},
+    [S1F_HOLDS_KV_GRADIENT_ROWS] = {"kv_gradient_rows", "a unit's KV gradients", S1F_PER_CELL, S1F_HOLDS_KV_GRADIENT,
+                                    INPUT_GRADIENT, INPUT_GRADIENT, LAST, EACH, BIT(INPUT_GRADIENT), ALWAYS},
 };
+
+s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
+{
+    return (s1f_holding_facts){lifetimes[holding].name, lifetimes[holding].text, lifetimes[holding].per,
+                               lifetimes[holding].counts_with};
+}
+
+int s1f_takes_all_segments(s1f_holding holding)
+{
+    return lifetimes[holding].taken_at != EACH && lifetimes[holding].freed_at == EACH;
+}
 
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)
 {
-    const int is_at[] = {[EACH_SEGMENT] = 1, [FIRST_SEGMENT] = is_first, [LAST_SEGMENT] = is_last};
+    const int is_at[] = {[EACH] = 1, [FIRST] = is_first, [LAST] = is_last};
     s1f_lifetimes found = {0, 0, 0};
     uint32_t made = passes[pass].products;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
@@ -284,7 +317,7 @@ static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, in
         moment freed_at = lifetimes[h].freed_at;
         if (!s1f_shape_makes(shape, freed_by)) { /* nothing comes after the forward */
             freed_by = taken_by;
-            freed_at = freed_at == FIRST_SEGMENT ? LAST_SEGMENT : freed_at;
+            freed_at = freed_at == FIRST ? LAST : freed_at;
         }
         uint32_t takers = BIT(taken_by), freers = BIT(freed_by);
         if (lifetimes[h].when == AS_SAVED && kind == S1F_CELL_RECOMPUTED)

@@ -35,6 +35,9 @@ typedef struct {
     int32_t stage, microbatch, segment;
 } s1f_unit;
 
+/* The name of a pass's seconds among costs, and the pass in words: "input", "input gradient". */
+const char *s1f_pass_name(int32_t pass);
+const char *s1f_pass_text(int32_t pass);
 /* The letter of a pass: F, B, I, W, R, S, T, E, G, O, A or L; and back, -1 for another letter. */
 char s1f_pass_letter(int32_t pass);
 int32_t s1f_pass_from_letter(char letter);
@@ -147,16 +150,6 @@ s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, 
  * last. */
 s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i);
 
-/* Column of a unit in tables of costs, sizes and bytes, [stage][column] or [column]: its segment, where all
- * micro-batches are alike; with first_cell its cell, for then each micro-batch has lengths of its own. */
-static inline int64_t s1f_column(const s1f_shape *shape, s1f_unit unit)
-{
-    return shape->first_cell == NULL ? unit.segment : s1f_cell(shape, unit);
-}
-static inline int64_t s1f_num_columns(const s1f_shape *shape)
-{
-    return shape->first_cell == NULL ? shape->num_segments : s1f_num_cells(shape);
-}
 static inline int s1f_cell_has(const s1f_shape *shape, s1f_unit unit, s1f_product optional)
 {
     return s1f_shape_makes(shape, optional) &&
@@ -243,7 +236,7 @@ typedef enum {
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
     S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
     S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
-    S1F_HOLDS_LOGITS = 6,          /* of a shard: from S to the end of T */
+    S1F_HOLDS_SHARD_LOGITS = 6,    /* of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
     S1F_HOLDS_FORWARD_WORK = 9,    /* what F, or R, allocates for a while: that one alone */
@@ -253,6 +246,27 @@ typedef enum {
     S1F_HOLDS_KV_GRADIENT_ROWS = 11,
     S1F_NUM_HOLDINGS = 12
 } s1f_holding;
+
+/* A table of seconds or bytes (table.h) has one value for each of these. */
+typedef enum {
+    S1F_PER_RANK,
+    S1F_PER_STAGE,
+    S1F_PER_PAIR, /* of neighbouring stages */
+    S1F_PER_SEGMENT,
+    S1F_PER_CELL /* of all stages, as its column in table.h; seconds of passes are all given so */
+} s1f_per;
+
+/* What is told of a holding. Whoever reads or shows bytes goes through these. */
+typedef struct {
+    const char *name; /* of its bytes, as callers give and read them */
+    const char *text; /* in words */
+    s1f_per per;
+    s1f_holding counts_with; /* peaks are of all holdings that count with the same one, and have its name */
+} s1f_holding_facts;
+
+s1f_holding_facts s1f_facts_of_holding(s1f_holding holding);
+/* Whether the unit that takes it takes what all segments of the micro-batch free, each its own. */
+int s1f_takes_all_segments(s1f_holding holding);
 
 typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, uses, frees;

@@ -8,6 +8,7 @@ typedef struct {
     const s1f_program *program;
     const s1f_fit *fit;
     s1f_lifetime_table table;
+    s1f_byte_tables bytes;
     unsigned char *kinds;
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
     int64_t *heap;                     /* cells that could give up, the one with the latest backward first */
@@ -36,13 +37,13 @@ static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass,
 static int64_t taken_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
     uint32_t takes = lifetimes_of(w, unit, pass, kind).takes;
-    return s1f_taken_bytes(&w->program->shape, w->fit->bytes, takes, unit);
+    return s1f_taken_bytes(&w->bytes, takes, unit);
 }
 
 static int64_t freed_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
     uint32_t frees = lifetimes_of(w, unit, pass, kind).frees;
-    return s1f_freed_bytes(&w->program->shape, w->fit->bytes, frees, unit);
+    return s1f_freed_bytes(&w->bytes, frees, unit);
 }
 
 static void take(walker *w, s1f_unit unit, s1f_pass pass)
@@ -220,6 +221,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
     if (status == S1F_OK) {
         memset(kinds, S1F_CELL_KEPT, (size_t)num_cells);
         w.table = s1f_lifetimes_of(shape);
+        w.bytes = s1f_byte_tables_of(shape, fit->bytes);
         w.heap = cells;
         w.forward_at = cells + num_cells;
         w.backward_at = cells + 2 * num_cells;

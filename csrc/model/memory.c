@@ -3,234 +3,217 @@
 
 #include <stdlib.h>
 
-static int64_t at(const int64_t *values, int64_t i)
-{
-    return values != NULL ? values[i] : 0;
-}
-
 static int64_t greater(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
+s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_bytes *bytes)
+{
+    s1f_byte_tables tables = {.shape = shape};
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
+        s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
+        tables.given |= bytes->of[h] != NULL ? 1u << h : 0;
+        tables.of[h].values = bytes->of[h];
+        tables.of[h].steps = s1f_table_steps_of(shape, facts.per);
+        tables.of[h].counts_with = (int32_t)facts.counts_with;
+        tables.of[h].takes_all = s1f_takes_all_segments((s1f_holding)h);
+    }
+    return tables;
+}
+
+/* Bytes of a holding that a unit takes, or frees. */
+static inline int64_t bytes_of(const s1f_byte_tables *tables, int h, s1f_unit unit, int64_t column, int takes)
+{
+    s1f_table_steps steps = tables->of[h].steps;
+    const int64_t *value = &tables->of[h].values[unit.stage * steps.stage + column * steps.column];
+    int64_t sum = *value;
+    if (takes && tables->of[h].takes_all)
+        for (int32_t s = 1; s <= unit.segment; s++)
+            sum += value[-s];
+    return sum;
+}
+
+static int64_t sum_of(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int takes)
+{
+    int64_t sum = 0, column = s1f_column(tables->shape, unit);
+    for (uint32_t left = holdings & tables->given; left != 0; left &= left - 1)
+        sum += bytes_of(tables, __builtin_ctz(left), unit, column, takes);
+    return sum;
+}
+
+int64_t s1f_taken_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit)
+{
+    return sum_of(tables, holdings, unit, 1);
+}
+
+int64_t s1f_freed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit)
+{
+    return sum_of(tables, holdings, unit, 0);
+}
+
 /* What a rank holds now. */
 typedef struct {
-    int64_t live[S1F_NUM_HOLDINGS], units, total;
+    int64_t live[S1F_NUM_HOLDINGS]; /* by what it counts with */
+    int64_t units, total;
 } ledger;
 
-/* Indices of a unit's bytes: [stage], [column] and, as `cell`, [stage][column]. */
-typedef struct {
-    int64_t stage, column, cell;
-    int32_t segment;
-} unit_place;
-
-static inline unit_place place_of(const s1f_shape *shape, s1f_unit unit)
+/* Adds what a unit takes, bits of s1f_holding, and raises the peaks: live bytes grow only here. */
+static inline void take(ledger *l, const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int64_t column,
+                        s1f_memory_peak *peak)
 {
-    int64_t column = s1f_column(shape, unit);
-    return (unit_place){unit.stage, column, unit.stage * s1f_num_columns(shape) + column, unit.segment};
-}
-
-/* Bytes of a unit and of the segments before it. */
-static int64_t sum_to(const int64_t *values, unit_place of)
-{
-    int64_t sum = 0;
-    for (int64_t i = of.cell - of.segment; values != NULL && i <= of.cell; i++)
-        sum += values[i];
-    return sum;
-}
-
-/* Bytes that a unit takes, or frees, of a holding. */
-static inline int64_t bytes_of(const s1f_memory_bytes *bytes, s1f_holding holding, unit_place of, int takes)
-{
-    int64_t stage = of.stage, column = of.column, cell = of.cell;
-    int64_t activation = at(bytes->activation, cell), kept = bytes->kept != NULL ? bytes->kept[cell] : activation;
-    switch (holding) {
-    case S1F_HOLDS_SAVED: return activation - kept;
-    case S1F_HOLDS_FOR_WEIGHT: return kept;
-    case S1F_HOLDS_OUTPUT_GRADIENT: return at(bytes->output_gradient, cell);
-    case S1F_HOLDS_KV: return at(bytes->kv, stage);
-    case S1F_HOLDS_KV_GRADIENT: return at(bytes->kv_gradient, stage);
-    case S1F_HOLDS_INPUT: return at(bytes->input, cell);
-    case S1F_HOLDS_LOGITS: return at(bytes->logits, column);
-    case S1F_HOLDS_KV_ROWS: return at(bytes->kv_rows, cell);
-    case S1F_HOLDS_STAYING: return at(bytes->staying, cell);
-    case S1F_HOLDS_FORWARD_WORK: return at(bytes->forward_work, cell);
-    case S1F_HOLDS_BACKWARD_WORK: return at(bytes->backward_work, cell);
-    case S1F_HOLDS_KV_GRADIENT_ROWS:
-        return takes ? sum_to(bytes->kv_gradient_rows, of) : at(bytes->kv_gradient_rows, cell);
-    case S1F_NUM_HOLDINGS: break;
-    }
-    return 0;
-}
-
-static int64_t sum_of(const s1f_memory_bytes *bytes, uint32_t holdings, unit_place of, int takes)
-{
-    int64_t sum = 0;
-    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
-        if (holdings >> h & 1)
-            sum += bytes_of(bytes, (s1f_holding)h, of, takes);
-    return sum;
-}
-
-int64_t s1f_taken_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
-{
-    return sum_of(bytes, holdings, place_of(shape, unit), 1);
-}
-
-int64_t s1f_freed_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit)
-{
-    return sum_of(bytes, holdings, place_of(shape, unit), 0);
-}
-
-/* Adds (sign 1) or takes away (-1) what a unit takes or frees, bits of s1f_holding. */
-static inline void change(ledger *l, const s1f_memory_bytes *bytes, uint32_t holdings, int64_t sign, unit_place of)
-{
-    l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1 ? sign : 0;
-    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
-        if (holdings >> h & 1) {
-            int64_t changed = sign * bytes_of(bytes, (s1f_holding)h, of, sign > 0);
-            l->live[h] += changed;
-            l->total += changed;
-        }
-}
-
-/* Live bytes only grow when a unit begins. */
-static inline void raise_peak(const ledger *l, s1f_memory_peak *peak)
-{
+    l->units += holdings >> S1F_HOLDS_FOR_WEIGHT & 1;
     peak->units = greater(peak->units, l->units);
-    peak->activations = greater(peak->activations, l->live[S1F_HOLDS_SAVED] + l->live[S1F_HOLDS_FOR_WEIGHT]);
-    peak->output_gradients = greater(peak->output_gradients, l->live[S1F_HOLDS_OUTPUT_GRADIENT]);
-    peak->kv = greater(peak->kv, l->live[S1F_HOLDS_KV] + l->live[S1F_HOLDS_KV_ROWS]);
-    peak->kv_gradients =
-        greater(peak->kv_gradients, l->live[S1F_HOLDS_KV_GRADIENT] + l->live[S1F_HOLDS_KV_GRADIENT_ROWS]);
-    peak->inputs = greater(peak->inputs, l->live[S1F_HOLDS_INPUT] + l->live[S1F_HOLDS_STAYING]);
-    peak->logits = greater(peak->logits, l->live[S1F_HOLDS_LOGITS]);
+    for (uint32_t left = holdings & tables->given; left != 0; left &= left - 1) {
+        int h = __builtin_ctz(left), with = tables->of[h].counts_with;
+        int64_t taken = bytes_of(tables, h, unit, column, 1);
+        l->total += taken;
+        l->live[with] += taken;
+        peak->of[with] = greater(peak->of[with], l->live[with]);
+    }
     peak->total = greater(peak->total, l->total);
 }
 
-/* Every sum is at most `most_held` values of thirteen kinds. */
+static inline void give_back(ledger *l, const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit, int64_t column)
+{
+    l->units -= holdings >> S1F_HOLDS_FOR_WEIGHT & 1;
+    for (uint32_t left = holdings & tables->given; left != 0; left &= left - 1) {
+        int h = __builtin_ctz(left);
+        int64_t freed = bytes_of(tables, h, unit, column, 0);
+        l->total -= freed;
+        l->live[tables->of[h].counts_with] -= freed;
+    }
+}
+
+/* Every sum is at most `most_held` values of each holding, and of receive places. */
 static s1f_status require_bytes(const char *name, const int64_t *values, int64_t count, int64_t most_held)
 {
-    int64_t most = INT64_MAX / 13 / most_held;
+    int64_t most = INT64_MAX / (S1F_NUM_HOLDINGS + 1) / most_held;
     for (int64_t i = 0; values != NULL && i < count; i++)
         if (values[i] < 0 || values[i] > most)
-            return s1f_fail(S1F_ERR_ARG, "%s is %lld, must be in 0..%lld", name, (long long)values[i], (long long)most);
+            return s1f_fail(S1F_ERR_ARG, "%s holds %lld bytes, must be in 0..%lld", name, (long long)values[i],
+                            (long long)most);
     return S1F_OK;
 }
 
 static s1f_status check_bytes(const s1f_program *program, const s1f_memory_bytes *bytes)
 {
     const s1f_shape *shape = &program->shape;
-    int64_t stages = shape->num_stages, columns = s1f_num_columns(shape), cells = stages * columns;
-    int64_t most_held = 1, num_places = 0;
+    int64_t most_held = 1, num_places = 0, columns = s1f_num_columns(shape);
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         most_held = greater(most_held, program->ranks[rank].num_units);
     for (int32_t e = 0; e < program->edges->num_edges; e++)
         num_places += program->edges->edges[e].num_places;
     most_held = greater(most_held, num_places);
-    s1f_status status;
-    if ((status = require_bytes("activation bytes of a unit", bytes->activation, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes kept for W", bytes->kept, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("output gradient bytes of a unit", bytes->output_gradient, cells, most_held)) !=
-            S1F_OK ||
-        (status = require_bytes("bytes of a KV slot", bytes->kv, stages, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a dK/dV slab", bytes->kv_gradient, stages, most_held)) != S1F_OK ||
-        (status = require_bytes("input bytes of a recomputed unit", bytes->input, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a unit's keys and values", bytes->kv_rows, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a unit's dK/dV", bytes->kv_gradient_rows, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("staying bytes of a unit", bytes->staying, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes that F allocates", bytes->forward_work, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes that B or I allocates", bytes->backward_work, cells, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a shard's logits", bytes->logits, columns, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a message", bytes->message, columns, most_held)) != S1F_OK ||
-        (status = require_bytes("bytes of a shard's statistics", bytes->statistics, columns, most_held)) != S1F_OK)
-        return status;
-    for (int64_t i = 0; bytes->kept != NULL && i < cells; i++)
-        if (bytes->kept[i] > at(bytes->activation, i))
-            return s1f_fail(S1F_ERR_ARG, "%lld bytes are kept for W, more than the %lld that the unit saved",
-                            (long long)bytes->kept[i], (long long)at(bytes->activation, i));
-    return S1F_OK;
+    s1f_status status = require_bytes("message_bytes", bytes->message, columns, most_held);
+    if (status == S1F_OK)
+        status = require_bytes("statistics_bytes", bytes->statistics, columns, most_held);
+    for (int h = 0; h < S1F_NUM_HOLDINGS && status == S1F_OK; h++) {
+        s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
+        if (h == S1F_HOLDS_FOR_WEIGHT && bytes->of[S1F_HOLDS_SAVED] == NULL) /* all that F saves is for W */
+            facts.name = s1f_facts_of_holding(S1F_HOLDS_SAVED).name;
+        status = require_bytes(facts.name, bytes->of[h], s1f_table_count(shape, facts.per), most_held);
+    }
+    return status;
 }
 
-/* Places of the messages of all edges: a message takes the place that was freed last. */
+/* Places of the messages of one edge: a message takes the place that was freed last. */
 typedef struct {
-    int64_t num_cells;
-    int64_t *num_sent, *num_freed; /* [edge] */
-    int64_t *sent;                 /* [edge][n]: the cell of message n */
-    int32_t *place;                /* [edge][cell] */
-    int64_t *largest;              /* [edge][place] bytes, places as many as cells */
-} messages;
+    const s1f_unit *next; /* of the source rank: behind the one that has sent the last message */
+    uint32_t senders;     /* bits of the passes that send */
+    int64_t num_placed;   /* messages */
+    int32_t num_growing;  /* places that no message of the largest size has come into */
+    int64_t most;         /* bytes of the largest message */
+    const int64_t *size;  /* [column] bytes */
+    int32_t *place;       /* [cell] */
+    int64_t *largest;     /* [place] bytes */
+} edge_places;
 
-static void free_messages(messages *m)
+static void free_places(edge_places *places, int32_t num_edges)
 {
-    free(m->num_sent);
-    free(m->num_freed);
-    free(m->sent);
-    free(m->place);
-    free(m->largest);
+    for (int32_t e = 0; places != NULL && e < num_edges; e++) {
+        free(places[e].place);
+        free(places[e].largest);
+    }
+    free(places);
 }
 
-static s1f_status create_messages(const s1f_program *program, messages *m)
+static s1f_status create_places(const s1f_program *program, const s1f_memory_bytes *bytes, edge_places **out)
 {
-    size_t num_edges = (size_t)program->edges->num_edges + 1, num_all; /* + 1: calloc(0) may be NULL */
-    *m = (messages){.num_cells = s1f_num_cells(&program->shape)};
-    num_all = num_edges * (size_t)m->num_cells;
-    m->num_sent = calloc(num_edges, sizeof *m->num_sent);
-    m->num_freed = calloc(num_edges, sizeof *m->num_freed);
-    m->sent = calloc(num_all, sizeof *m->sent);
-    m->place = calloc(num_all, sizeof *m->place);
-    m->largest = calloc(num_all, sizeof *m->largest);
-    if (m->num_sent != NULL && m->num_freed != NULL && m->sent != NULL && m->place != NULL && m->largest != NULL)
+    int32_t num_edges = program->edges->num_edges;
+    size_t num_cells = (size_t)s1f_num_cells(&program->shape);
+    edge_places *places = calloc((size_t)num_edges + 1, sizeof *places); /* + 1: calloc(0) may be NULL */
+    int is_complete = places != NULL;
+    for (int32_t e = 0; is_complete && e < num_edges; e++) {
+        const s1f_edge *edge = &program->edges->edges[e];
+        places[e].size = edge->channel == S1F_CHANNEL_STATISTICS ? bytes->statistics : bytes->message;
+        for (int64_t column = 0; places[e].size != NULL && column < s1f_num_columns(&program->shape); column++)
+            places[e].most = greater(places[e].most, places[e].size[column]);
+        places[e].next = program->ranks[edge->source_rank].units;
+        for (int32_t pass = 0; pass < s1f_num_passes; pass++)
+            places[e].senders |= s1f_pass_makes(pass, (s1f_product)edge->product) ? 1u << pass : 0;
+        places[e].num_growing = places[e].most > 0 ? edge->num_places : 0;
+        if (places[e].num_growing > 0) {
+            places[e].place = malloc(num_cells * sizeof *places[e].place);
+            places[e].largest = calloc((size_t)edge->num_places, sizeof *places[e].largest);
+            is_complete = places[e].place != NULL && places[e].largest != NULL;
+        }
+    }
+    if (is_complete) {
+        *out = places;
         return S1F_OK;
-    free_messages(m);
-    return s1f_fail(S1F_ERR_MEMORY, "no memory for the messages of %zu edges", num_edges - 1);
+    }
+    free_places(places, num_edges);
+    return s1f_fail(S1F_ERR_MEMORY, "no memory for the messages of %d edges", (int)num_edges);
 }
 
-static void put(messages *m, const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks,
-                int32_t e, int64_t n, int32_t place)
+/* The next message of an edge comes into this place. */
+static void put(const s1f_program *program, int32_t e, edge_places *p, int32_t place, s1f_memory_peak *peaks)
 {
     const s1f_edge *edge = &program->edges->edges[e];
-    const s1f_shape *shape = &program->shape;
-    int64_t cell = m->sent[e * m->num_cells + n], *largest = &m->largest[e * m->num_cells + place];
-    int64_t column = shape->first_cell == NULL ? cell % shape->num_segments : cell;
-    int64_t size = at(edge->channel == S1F_CHANNEL_STATISTICS ? bytes->statistics : bytes->message, column);
-    m->place[e * m->num_cells + cell] = place;
-    peaks[edge->destination_rank].receive += greater(size - *largest, 0);
-    *largest = greater(size, *largest);
+    while (p->next->stage != edge->source_stage || !(p->senders >> p->next->pass & 1))
+        p->next++;
+    s1f_unit sender = *p->next++;
+    int64_t size = p->size[s1f_column(&program->shape, sender)], more = greater(size - p->largest[place], 0);
+    p->num_placed++;
+    p->place[s1f_cell(&program->shape, sender)] = place;
+    peaks[edge->destination_rank].receive += more;
+    p->largest[place] += more;
+    p->num_growing -= more > 0 && p->largest[place] == p->most;
 }
 
-/* What the places of each rank come to hold. */
+/* What the places of each rank come to hold. An edge is done when each place has held a largest message. */
 static s1f_status fill_places(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
 {
     const s1f_edges *edges = program->edges;
-    messages m;
+    edge_places *places = NULL;
     s1f_status status;
     if (bytes->message == NULL && bytes->statistics == NULL)
         return S1F_OK;
-    if ((status = create_messages(program, &m)) != S1F_OK)
+    if ((status = create_places(program, bytes, &places)) != S1F_OK)
         return status;
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++)
-        for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
-            s1f_unit unit = program->ranks[rank].units[i];
-            s1f_edge_list out = edges->kinds[s1f_kind(unit)].out;
-            for (int32_t j = 0; j < out.count; j++)
-                m.sent[out.edges[j] * m.num_cells + m.num_sent[out.edges[j]]++] = s1f_cell(&program->shape, unit);
+    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
+        int32_t num_growing = 0; /* edges into the rank */
+        for (int32_t e = 0; e < edges->num_edges; e++) {
+            if (edges->edges[e].destination_rank != rank)
+                continue;
+            for (int32_t place = 0; places[e].num_growing > 0 && place < edges->edges[e].num_places; place++)
+                put(program, e, &places[e], place, peaks);
+            num_growing += places[e].num_growing > 0;
         }
-    for (int32_t e = 0; e < edges->num_edges; e++)
-        for (int32_t place = 0; place < edges->edges[e].num_places; place++)
-            put(&m, program, bytes, peaks, e, place, place);
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++)
-        for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
+        for (int64_t i = 0; num_growing > 0 && i < program->ranks[rank].num_units; i++) {
             s1f_unit unit = program->ranks[rank].units[i];
             s1f_edge_list freed = edges->kinds[s1f_kind(unit)].freed;
             for (int32_t j = 0; j < freed.count; j++) {
-                int32_t e = freed.edges[j];
-                int64_t next = edges->edges[e].num_places + m.num_freed[e]++;
-                if (next < edges->edges[e].num_messages)
-                    put(&m, program, bytes, peaks, e, next, m.place[e * m.num_cells + s1f_cell(&program->shape, unit)]);
+                edge_places *p = &places[freed.edges[j]];
+                if (p->num_growing == 0 || p->num_placed == edges->edges[freed.edges[j]].num_messages)
+                    continue;
+                put(program, freed.edges[j], p, p->place[s1f_cell(&program->shape, unit)], peaks);
+                num_growing -= p->num_growing == 0;
             }
         }
-    free_messages(&m);
+    }
+    free_places(places, edges->num_edges);
     return S1F_OK;
 }
 
@@ -245,6 +228,7 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         peaks[rank] = (s1f_memory_peak){0};
     if ((status = fill_places(program, bytes, peaks)) != S1F_OK)
         return status;
+    s1f_byte_tables tables = s1f_byte_tables_of(shape, bytes);
     ledger l = {.total = 0};
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         s1f_memory_peak peak = peaks[rank];
@@ -252,13 +236,11 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
             s1f_unit unit = program->ranks[rank].units[i];
             s1f_lifetimes lifetimes = s1f_unit_lifetimes(&table, unit);
-            unit_place place = place_of(shape, unit);
-            if (lifetimes.takes != 0) {
-                change(&l, bytes, lifetimes.takes, 1, place);
-                raise_peak(&l, &peak);
-            }
+            int64_t column = s1f_column(shape, unit);
+            if (lifetimes.takes != 0)
+                take(&l, &tables, lifetimes.takes, unit, column, &peak);
             if (lifetimes.frees != 0)
-                change(&l, bytes, lifetimes.frees, -1, place);
+                give_back(&l, &tables, lifetimes.frees, unit, column);
         }
         peaks[rank] = peak;
     }

@@ -9,33 +9,39 @@
 #define S1F_MEMORY_H
 
 #include "../core/program.h"
+#include "../core/table.h"
 
-typedef struct {                     /* NULL: nothing, but for `kept`; columns: s1f_column */
-    const int64_t *activation;       /* [stage][column] bytes of a unit */
-    const int64_t *kept;             /* [stage][column] the part of them that I leaves to W; NULL: all */
-    const int64_t *output_gradient;  /* [stage][column] */
-    const int64_t *kv, *kv_gradient; /* [stage] bytes of a micro-batch: its slot, of the longest one */
-    const int64_t *input;            /* [stage][column] of a recomputed unit, beyond its receive place */
-    /* [stage][column] keys and values that a unit wrote, and their gradients, in place of `kv` and `kv_gradient` */
-    const int64_t *kv_rows, *kv_gradient_rows;
-    const int64_t *staying;                      /* [stage][column] of a unit, whatever becomes of what it saved */
-    const int64_t *forward_work, *backward_work; /* [stage][column] that F or R, and B or I, allocate for a while */
-    const int64_t *logits;                       /* [column] of a shard of the vocabulary, from S to T */
-    const int64_t *message;                      /* [column] */
-    const int64_t *statistics;                   /* [column] of a message from shard to shard */
+typedef struct {
+    const int64_t *of[S1F_NUM_HOLDINGS]; /* flat tables as the row of the holding in unit.c says; NULL: nothing */
+    const int64_t *message;              /* [column] */
+    const int64_t *statistics;           /* [column] of a message from shard to shard of the vocabulary */
 } s1f_memory_bytes;
 
-typedef struct { /* of one rank: units, then bytes; each kind at its own peak */
-    int64_t units, activations, output_gradients, kv, kv_gradients, inputs, logits, receive;
+typedef struct { /* of one rank */
+    int64_t units;
+    int64_t
+        of[S1F_NUM_HOLDINGS]; /* bytes of all that counts with this holding, at their peak; 0: it counts with another */
+    int64_t receive;
     int64_t total; /* most of all kinds together at one time */
 } s1f_memory_peak;
 
-/* peaks[num_ranks]. S1F_ERR_ARG if a number is negative, if `kept` is more than the whole, or if the sums could
- * overflow; S1F_ERR_MEMORY. Linear in the number of units. Pure. */
+/* peaks[num_ranks]. S1F_ERR_ARG if a number is negative or the sums could overflow; S1F_ERR_MEMORY. Linear in the number of units. Pure. */
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
 
+/* Finds the bytes of single units; what `bytes` points to must outlive it. */
+typedef struct {
+    const s1f_shape *shape;
+    uint32_t given; /* bits (1 << s1f_holding) */
+    struct {
+        const int64_t *values;
+        s1f_table_steps steps;
+        int32_t counts_with, takes_all;
+    } of[S1F_NUM_HOLDINGS];
+} s1f_byte_tables;
+
+s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_bytes *bytes);
 /* Bytes of some holdings (bits 1 << s1f_holding) that a unit takes, and that it frees. */
-int64_t s1f_taken_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit);
-int64_t s1f_freed_bytes(const s1f_shape *shape, const s1f_memory_bytes *bytes, uint32_t holdings, s1f_unit unit);
+int64_t s1f_taken_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit);
+int64_t s1f_freed_bytes(const s1f_byte_tables *tables, uint32_t holdings, s1f_unit unit);
 
 #endif

@@ -4,6 +4,7 @@
 #define S1F_IN_TIME_H
 
 #include "../core/edges.h"
+#include "../core/table.h"
 
 /* When each product of each cell is made, as far as is known. */
 typedef struct {

@@ -10,6 +10,7 @@
 #define S1F_SEARCH_H
 
 #include "../core/schedule.h"
+#include "../core/table.h"
 
 /* All borrowed. */
 typedef struct {

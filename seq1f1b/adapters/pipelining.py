@@ -19,7 +19,7 @@ from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.orders import build
-from seq1f1b.schedule import Schedule, nearest_name
+from seq1f1b.schedule import Costs, Schedule, nearest_name
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
@@ -225,7 +225,7 @@ class _Segmented:
 
         Columns are those of passes that take one unit of time each.
         """
-        simulation = self._order.simulate(forward=1.0, backward=1.0)
+        simulation = self._order.simulate(Costs(forward=1.0, backward=1.0))
         columns = round(simulation.makespan)
         order: dict[int, list[_Action | None]] = {rank: [None] * columns for rank in range(self._order.num_ranks)}
         cells = (line.split(",") for line in self._order.to_csv().splitlines())

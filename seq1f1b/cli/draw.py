@@ -45,8 +45,12 @@ def run(options: argparse.Namespace) -> int:
     runs = {}
     for name, schedule in schedules.items():
         heading = name if schedule.num_segments == 1 else f"{name}, {schedule.num_segments} segments"
-        arguments = workload.simulation_arguments(schedule, options)
-        runs[heading] = schedule.simulate(**arguments, critical=options.html is not None)
+        runs[heading] = schedule.simulate(
+            workload.costs_of(schedule, options),
+            memory=workload.memory_of(schedule, options),
+            noise=workload.noise_of(options),
+            critical=options.html is not None,
+        )
     tracks = {heading: simulation.timeline for heading, simulation in runs.items()}
     [first, *others] = tracks
     drawn, title = (tracks, None) if others else (tracks[first], first)

@@ -42,13 +42,19 @@ def run(options: argparse.Namespace) -> int:
     found = []
     for name in options.schedule:
         schedule = workload.make_schedule(name, options)
-        arguments = workload.simulation_arguments(schedule, options)
-        arguments |= {"steps": options.steps, "optimizer_sync": options.sync}
         num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
         if num_units > MOST_RUN:
             raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_RUN}")
         with progress_bar(num_units, f"{num_units:.3g} units") as progress:
-            found.append((name, schedule, schedule.simulate(**arguments, progress=progress)))
+            simulation = schedule.simulate(
+                workload.costs_of(schedule, options),
+                memory=workload.memory_of(schedule, options),
+                noise=workload.noise_of(options),
+                steps=options.steps,
+                optimizer_sync=options.sync,
+                progress=progress,
+            )
+        found.append((name, schedule, simulation))
     if options.json:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))
     else:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import seq1f1b
-from seq1f1b import Schedule
+from seq1f1b import _C, Costs, Links, Noise, Schedule
 from seq1f1b.cli.values import argument, read_counts
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import RECOMPUTE, CostModel
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
 from seq1f1b.planning.profile import Profile
-from seq1f1b.schedule import OPTION_KINDS, families, nearest_name
+from seq1f1b.schedule import OPTION_KINDS, StepMemory, families, nearest_name
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 UNITS = "units"  # what --recompute says of an order that does it
@@ -36,10 +36,7 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 
 def add_order_options(command: argparse.ArgumentParser, *, recomputes_units: bool = True) -> None:
     """The counts and costs of draw, simulate and compare."""
-    command.epilog = (
-        "F is the forward of a micro-batch, B its backward; a split backward is I (inputs) and W (weights). "
-        "R runs F once more before the backward. What F saved leaves at O, is gone at G, and comes back from L on."
-    )
+    command.epilog = "Passes: " + ", ".join(map("{} {}".format, _C.PASSES, _C.PASS_TEXTS)) + ". I and W are a split B."
     command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
     command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
     command.add_argument(
@@ -286,28 +283,38 @@ def units_per_microbatch(schedule: Schedule) -> int:
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
 
-def simulation_arguments(schedule: Schedule, options: argparse.Namespace) -> dict[str, Any]:
-    """What :meth:`Schedule.simulate` is given. Without a model all segments cost the same, and so do all stages."""
-    arguments = {name: getattr(options, name) for name in ("jitter", "transfer_jitter", "seed")}
-    arguments["tier"] = (getattr(options, "offload", None) or 0.0) / units_per_microbatch(schedule)
-    optimizer = getattr(options, "optimizer", None)
+def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
+    """What a step takes. Without a model all segments cost the same, and so do all stages."""
+    parts = units_per_microbatch(schedule)
+    tier, optimizer = (getattr(options, "offload", None) or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
-        parts = units_per_microbatch(schedule)
-        weight = None if options.weight is None else options.weight / parts
-        return arguments | {
-            "forward": options.forward / parts,
-            "backward": options.backward / parts,
-            "weight": weight,
-            "transfer": options.transfer,
-            "optimizer": optimizer or 0.0,
-        }
+        return Costs(
+            forward=options.forward / parts,
+            backward=options.backward / parts,
+            weight=None if options.weight is None else options.weight / parts,
+            links=Links(latency=options.transfer),
+            tier=tier,
+            optimizer=optimizer or 0.0,
+        )
+    cost, sizes = model_of(schedule, options)
+    costs = replace(cost.costs(schedule, sizes), tier=tier)
+    return costs if optimizer is None else replace(costs, optimizer=optimizer)
+
+
+def memory_of(schedule: Schedule, options: argparse.Namespace) -> StepMemory | None:
+    """What a step of a model holds."""
+    if options.model is None:
+        return None
+    cost, sizes = model_of(schedule, options)
+    return cost.step_memory(sizes, schedule.rank_of_stage)
+
+
+def model_of(schedule: Schedule, options: argparse.Namespace) -> tuple[CostModel, list[int]]:
+    """The model over the stages of an order, and the tokens of its segments."""
     if schedule.num_stages % schedule.num_ranks != 0:
         raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
-    stages = schedule.num_stages // schedule.num_ranks
-    cost, sizes = cost_of(options, schedule.num_ranks, schedule.num_segments, stages)
-    return {
-        **arguments,
-        **cost.simulation_arguments(schedule, sizes),
-        "memory": cost.step_memory(sizes, schedule.rank_of_stage),
-        **({} if optimizer is None else {"optimizer": optimizer}),
-    }
+    return cost_of(options, schedule.num_ranks, schedule.num_segments, schedule.num_stages // schedule.num_ranks)
+
+
+def noise_of(options: argparse.Namespace) -> Noise:
+    return Noise(options.jitter, options.transfer_jitter, options.seed)

@@ -15,7 +15,17 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import order_for_costs
 from seq1f1b.planning.pricing import STEPS
-from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule, families, nearest_name
+from seq1f1b.schedule import (
+    Costs,
+    Family,
+    Links,
+    Schedule,
+    Simulation,
+    StepMemory,
+    build_schedule,
+    families,
+    nearest_name,
+)
 from seq1f1b.view.table import rounded, table_text
 
 __all__ = ["Comparison", "Row", "compare"]
@@ -280,18 +290,19 @@ class _GivenCosts:
         sizes, held, messages = self.work.sizes(k), self._unit_bytes(v, k), None
         if sizes is not None and self.message_bytes is not None:
             messages = [size * self.message_bytes for size in sizes]
-        run = schedule.simulate(
+        costs = Costs(
             self.forward / (v * k),
             self.backward / (v * k),
             None if self.weight is None else self.weight / (v * k),
-            self.transfer,
-            bandwidth=self.bandwidth,
-            message_bytes=messages or 0,
-            segment_sizes=sizes,
-            unit_bytes=None if held is None else [held] * schedule.num_stages,
-            **_STEPS,
+            links=Links(self.transfer, self.bandwidth, message_bytes=messages or 0),
         )
-        return _Run(run, None if run.peak_bytes is None else max(run.peak_bytes), messages)
+        run = schedule.simulate(costs, memory=StepMemory(activations=[held or [0] * k] * schedule.num_stages), **_STEPS)
+        assert run.memory is not None
+        return _Run(run, None if held is None else max(run.memory.activations), messages)
+
+    def sizes(self, v: int, k: int) -> Sequence[int] | None:
+        """Tokens of the segments, where they were given."""
+        return self.work.sizes(k)
 
     def _unit_bytes(self, v: int, k: int) -> list[int] | None:
         """Activations of the units of one stage, where the bytes of a token were given."""
@@ -333,16 +344,19 @@ class _ModelCosts:
             return build_schedule(family.name, **{**counts, "options": limits | given})
 
         def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(**cost.simulation_arguments(schedule, sizes)).makespan
+            return schedule.simulate(cost.costs(schedule, sizes)).makespan
 
         cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
         return order_for_costs(family, cost, sizes, cap, build_for, seconds).schedule
 
     def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
         cost, sizes = self._cost(v, k)
-        arguments = cost.simulation_arguments(schedule, sizes)
-        run = schedule.simulate(**arguments, segment_sizes=sizes, **_STEPS)
-        return _Run(run, max(rank.total for rank in cost.rank_bytes(schedule, sizes)), arguments["message_bytes"])
+        run = schedule.simulate(cost.costs(schedule, sizes), **_STEPS)
+        return _Run(run, max(rank.total for rank in cost.rank_bytes(schedule, sizes)), cost.message_bytes(sizes))
+
+    def sizes(self, v: int, k: int) -> Sequence[int]:
+        """Tokens of the segments."""
+        return self._cost(v, k)[1]
 
     def _cost(self, v: int, k: int) -> tuple[CostModel, Sequence[int]]:
         cost = CostModel.balanced(
@@ -383,6 +397,7 @@ def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _Mod
 def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _ModelCosts) -> Row:
     v, k = schedule.num_stages // work.num_ranks, schedule.num_segments
     run, peak_bytes, messages = costs.simulate(schedule, v, k)
+    sizes = costs.sizes(v, k)
     crossings = 2 * work.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
     return Row(
         family=name,
@@ -394,7 +409,7 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
         bubble_ratio=run.bubble_ratio,
         peak_units=max(run.peak),
         peak_microbatches=max(run.peak) / (v * k),
-        peak_tokens=None if run.peak_tokens is None else max(run.peak_tokens),
+        peak_tokens=None if sizes is None else max(schedule.peak_tokens(sizes)),
         peak_bytes=peak_bytes,
         messages=crossings * k,
         sent_bytes=None if messages is None else crossings * sum(messages),

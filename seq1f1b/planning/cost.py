@@ -13,7 +13,7 @@ from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 from seq1f1b.planning.profile import Part, PassSeconds, Profile
-from seq1f1b.schedule import Schedule, StepMemory
+from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 
 __all__ = ["CostModel", "RankBytes", "Span", "UnitSeconds", "pairs_of"]
 
@@ -300,9 +300,9 @@ class CostModel:
             return _NOTHING
         return PassSeconds(*(self.hardware.measured_runs * seconds for seconds in self.profile.unit))
 
-    def moving_arguments(self, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
-        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`, [stage][segment]: what a rank's tier takes for what
-        a unit saves, out or back, and what that takes of the rank's own time.
+    def moving_seconds(self, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Fields of :class:`seq1f1b.Costs`, [stage][segment]: what a rank's tier takes for what a unit saves, out or
+        back, and what that takes of the rank's own time.
 
         Raises:
             ValueError: the machine has no tier.
@@ -389,19 +389,18 @@ class CostModel:
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
 
-    def simulation_arguments(self, schedule: Schedule, sizes: Sequence[int]) -> dict[str, Any]:
-        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, bytes, the optimizer."""
+    def costs(self, schedule: Schedule, sizes: Sequence[int], *, moves: bool = False) -> Costs:
+        """What a step of the order takes. ``moves``: units may move to a tier, as far as the machine has one."""
         latencies, rates = self.links(schedule.rank_of_stage)
         optimizer = [0.0] * schedule.num_ranks
         for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
             optimizer[rank] += value
-        return {
+        return Costs(
             **self.unit_seconds(sizes)._asdict(),
-            "transfer": latencies,
-            "bandwidth": rates,
-            "message_bytes": self.message_bytes(sizes),
-            "optimizer": optimizer,
-        }
+            **(self.moving_seconds(sizes) if moves else {}),
+            links=Links(latencies, rates, message_bytes=self.message_bytes(sizes)),
+            optimizer=optimizer,
+        )
 
     def step_seconds(self) -> float:
         """:meth:`optimizer_seconds` of the slowest rank, stages going round the ranks."""
@@ -591,8 +590,9 @@ class CostModel:
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):
             stages_of[rank].append(stage)
-        peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), message_bytes=message_bytes)
-        with_work = schedule.peak_memory(memory, message_bytes=message_bytes).total
+        costs = Costs(links=Links(message_bytes=message_bytes))
+        peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
+        with_work = schedule.peak_memory(memory, costs).total
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks  # held all through the step
         if not self._releases(slot_tokens):
             kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.schedule import Family, Schedule, StepMemory
+from seq1f1b.schedule import Costs, Family, Schedule, StepMemory
 
 __all__ = ["EARLY_PREFETCH", "Made", "fit_under", "order_for_costs"]
 
@@ -77,7 +77,7 @@ def fit_under(
     reserve: float,
     memory: StepMemory,
     remedies: Sequence[str],
-    arguments: Mapping[str, Any],
+    costs: Costs,
 ) -> Schedule:
     """The same order, in which units recompute or move until no rank holds more than ``cap``, or none is left.
 
@@ -85,9 +85,9 @@ def fit_under(
         ranks: its bytes as it is.
         reserve: the allocator's share of what changes.
         memory: of what units hold.
-        arguments: of :meth:`seq1f1b.Schedule.simulate`, ``message_bytes`` among them.
+        costs: as of :meth:`seq1f1b.Schedule.simulate`.
     """
-    held = schedule.peak_memory(memory, message_bytes=arguments["message_bytes"]).total
+    held = schedule.peak_memory(memory, costs).total
     left = [math.floor((cap - rank.total) / (1 + reserve)) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-    return schedule.fit(memory, room, remedies, **arguments)
+    return schedule.fit(memory, room, remedies, costs)

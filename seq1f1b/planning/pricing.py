@@ -12,7 +12,7 @@ from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import EARLY_PREFETCH, Made, fit_under, order_for_costs
-from seq1f1b.schedule import Family, Schedule, build_schedule
+from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 
 __all__ = ["GIB", "REMEDIES", "STEPS", "Candidate", "Found", "Length", "Pricing", "Uncertain", "group_lengths"]
@@ -280,10 +280,9 @@ class Pricing:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
         memory = cost.unit_memory(sizes, made.schedule.rank_of_stage)
-        arguments = self._arguments(candidate, made.schedule, self.longest, self.hardware)
-        del arguments["optimizer"]
+        costs = self._step_costs(candidate, made.schedule, self.longest, self.hardware)
         reserve = cost.hardware.allocator_reserve
-        schedule = fit_under(cap, made.schedule, made.ranks, reserve, memory, candidate.remedies, arguments)
+        schedule = fit_under(cap, made.schedule, made.ranks, reserve, memory, candidate.remedies, costs)
         return made._replace(schedule=schedule, ranks=self._most_of_any(candidate, schedule))
 
     def _most_of_any(self, candidate: Candidate, schedule: Schedule) -> list[RankBytes]:
@@ -347,36 +346,34 @@ class Pricing:
         _, v, k = key
         return 2 * self.num_ranks * v * self.num_microbatches * k
 
-    def _arguments(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> dict[str, Any]:
-        cost = self._on(candidate, seq_len, hardware)
-        sizes = self._split(candidate, seq_len)
-        arguments = cost.simulation_arguments(schedule, sizes)
-        return arguments | (cost.moving_arguments(sizes) if "offload" in candidate.remedies else {})
+    def _step_costs(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> Costs:
+        moves = "offload" in candidate.remedies
+        return self._on(candidate, seq_len, hardware).costs(schedule, self._split(candidate, seq_len), moves=moves)
 
-    def _period(self, schedule: Schedule, arguments: Mapping[str, Any]) -> tuple[float, float]:
+    def _period(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
         """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
-        run = schedule.simulate(**arguments, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
-        assert run.period is not None
-        return run.period, 1 - (sum(run.busy) + sum(arguments["optimizer"])) / (run.period * self.num_ranks)
+        run = schedule.simulate(costs, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
+        assert run.period is not None and isinstance(costs.optimizer, Sequence)
+        return run.period, 1 - (sum(run.busy) + sum(costs.optimizer)) / (run.period * self.num_ranks)
 
     def _periods(self, candidate: Candidate, schedule: Schedule) -> list[tuple[float, float]]:
         """Period and idle share of the steps of each length."""
         return [
-            self._period(schedule, self._arguments(candidate, schedule, each.seq_len, self.hardware))
+            self._period(schedule, self._step_costs(candidate, schedule, each.seq_len, self.hardware))
             for each in self.lengths
         ]
 
     def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
         candidate, schedule = found.candidate, found.made.schedule
-        known = [self._arguments(candidate, schedule, each.seq_len, self.hardware) for each in self.lengths]
-        periods = [self._period(schedule, arguments)[0] for arguments in known]
+        known = [self._step_costs(candidate, schedule, each.seq_len, self.hardware) for each in self.lengths]
+        periods = [self._period(schedule, costs)[0] for costs in known]
 
         def change(name: str, end: float) -> float:
             hardware, changes = _with(self.hardware, {name: end}), []
             for each, before, period in zip(self.lengths, known, periods, strict=True):
-                arguments = self._arguments(candidate, schedule, each.seq_len, hardware)
-                changes.append(0.0 if arguments == before else self._period(schedule, arguments)[0] - period)
+                costs = self._step_costs(candidate, schedule, each.seq_len, hardware)
+                changes.append(0.0 if costs == before else self._period(schedule, costs)[0] - period)
             return self._mean(changes)
 
         terms = []

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
+from seq1f1b import _C
 from seq1f1b.ops.packing import pack_documents
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, RankBytes, Span, UnitSeconds, pairs_of
-from seq1f1b.schedule import Schedule, StepMemory
+from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 
 __all__ = ["Row", "RowCosts", "padded_rows", "spans_of"]
 
@@ -73,9 +74,7 @@ class RowCosts:
     def memory(self, schedule: Schedule) -> StepMemory:
         """Bytes of what units hold, see :meth:`seq1f1b.planning.cost.CostModel.unit_memory`."""
         flat: Any = self._cost.unit_memory(self._sizes, schedule.rank_of_stage, self._longest_row)
-        names = ["activations", "kept_activations", "output_gradients", "kv_rows", "kv_gradient_rows", "staying"]
-        names += ["forward_work", "backward_work"]
-        tables = {name: getattr(flat, name) for name in names}
+        tables = {row.name: getattr(flat, row.name) for row in _C.HOLDINGS if row.per == _C.PER_CELL}
         nested: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items() if table}
         return StepMemory(**nested)
 
@@ -84,16 +83,13 @@ class RowCosts:
         """[row][segment]"""
         return self._nest(self._cost.message_bytes(self._sizes))
 
-    def moving_arguments(self) -> dict[str, list[list[list[float]]]]:
-        """What moving takes, see :meth:`seq1f1b.planning.cost.CostModel.moving_arguments`."""
-        tables = self._cost.moving_arguments(self._sizes)
-        return {name: [self._nest(row) for row in table] for name, table in tables.items()}
-
-    def simulation_arguments(self, schedule: Schedule) -> dict[str, Any]:
-        """Keyword arguments of :meth:`seq1f1b.Schedule.simulate`: seconds of units, links, and bytes of messages."""
+    def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
+        """What the order takes, see :meth:`seq1f1b.planning.cost.CostModel.costs`; without the optimizer."""
         latencies, rates = self._cost.links(schedule.rank_of_stage)
-        links = {"transfer": latencies, "bandwidth": rates, "message_bytes": self.message_bytes}
-        return {**self.seconds._asdict(), **links}
+        tables = self._cost.moving_seconds(self._sizes) if moves else {}
+        moving: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items()}
+        links = Links(latencies, rates, message_bytes=self.message_bytes)
+        return Costs(**self.seconds._asdict(), **moving, links=links)
 
     def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
         """The peak of every rank. Slots of the cache are as long as the longest row."""

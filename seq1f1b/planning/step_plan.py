@@ -317,10 +317,8 @@ class _Search:
             self._least = peak if self._least is None else min(self._least, peak)
             if peak > self._memory:
                 continue
-            times = costs.simulation_arguments(order)
-            if "offload" in self._remedies and "L" in "".join(order.cell_kinds()):
-                times |= costs.moving_arguments()
-            simulation = order.simulate(**times)
+            moves = "offload" in self._remedies and "L" in "".join(order.cell_kinds())
+            simulation = order.simulate(costs.costs(order, moves=moves))
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = zip(*rows, strict=True)
                 self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
@@ -343,11 +341,9 @@ class _Search:
         ranks = costs.rank_bytes(order)
         if max(rank.total for rank in ranks) <= self._memory:
             return order, ranks
-        arguments = costs.simulation_arguments(order)
-        if "offload" in self._remedies:
-            arguments |= costs.moving_arguments()
+        given = costs.costs(order, moves="offload" in self._remedies)
         reserve = self._cost.hardware.allocator_reserve
-        order = fit_under(self._memory, order, ranks, reserve, costs.memory(order), self._remedies, arguments)
+        order = fit_under(self._memory, order, ranks, reserve, costs.memory(order), self._remedies, given)
         return order, costs.rank_bytes(order)
 
     def nothing_fits(self) -> Exception:

@@ -17,7 +17,7 @@ from seq1f1b import _C
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
-from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
+from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory, Unit, unit_of
 from seq1f1b.transport.values import pack, sendable, unpack
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport", "read_reports"]
@@ -315,6 +315,8 @@ def _read_line(line: bytes) -> PipelineReport:
     figures += [x for r in ranks for _, *span in (*r.timeline, *r.fills) for x in span]
     if not all(math.isfinite(x) for x in figures):
         raise ValueError("a time is not finite")
+    if not all(isinstance(size, int) for r in ranks for size in r.segment_sizes):
+        raise ValueError("the tokens of a segment are no whole number")
     return _of_ranks(ranks, schedule)
 
 
@@ -347,16 +349,8 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
     durations = [list(_unit_seconds(r).values()) for r in ranks]
-    sizes = _sizes_of(schedule, ranks[0].segment_sizes)
-    simulated = schedule.simulate(durations=durations, segment_sizes=sizes)
+    simulated = schedule.simulate(durations=durations)
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
-
-
-def _sizes_of(schedule: Schedule, flat: Sequence[int]) -> Sequence[Any] | None:
-    """Tokens of the segments; in an order of rows by micro-batch."""
-    if schedule.rows is not None:
-        return [flat[begin:end] for begin, end in pairwise(schedule.first_cells)]
-    return flat if len(flat) == schedule.num_segments else None  # rows of one k, read back from text
 
 
 def _unit_seconds(report: Report) -> dict[Unit, float]:
@@ -453,11 +447,21 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
     """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
     of one stage hold."""
 
-    def of_units(per_token: float) -> list[int]:
-        return [
-            round(per_token * size) * (index == stage) for index in range(record.num_stages) for size in record.sizes
-        ]
+    schedule = record.order.schedule
 
-    saved, kept, gradients, head = map(of_units, (measured.saved, measured.kept, measured.gradients, measured.head))
-    activations = _C.program_memory(record.order.program, (saved, kept, *[None] * 6, head))[rank][-1]
-    return activations, _C.program_memory(record.order.program, (saved, kept, gradients))[rank][2]
+    def of_units(per_token: float) -> list[Sequence[Any]]:
+        held: list[Sequence[Any]] = []
+        for index in range(record.num_stages):
+            row = [round(per_token * size) * (index == stage) for size in record.sizes]
+            held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule.first_cells)])
+        return held
+
+    memory = StepMemory(
+        activations=of_units(measured.saved),
+        kept_activations=of_units(measured.kept),
+        forward_work=of_units(measured.head),
+    )
+    gradients = StepMemory(output_gradients=of_units(measured.gradients))
+    totals = (_C.program_memory(record.order.program, held, Links())[rank].total for held in (memory, gradients))
+    activations, output_gradients = totals
+    return activations, output_gradients

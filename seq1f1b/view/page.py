@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seq1f1b import _C
 from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation, Unit, inputs_of
-from seq1f1b.tables import per_place, per_unit
 from seq1f1b.view import style
 
 if TYPE_CHECKING:
@@ -26,24 +25,24 @@ __all__ = ["live_units", "memory_curves", "predecessors", "timeline_html"]
 
 _UNITS, _MEMORY = (0.05, 0.56), (0.62, 0.98)  # of a rank's row: its units, and below them its memory curve
 _CRITICAL = 0.60  # of a rank's row: the critical path runs under its units
-_MEMORY_COLORS = {  # from the bottom: what changes least lies lowest
-    "weights": "#4d5763",
-    "optimizer": "#6f7a87",
-    "logits": "#c9a227",
-    "receive": "#d98cb3",
+_CONSTANT_COLORS = {"weights": "#4d5763", "optimizer": "#6f7a87", "logits": "#c9a227", "receive": "#d98cb3"}
+_HOLDING_COLORS = {
     "kv": "#3a87ad",
     "kv_gradients": "#7fbcd6",
     "output_gradients": "#8f79b8",
     "inputs": "#6fb08e",
     "activations": "#a9b4c0",
 }
+_HELD = [row for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h]
+_MEMORY_COLORS = {  # from the bottom: what changes least lies lowest
+    **_CONSTANT_COLORS,
+    **_HOLDING_COLORS,
+    **{row.name: "#d9c7a0" for row in _HELD if row.name not in _HOLDING_COLORS},
+}
 _KIND_NAMES = {
     "receive": "receive places",
-    "kv": "KV cache",
-    "kv_gradients": "KV gradients",
-    "output_gradients": "output gradients kept for W",
-    "inputs": "inputs kept for R",
     "optimizer": "optimizer state",
+    **{row.name: row.text for row in _HELD},
 }
 Curve = list[tuple[float, int]]
 """(time, what is held from then on), a step wherever it changes."""
@@ -151,8 +150,8 @@ def live_units(track: Sequence[tuple[Unit, float, float]]) -> Curve:
     changes: dict[float, int] = defaultdict(int)
     for unit, start, end in track:
         takes, frees = lifetimes.of(unit)
-        changes[start] += "for_weight" in takes
-        changes[end] -= "for_weight" in frees
+        changes[start] += "kept_activations" in takes
+        changes[end] -= "kept_activations" in frees
     return _curve(changes)
 
 
@@ -162,42 +161,18 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
     Raises:
         ValueError: the simulation was not given ``memory``.
     """
-    given, peaks, schedule = run.given, run.memory, run.schedule
+    given, peaks = run.given, run.memory
     if given is None or peaks is None:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
-    P, k, rows = schedule.num_stages, schedule.num_segments, schedule.rows
-    columns = k if rows is None else sum(rows)
-    whole = per_unit(given.activations, "activations", P, k, rows)
-    kept = whole
-    if given.kept_activations is not None:
-        kept = per_unit(given.kept_activations, "kept_activations", P, k, rows)
-    kv, kv_gradients = (per_place(getattr(given, name), name, P, "stage") for name in ("kv", "kv_gradients"))
-    amounts = {  # of what a unit takes: the kind that is shown, and bytes by stage and segment
-        "saved": ("activations", [total - part for total, part in zip(whole, kept, strict=True)]),
-        "for_weight": ("activations", kept),
-        "output_gradients": ("output_gradients", per_unit(given.output_gradients, "output_gradients", P, k, rows)),
-        "kv": ("kv", [kv[i // columns] for i in range(P * columns)]),
-        "kv_rows": ("kv", per_unit(given.kv_rows, "kv_rows", P, k, rows)),
-        "kv_gradients": ("kv_gradients", [kv_gradients[i // columns] for i in range(P * columns)]),
-        "kv_gradient_rows": ("kv_gradients", per_unit(given.kv_gradient_rows, "kv_gradient_rows", P, k, rows)),
-        "inputs": ("inputs", per_unit(given.inputs, "inputs", P, k, rows)),
-        "staying": ("inputs", per_unit(given.staying, "staying", P, k, rows)),
-        "forward_work": ("activations", per_unit(given.forward_work, "forward_work", P, k, rows)),
-        "backward_work": ("activations", per_unit(given.backward_work, "backward_work", P, k, rows)),
-    }
-    lifetimes = _Lifetimes(unit for track in run.timeline for unit, _, _ in track)
-    first = schedule.first_cells
+    kinds = [_C.HOLDINGS[row.counts_with].name for row in _C.HOLDINGS]
     curves = []
-    for rank, track in enumerate(run.timeline):
+    for rank, (track, bytes_of) in enumerate(zip(run.timeline, run.schedule.byte_changes(given), strict=True)):
         changes: dict[str, dict[float, int]] = {name: defaultdict(int) for name in _MEMORY_COLORS}
-        for unit, start, end in track:
-            for time, sign, names in zip((start, end), (1, -1), lifetimes.of(unit), strict=True):
-                for holding in names:
-                    name, bytes_of = amounts[holding]
-                    segment_0 = unit.stage * columns + (0 if rows is None else first[unit.microbatch])
-                    cell = segment_0 + unit.segment
-                    takes_all = holding == "kv_gradient_rows" and sign == 1  # those of its micro-batch
-                    changes[name][time] += sign * sum(bytes_of[segment_0 if takes_all else cell : cell + 1])
+        for (_, start, end), of_unit in zip(track, bytes_of, strict=True):
+            for kind, (taken, freed) in zip(kinds, of_unit, strict=True):
+                if taken or freed:
+                    changes[kind][start] += taken
+                    changes[kind][end] -= freed
         begin, end = track[0][1], max(stop for _, _, stop in track)
         for name in ("weights", "optimizer", "logits", "receive"):
             changes[name][begin] += getattr(peaks, name)[rank]

@@ -13,21 +13,7 @@ if TYPE_CHECKING:
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recomputation",
-    "S": "logits of a shard",
-    "T": "loss and gradients of a shard",
-    "E": "rows of the embedding",
-    "G": "gradients of the embedding",
-    "O": "move out",
-    "A": "wait until away",
-    "L": "load",
-}
-PASSES = {letter: _NAMES.get(letter, f"pass {letter}") for letter in _C.PASSES}
+PASSES = dict(zip(_C.PASSES, _C.PASS_TEXTS, strict=True))
 
 
 def check_size(what: str, num_units: int) -> None:

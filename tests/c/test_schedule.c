@@ -242,7 +242,7 @@ static s1f_status find_slack_and_memory(void)
     static const double seconds[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     static const int64_t bytes[16] = {8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
     s1f_costs costs = {.num_steps = 3, .jitter = 0.5, .transfer_jitter = 0.5};
-    s1f_memory_bytes memory = {.activation = bytes, .kv = bytes, .message = bytes};
+    s1f_memory_bytes memory = {.of = {[S1F_HOLDS_FOR_WEIGHT] = bytes, [S1F_HOLDS_KV] = bytes}, .message = bytes};
     s1f_memory_peak peaks[4];
     for (int pass = 0; pass < s1f_num_passes; pass++)
         costs.pass_seconds[pass] = seconds;
@@ -255,7 +255,7 @@ static s1f_status find_slack_and_memory(void)
         status = s1f_program_memory(given_program, &memory, peaks);
     }
     if (status == S1F_OK)
-        CHECK(peaks[0].total >= peaks[0].activations && peaks[0].activations >= 8);
+        CHECK(peaks[0].total >= peaks[0].of[S1F_HOLDS_SAVED] && peaks[0].of[S1F_HOLDS_SAVED] >= 8);
     s1f_simulation_free(simulation);
     return status;
 }

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from seq1f1b import Schedule, build_schedule
+from seq1f1b import Costs, Links, Noise, Schedule, build_schedule
 from seq1f1b.schedule import StepMemory
 
 COUNTS = {"num_ranks": 3, "num_microbatches": 4, "num_segments": 2}
@@ -55,12 +55,17 @@ def test_they_count_in_times_and_bytes() -> None:
     order = build_schedule("zb-h1", num_ranks=4, num_microbatches=8)
     few, many = (order.replace(prefetch=places) for places in (0, 8))
     slow = [[1.0], [1.0], [1.0], [3.0]]
-    assert many.simulate(slow, 2.0, 1.0, 0.5).makespan < few.simulate(slow, 2.0, 1.0, 0.5).makespan
-    held = [max(each.peak_memory(StepMemory(), message_bytes=3).receive) for each in (few, many)]
+    assert (
+        many.simulate(Costs(slow, 2.0, 1.0, links=Links(latency=0.5))).makespan
+        < few.simulate(Costs(slow, 2.0, 1.0, links=Links(latency=0.5))).makespan
+    )
+    held = [
+        max(each.peak_memory(StepMemory(), costs=Costs(links=Links(message_bytes=3))).receive) for each in (few, many)
+    ]
     assert held[0] < held[1]
-    jitter = {"jitter": 0.5, "seed": 3}
-    filled = many.replace(weights="fill").simulate(**jitter).makespan
-    assert filled < many.simulate(**jitter).makespan
+    noise = Noise(jitter=0.5, seed=3)
+    filled = many.replace(weights="fill").simulate(noise=noise).makespan
+    assert filled < many.simulate(noise=noise).makespan
 
 
 @pytest.mark.parametrize(

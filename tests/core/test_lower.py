@@ -10,7 +10,7 @@ from core_extension import core
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
-from seq1f1b.schedule import unit_of
+from seq1f1b.schedule import StepMemory, unit_of
 
 
 class Lowered:
@@ -322,11 +322,13 @@ def test_peaks_of_uneven_segments() -> None:
         for stage, rank in enumerate(schedule.rank_of_stage):
             tokens = {(other, s): sizes[s] * (other == stage) for other, s in cells}
             assert _C.program_peak_tokens(handle, stage, sizes) == peak_weight(schedule.ranks[rank], tokens)
-        simulation = schedule.simulate(segment_sizes=sizes, unit_bytes=unit_bytes)
+        simulation, tokens = schedule.simulate(memory=StepMemory(activations=unit_bytes)), schedule.peak_tokens(sizes)
         for rank, order in enumerate(schedule.ranks):
             assert simulation.peak[rank] == peak_weight(order, dict.fromkeys(cells, 1))
-            assert simulation.peak_tokens[rank] == peak_weight(order, {(i, s): sizes[s] for i, s in cells})
-            assert simulation.peak_bytes[rank] == peak_weight(order, {(i, s): unit_bytes[i][s] for i, s in cells})
+            assert tokens[rank] == peak_weight(order, {(i, s): sizes[s] for i, s in cells})
+            assert simulation.memory.activations[rank] == peak_weight(
+                order, {(i, s): unit_bytes[i][s] for i, s in cells}
+            )
 
 
 def test_balanced_segments_hold_more_tokens_than_equal_ones() -> None:

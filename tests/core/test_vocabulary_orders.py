@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from orders import random_order, small_schedule
 
-from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
+from seq1f1b import Costs, Links, Schedule, ScheduleError, Unit, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
 from seq1f1b.view.page import predecessors
 
@@ -49,7 +50,7 @@ def random_orders(count: int) -> list[Schedule]:
         order = random_order(rng)
         seconds = {name: rng.choice((0.1, 0.5, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
         head, embedding = rng.choice(((True, False), (True, True), (False, True)))
-        found.append(order.spread_vocabulary(rng.randint(0, 3), head=head, embedding=embedding, **seconds))
+        found.append(order.spread_vocabulary(rng.randint(0, 3), Costs(**seconds), head=head, embedding=embedding))
     return found
 
 
@@ -100,7 +101,7 @@ def test_what_cannot_be_spread() -> None:
         order.spread_vocabulary(-1)
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"the duration of a unit is .*, must be finite and at least 0"):
-            order.spread_vocabulary(0, loss=bad)
+            order.spread_vocabulary(0, costs=Costs(loss=bad))
     with pytest.raises(ValueError, match=r"torch's CSV has no cell for \[0\]S0.0 of rank 0"):
         Schedule.from_text(f"{TWO}\n{TWO}").to_csv()
 
@@ -142,20 +143,20 @@ def test_every_family_spreads(name: str) -> None:
 def test_forwards_cannot_go_ahead() -> None:
     """Rank 1 would run F2 before B0, and wait for F2 of rank 0, which waits there for the same B0 of rank 1."""
     plain = Schedule.from_text(CROSSED)
-    seconds = {"statistics": 0.25, "loss": 0.5}
+    costs = Costs(statistics=0.25, loss=0.5)
     with pytest.raises(ScheduleError, match="with every unit behind 1 more Fs of its rank the ranks wait for each oth"):
         plain.spread_vocabulary(1)
-    found = [plain.spread_vocabulary(ahead, **seconds).simulate(**seconds).makespan for ahead in (0, 2)]
-    assert plain.spread_vocabulary(**seconds).simulate(**seconds).makespan == min(found)
+    found = [plain.spread_vocabulary(ahead, costs).simulate(costs).makespan for ahead in (0, 2)]
+    assert plain.spread_vocabulary(costs=costs).simulate(costs).makespan == min(found)
 
 
 def test_forwards_go_ahead() -> None:
     """Else the last stage waits for S and T of all ranks before each backward of a last segment."""
     plain = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4)
-    seconds = {"statistics": 0.25, "loss": 0.5, "forward": 1.0, "backward": 2.0}
-    found = [plain.spread_vocabulary(ahead, **seconds).simulate(**seconds).makespan for ahead in range(3)]
+    costs = Costs(statistics=0.25, loss=0.5, forward=1.0, backward=2.0)
+    found = [plain.spread_vocabulary(ahead, costs).simulate(costs).makespan for ahead in range(3)]
     assert found[1] < 0.9 * found[0]
-    assert plain.spread_vocabulary(**seconds).simulate(**seconds).makespan == min(found)
+    assert plain.spread_vocabulary(costs=costs).simulate(costs).makespan == min(found)
     work = plain.simulate().makespan + 8 * 4 * 0.75
     assert min(found) < 1.02 * work, "S and T fill no more than their own time"
 
@@ -185,7 +186,7 @@ def test_times(order: Schedule) -> None:
         assert len(ends) > before, "the order ends in a circle"
     durations = [[seconds[unit.kind] * (1 + 0.125 * unit.segment) for unit in units] for units in order.ranks]
     ample = order.num_microbatches * order.num_segments  # places, so that no sender waits for one
-    run = order.replace(prefetch=ample).simulate(durations=durations, transfer=transfer)
+    run = order.replace(prefetch=ample).simulate(Costs(links=Links(latency=transfer)), durations=durations)
     for units, times in zip(order.ranks, run.end, strict=True):
         assert list(times) == [ends[unit] for unit in units]
     drawn = predecessors(run.timeline)
@@ -201,7 +202,9 @@ def test_bytes_by_hand() -> None:
     text = "F0.0 F0.1 S0.0 S0.1 T0.0 T0.1 B0.1 B0.0"
     order = Schedule.from_text(f"{text}\n{text}")
     memory = StepMemory(activations=10, shard_logits=[7, 8])
-    peak = order.replace(prefetch=0).peak_memory(memory, message_bytes=[3, 2], statistics_bytes=1)
+    peak = order.replace(prefetch=0).peak_memory(
+        memory, costs=Costs(links=Links(message_bytes=[3, 2], statistics_bytes=1))
+    )
     assert peak.shard_logits == (15, 15) and peak.activations == (20, 20)
     # Rank 0: a place for gradients, and two hidden states. Rank 1: two activations, and two hidden gradients, used the
     # other way round. Statistics: a place each, and one more: both ranks would wait in their second S for the other's
@@ -212,10 +215,11 @@ def test_bytes_by_hand() -> None:
 
 def test_messages_of_statistics_are_small() -> None:
     order = Schedule.from_text(f"{TWO}\n{TWO}")
-    slow = {"bandwidth": 1.0, "forward": 1.0, "backward": 1.0, "statistics": 1.0, "loss": 1.0}
-    found = [order.simulate(message_bytes=10, statistics_bytes=n, **slow).makespan for n in (2, 30)]
+    slow = Costs(forward=1.0, backward=1.0, statistics=1.0, loss=1.0)
+    links = (Links(bandwidth=1.0, message_bytes=10, statistics_bytes=n) for n in (2, 30))
+    found = [order.simulate(replace(slow, links=each)).makespan for each in links]
     # F, activation, F, hidden state, S, T, hidden gradient, B, gradient, B; the last rank waits in its T meanwhile, for
     # statistics that take as long as the other's T and hidden gradient, or longer.
     assert found == [6 + 4 * 10, 6 + 4 * 10 + (30 - 10)]
     with pytest.raises(ValueError, match="statistics_bytes of segment 0 is -1, must be at least 0"):
-        order.simulate(statistics_bytes=-1)
+        order.simulate(Costs(links=Links(statistics_bytes=-1)))

@@ -120,10 +120,8 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
         options = {"costs": tuple(cost.unit_seconds([16384])[:3])} if name == "zb-h1" else {}
         order = seq1f1b.build_schedule(name, **counts, options=options)
-        run = order.simulate(
-            **cost.simulation_arguments(order, [16384]),
-            memory=cost.step_memory([16384], order.rank_of_stage), steps=3, optimizer_sync=False,
-        )  # fmt: skip
+        memory = cost.step_memory([16384], order.rank_of_stage)
+        run = order.simulate(cost.costs(order, [16384]), memory=memory, steps=3, optimizer_sync=False)
         makespans.append(f"{run.makespan:.3g}")
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
         assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0
@@ -260,7 +258,7 @@ MISTAKES = {
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     "compare --cap 0.5": "no family fits the cap; the least possible is 1.00 micro-batches, of auto",
     "compare --cap 4GiB": "a cap in bytes needs the bytes of a token",
-    "compare --seq 64 --token-bytes 1e17": "activation bytes of a unit is 1600000000000000000, must be in 0..",
+    "compare --seq 64 --token-bytes 1e17": "activations holds 1600000000000000000 bytes, must be in 0..",
     "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",
     "compare --sizes 1,-2": "--sizes 1,-2: the tokens of each segment are written 10880,8448,7168",
     "compare --seq 2 --segments 4": "num_segments is 4, more than the 2 tokens of the sequence",

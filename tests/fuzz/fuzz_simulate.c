@@ -152,18 +152,16 @@ static const int64_t *take_bytes(fuzz_input *in, int64_t *values, int count, int
 
 static void remember(fuzz_input *in, const s1f_program *program)
 {
-    static int64_t arrays[8][MOST_CELLS];
+    static int64_t arrays[S1F_NUM_HOLDINGS + 1][MOST_CELLS];
     const s1f_shape *shape = &program->shape;
-    int columns = (int)s1f_num_columns(shape), cells = shape->num_stages * columns;
-    uint8_t given = (uint8_t)take_bits(in, 1);
-    s1f_memory_bytes bytes = {.activation = take_bytes(in, arrays[0], cells, given & 1),
-                              .kept = take_bytes(in, arrays[1], cells, given & 2),
-                              .output_gradient = take_bytes(in, arrays[2], cells, given & 4),
-                              .kv = take_bytes(in, arrays[3], shape->num_stages, given & 8),
-                              .kv_gradient = take_bytes(in, arrays[4], shape->num_stages, given & 16),
-                              .message = take_bytes(in, arrays[5], columns, given & 32),
-                              .kv_rows = take_bytes(in, arrays[6], cells, given & 64),
-                              .kv_gradient_rows = take_bytes(in, arrays[7], cells, given & 128)};
+    uint16_t given = (uint16_t)take_bits(in, 2);
+    s1f_memory_bytes bytes = {{NULL}, NULL, NULL};
+    for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
+        int count = (int)s1f_table_count(shape, s1f_facts_of_holding((s1f_holding)h).per);
+        bytes.of[h] = take_bytes(in, arrays[h], count, given >> h & 1);
+    }
+    bytes.message =
+        take_bytes(in, arrays[S1F_NUM_HOLDINGS], (int)s1f_num_columns(shape), given >> S1F_NUM_HOLDINGS & 1);
     s1f_memory_peak peaks[MOST_RANKS], untouched;
     memset(peaks, 0x5a, sizeof peaks);
     memset(&untouched, 0x5a, sizeof untouched);
@@ -175,11 +173,11 @@ static void remember(fuzz_input *in, const s1f_program *program)
     }
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         const s1f_memory_peak *p = &peaks[rank];
-        const int64_t kinds[] = {p->activations, p->output_gradients, p->kv, p->kv_gradients, p->receive};
-        __int128 sum = 0;
-        for (int i = 0; i < 5; i++) {
-            REQUIRE(kinds[i] >= 0 && kinds[i] <= p->total);
-            sum += kinds[i];
+        __int128 sum = p->receive;
+        REQUIRE(p->receive >= 0 && p->receive <= p->total);
+        for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
+            REQUIRE(p->of[h] >= 0 && p->of[h] <= p->total);
+            sum += p->of[h];
         }
         REQUIRE(p->total <= sum && p->units >= 1 && p->units <= program->ranks[rank].num_units);
     }

@@ -149,12 +149,12 @@ static void require_memory(const s1f_program *program)
     s1f_memory_peak *peaks = malloc((size_t)program->shape.num_ranks * sizeof *peaks);
     for (size_t stage = 0; stage < num_stages; stage++)
         kv[stage] = 1;
-    REQUIRE(s1f_program_memory(program, &(s1f_memory_bytes){.kv = kv}, peaks) == S1F_OK);
+    REQUIRE(s1f_program_memory(program, &(s1f_memory_bytes){.of = {[S1F_HOLDS_KV] = kv}}, peaks) == S1F_OK);
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         int64_t slots = 0;
         for (int32_t stage = 0; stage < program->shape.num_stages; stage++)
             slots += program->shape.rank_of_stage[stage] == rank ? s1f_program_stage_peak(program, stage).kv_slots : 0;
-        REQUIRE(peaks[rank].units >= 0 && peaks[rank].kv >= 0 && peaks[rank].kv <= slots);
+        REQUIRE(peaks[rank].units >= 0 && peaks[rank].of[S1F_HOLDS_KV] >= 0 && peaks[rank].of[S1F_HOLDS_KV] <= slots);
     }
     free(peaks);
     free(kv);
@@ -182,10 +182,10 @@ static void require_fit(const s1f_schedule *schedule, const s1f_program *program
     int64_t *sizes = malloc(2 * units * sizeof *sizes), *totals = malloc(3 * num_ranks * sizeof *totals);
     unsigned char *kinds = malloc(num_cells);
     for (size_t i = 0; i < units; i++) {
-        sizes[i] = (int64_t)(3 * (1 + i % k));
+        sizes[i] = (int64_t)(1 + i % k);
         sizes[units + i] = (int64_t)(2 * (1 + i % k));
     }
-    s1f_memory_bytes bytes = {.activation = sizes, .kept = sizes + units, .input = NULL};
+    s1f_memory_bytes bytes = {.of = {[S1F_HOLDS_SAVED] = sizes, [S1F_HOLDS_FOR_WEIGHT] = sizes + units}};
     int64_t *whole = totals, *least = totals + num_ranks, *room = totals + 2 * num_ranks;
     for (size_t rank = 0; rank < num_ranks; rank++)
         room[rank] = 0;

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flat_costs import simulation_of
+
 from seq1f1b import Schedule, build_schedule, partition_sequence
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Plan
@@ -160,7 +162,8 @@ def _build(**given: Any) -> Schedule:
 
 def _simulate(memory: Any = None, prefetch: Any = 1, **given: Any) -> None:
     schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2, prefetch=prefetch)
-    found = schedule.simulate(memory=None if memory is None else StepMemory(**memory), **given)
+    held = None if memory is None else StepMemory(**memory)
+    found = schedule.simulate(memory=held, **simulation_of(given))
     assert math.isfinite(found.makespan) and found.makespan >= max(found.busy)
     assert all(math.isfinite(x) for x in (*found.busy, *found.wait, *found.bubble, *found.span))
     assert found.memory is None or min(found.memory.total) >= 0

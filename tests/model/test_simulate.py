@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from flat_costs import simulation_of
 from orders import random_order, with_moves, with_recomputation
 
-from seq1f1b import _C, Schedule, Unit, build_schedule
+from seq1f1b import _C, Costs, Links, Noise, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
 
 GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
@@ -42,16 +43,16 @@ def test_makespan_and_peak_of_1f1b() -> None:
 
 def test_segments_divide_the_bubble() -> None:
     """The work of a micro-batch stays the same: the bubble is 1 / k of that of 1F1B."""
-    plain = build_schedule("1f1b", num_ranks=4, num_microbatches=8).simulate(1.0, 2.0)
+    plain = build_schedule("1f1b", num_ranks=4, num_microbatches=8).simulate(Costs(1.0, 2.0))
     for k in (2, 4, 8):
         schedule = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=k)
-        assert schedule.simulate(1 / k, 2 / k).bubble == tuple(bubble / k for bubble in plain.bubble)
+        assert schedule.simulate(Costs(1 / k, 2 / k)).bubble == tuple(bubble / k for bubble in plain.bubble)
 
 
 @pytest.mark.parametrize(("transfer", "bubble"), [(0.0, 9.0), (0.25, 14.5), (0.5, 20.0)])
 def test_transfers_in_1f1b(transfer: float, bubble: float) -> None:
     """Known values for P = 4, M = 12, whose receivers have one place more than they need."""
-    simulation = build_schedule("1f1b", num_ranks=4, num_microbatches=12).simulate(transfer=transfer)
+    simulation = build_schedule("1f1b", num_ranks=4, num_microbatches=12).simulate(Costs(links=Links(latency=transfer)))
     assert simulation.makespan - 36 == bubble
 
 
@@ -59,7 +60,7 @@ def test_transfers_in_1f1b(transfer: float, bubble: float) -> None:
 
 
 def test_timeline_of_two_ranks() -> None:
-    simulation = Schedule.from_text("F0.0 B0.0\nF0.0 B0.0").simulate(1.0, 2.0, transfer=0.5)
+    simulation = Schedule.from_text("F0.0 B0.0\nF0.0 B0.0").simulate(Costs(1.0, 2.0, links=Links(latency=0.5)))
     assert simulation.timeline == (
         ((Unit("F", 0, 0, 0), 0.0, 1.0), (Unit("B", 0, 0, 0), 5.0, 7.0)),
         ((Unit("F", 1, 0, 0), 1.5, 2.5), (Unit("B", 1, 0, 0), 2.5, 4.5)),
@@ -74,25 +75,29 @@ def test_timeline_of_two_ranks() -> None:
 
 def test_a_link_passes_one_message_after_the_other() -> None:
     """Two messages of 8 bytes at 2 bytes per second leave at 1 and 2, pass until 5 and 9, and take 0.5 to arrive."""
-    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(transfer=0.5, bandwidth=2.0, message_bytes=8)
+    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(
+        Costs(links=Links(latency=0.5, bandwidth=2.0, message_bytes=8))
+    )
     assert [start for _, start, _ in simulation.timeline[1]] == [5.5, 9.5]
 
 
 def test_edges_that_are_not_alike() -> None:
     """Between stages 0 and 1 four bytes take 2 s and 0.5 to arrive, between 1 and 2 they take 4 s and 1; both ways."""
     schedule = Schedule.from_text("F0.0 B0.0\nF0.0 B0.0\nF0.0 B0.0")
-    simulation = schedule.simulate(transfer=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)
+    simulation = schedule.simulate(Costs(links=Links(latency=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)))
     starts = [[start for _, start, _ in track] for track in simulation.timeline]
     assert starts == [[0.0, 22.0], [3.5, 17.5], [9.5, 10.5]]
 
 
 def test_bytes_of_each_segment() -> None:
-    simulation = Schedule.from_text("F0.0 F0.1\nF0.0 F0.1").simulate(bandwidth=1.0, message_bytes=[3, 1])
+    simulation = Schedule.from_text("F0.0 F0.1\nF0.0 F0.1").simulate(
+        Costs(links=Links(bandwidth=1.0, message_bytes=[3, 1]))
+    )
     assert [start for _, start, _ in simulation.timeline[1]] == [4.0, 5.0]
 
 
 def test_a_send_takes_the_senders_time() -> None:
-    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(send=0.25)
+    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(Costs(links=Links(send=0.25)))
     assert [start for _, start, _ in simulation.timeline[0]] == [0.0, 1.25]
     assert [start for _, start, _ in simulation.timeline[1]] == [1.25, 2.5]
 
@@ -105,24 +110,24 @@ def test_a_sender_without_credit_waits() -> None:
         1: [0.0, 1.0, 2.0, 11.0, 21.0],
         9: [0.0, 1.0, 2.0, 3.0, 4.0],
     }.items():
-        simulation = schedule.replace(prefetch=prefetch).simulate([[1.0], [10.0]])
+        simulation = schedule.replace(prefetch=prefetch).simulate(Costs([[1.0], [10.0]]))
         assert [start for _, start, _ in simulation.timeline[0]] == starts
         assert simulation.makespan == 51.0
 
 
 def test_split_backward() -> None:
     schedule = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0")
-    starts = [start for _, start, _ in schedule.simulate(1.0, 4.0, weight=1.0).timeline[0]]
+    starts = [start for _, start, _ in schedule.simulate(Costs(1.0, 4.0, weight=1.0)).timeline[0]]
     assert starts == [0.0, 1.0, 2.0, 5.0, 8.0, 9.0]
-    assert schedule.simulate(1.0, 4.0).makespan == 2 * 5.0
+    assert schedule.simulate(Costs(1.0, 4.0)).makespan == 2 * 5.0
     with pytest.raises(ValueError, match="weight is more than backward, of which it is a part"):
-        schedule.simulate(1.0, 4.0, weight=5.0)
+        schedule.simulate(Costs(1.0, 4.0, weight=5.0))
 
 
 def test_the_cost_of_a_split_backward() -> None:
     """I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``."""
     schedule = Schedule.from_text("F0.0 F1.0 I0.0 W0.0 B1.0")
-    simulation = schedule.simulate(1.0, 4.0, weight=5.0, input=2.5)
+    simulation = schedule.simulate(Costs(1.0, 4.0, weight=5.0, input=2.5))
     assert [start for _, start, _ in simulation.timeline[0]] == [0.0, 1.0, 2.0, 4.5, 9.5]
     assert simulation.makespan == 13.5
 
@@ -131,11 +136,11 @@ def test_measured_durations_are_replayed() -> None:
     rng = random.Random(3)
     schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)
     durations = [[rng.random() for _ in order] for order in schedule.ranks]
-    simulation = schedule.simulate(durations=durations, transfer=0.1)
+    simulation = schedule.simulate(Costs(links=Links(latency=0.1)), durations=durations)
     for track, order, expected in zip(simulation.timeline, schedule.ranks, durations, strict=True):
         assert tuple(unit for unit, _, _ in track) == order
         assert [end - start for _, start, end in track] == pytest.approx(expected)
-    per_unit = schedule.simulate([[1, 2], [3, 4], [5, 6]], 7.0)
+    per_unit = schedule.simulate(Costs([[1, 2], [3, 4], [5, 6]], 7.0))
     again = schedule.simulate(durations=[[end - start for _, start, end in track] for track in per_unit.timeline])
     assert again.timeline == per_unit.timeline
 
@@ -332,7 +337,7 @@ class Reference:
 
 
 class RandomCase:
-    """A random order with random costs: the arguments of ``simulate`` and what the reference makes of them."""
+    """A random order with random costs: the arguments of ``simulate``, flat, and what the reference makes of them."""
 
     def __init__(self, rng: random.Random, *, recomputes: bool = False, moves: bool = False) -> None:
         self.schedule = with_recomputation(random_order(rng), rng) if recomputes else random_order(rng)
@@ -356,7 +361,7 @@ class RandomCase:
         prefetch = rng.randint(0, 2)
         self.schedule = self.schedule.replace(prefetch=prefetch)
         self.arguments = {
-            "transfer": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send,
+            "latency": latency, "bandwidth": bandwidth, "message_bytes": sizes, "send": send,
         }  # fmt: skip
         rates = bandwidth if isinstance(bandwidth, list) else [bandwidth or math.inf] * (S - 1)
         latencies = latency if isinstance(latency, list) else [latency] * (S - 1)
@@ -392,7 +397,7 @@ def test_random_orders_and_costs() -> None:
     rng = random.Random(4)
     for number in range(450):
         case = RandomCase(rng, recomputes=number >= 250 and number % 2 == 0, moves=number >= 350)
-        simulation = case.schedule.simulate(**case.arguments)
+        simulation = case.schedule.simulate(**simulation_of(case.arguments))
         (times,), waits = case.reference.simulate([case.seconds], *case.transfers, tier=case.tier)
         for track, expected in zip(simulation.timeline, times, strict=True):
             assert [pair for _, *pair in track] == [close(list(pair)) for pair in expected]
@@ -437,10 +442,9 @@ def test_random_steps_in_a_row() -> None:
             scales[a, b] = [1 + transfer_jitter * (2 * u - 1) for u in itertools.islice(stream, count)]
         times, _ = case.reference.simulate(seconds, *case.transfers, optimizer, sync, scales)
         ends = [max(row[-1][1] for row in step) for step in times]
-        simulation = case.schedule.simulate(
-            **case.arguments, jitter=jitter, transfer_jitter=transfer_jitter, seed=seed, steps=steps,
-            optimizer=optimizer, optimizer_sync=sync,
-        )  # fmt: skip
+        noise = {"jitter": jitter, "transfer_jitter": transfer_jitter, "seed": seed}
+        arguments = case.arguments | noise | {"steps": steps, "optimizer": optimizer, "optimizer_sync": sync}
+        simulation = case.schedule.simulate(**simulation_of(arguments))
         assert simulation.period == close((ends[-1] - ends[0]) / (steps - 1))
         assert simulation.makespan == close(ends[0])
         for start, end, expected in zip(simulation.start, simulation.end, times[0], strict=True):
@@ -453,7 +457,8 @@ def test_with_a_common_optimizer_all_steps_but_the_first_are_alike() -> None:
     for _ in range(60):
         case = RandomCase(rng)
         steps = {"optimizer": [rng.random() for _ in case.schedule.ranks], "optimizer_sync": True}
-        periods = [case.schedule.simulate(**case.arguments, **steps, steps=n).period for n in (2, 3, 5)]
+        arguments = simulation_of(case.arguments | steps)
+        periods = [case.schedule.simulate(**arguments, steps=n).period for n in (2, 3, 5)]
         assert periods == close([periods[0]] * 3)
 
 
@@ -462,7 +467,7 @@ def test_period_of_known_orders() -> None:
     for name, makespan, span in (("1f1b", 24 + 9, 24 + 9), ("zb-h1", 24 + 3, 24 + 3), ("zb-h2", 24 + 3, 24)):
         schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
         for sync, period in ((True, makespan + 0.5), (False, span + 0.5)):
-            simulation = schedule.replace(prefetch=8).simulate(steps=5, optimizer=0.5, optimizer_sync=sync)
+            simulation = schedule.replace(prefetch=8).simulate(Costs(optimizer=0.5), steps=5, optimizer_sync=sync)
             assert (simulation.makespan, max(simulation.span)) == (makespan, span)
             assert simulation.period == period
 
@@ -470,9 +475,9 @@ def test_period_of_known_orders() -> None:
 def test_jitter_is_seeded() -> None:
     schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)
     plain = schedule.simulate()
-    assert schedule.simulate(jitter=0.1, seed=7) == schedule.simulate(jitter=0.1, seed=7)
-    assert schedule.simulate(jitter=0.1, seed=7) != schedule.simulate(jitter=0.1, seed=8)
-    durations = [[b - a for _, a, b in track] for track in schedule.simulate(jitter=0.1, seed=7).timeline]
+    assert schedule.simulate(noise=Noise(jitter=0.1, seed=7)) == schedule.simulate(noise=Noise(jitter=0.1, seed=7))
+    assert schedule.simulate(noise=Noise(jitter=0.1, seed=7)) != schedule.simulate(noise=Noise(jitter=0.1, seed=8))
+    durations = [[b - a for _, a, b in track] for track in schedule.simulate(noise=Noise(jitter=0.1, seed=7)).timeline]
     shares = [new / (b - a) for row, track in zip(durations, plain.timeline, strict=True)
               for new, (_, a, b) in zip(row, track, strict=True)]  # fmt: skip
     assert 0.9 <= min(shares) < 0.93 and 1.07 < max(shares) <= 1.1
@@ -487,14 +492,14 @@ def test_slack_is_what_a_unit_may_take_longer() -> None:
     for _ in range(40):
         case = RandomCase(rng)
         arguments = case.arguments | {"durations": case.seconds, "transfer_jitter": rng.choice([0.0, 0.5])}
-        simulation = case.schedule.simulate(**arguments, critical=True)
+        simulation = case.schedule.simulate(**simulation_of(arguments), critical=True)
         assert simulation.slack is not None
         chosen = rng.sample(list(case.reference.where.values()), min(12, len(case.reference.where)))
         for rank, i in chosen:
             for more in (0.0, 1.0):
                 longer = [list(row) for row in case.seconds]
                 longer[rank][i] += simulation.slack[rank][i] + more
-                makespan = case.schedule.simulate(**(arguments | {"durations": longer})).makespan
+                makespan = case.schedule.simulate(**simulation_of(arguments | {"durations": longer})).makespan
                 assert makespan == close(simulation.makespan + more)
 
 
@@ -504,7 +509,7 @@ def test_the_critical_path_alone_takes_the_makespan() -> None:
     for _ in range(80):
         case = RandomCase(rng)
         arguments = case.arguments | {"durations": case.seconds, "transfer_jitter": rng.choice([0.0, 0.5])}
-        simulation = case.schedule.simulate(**arguments, critical=True)
+        simulation = case.schedule.simulate(**simulation_of(arguments), critical=True)
         path = simulation.critical_path
         assert simulation.slack is not None and path is not None and len(set(path)) == len(path)
         places = [case.reference.where[unit] for unit in path]
@@ -514,7 +519,7 @@ def test_the_critical_path_alone_takes_the_makespan() -> None:
         alone = [
             [s if (rank, i) in places else 0.0 for i, s in enumerate(row)] for rank, row in enumerate(case.seconds)
         ]
-        makespan = case.schedule.simulate(**(arguments | {"durations": alone})).makespan
+        makespan = case.schedule.simulate(**simulation_of(arguments | {"durations": alone})).makespan
         assert makespan == close(simulation.makespan)
 
 
@@ -591,7 +596,9 @@ def test_peaks_of_every_kind_of_memory() -> None:
             backward_work=[[rng.randint(0, 99) for _ in range(k)] for _ in range(S)] if number % 5 else 0,
         )  # fmt: skip
         sizes, prefetch = [rng.randint(0, 30) for _ in range(k)], rng.randint(0, 2)
-        peak = schedule.replace(prefetch=prefetch).simulate(memory=given, message_bytes=sizes).memory
+        peak = (
+            schedule.replace(prefetch=prefetch).simulate(Costs(links=Links(message_bytes=sizes)), memory=given).memory
+        )
         reference = Reference(schedule, prefetch)
         for rank, order in enumerate(schedule.ranks):
             mine = [stage for stage in range(S) if schedule.rank_of_stage[stage] == rank]
@@ -612,11 +619,12 @@ def test_memory_by_hand() -> None:
         activations=10, kept_activations=7, output_gradients=4, kv=100, kv_gradients=200, weights=1000,
         optimizer=[3000, 4000], logits=50,
     )  # fmt: skip
-    peak = schedule.replace(prefetch=0).simulate(memory=memory, message_bytes=[1, 2]).memory
+    peak = schedule.replace(prefetch=0).simulate(Costs(links=Links(message_bytes=[1, 2])), memory=memory).memory
     assert peak == PeakMemory(
         activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(3, 3),
         weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
         total=(4000 + 3 + 300 + 17 + 8, 5050 + 3 + 300 + 17 + 8), inputs=(0, 0), shard_logits=(0, 0),
+        forward_work=(0, 0), backward_work=(0, 0),
     )  # fmt: skip
 
 
@@ -624,21 +632,21 @@ def test_moves_by_hand() -> None:
     """Beside each way one unit runs: a tier that takes longer than that is waited for."""
     order = Schedule.from_text("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0").offload()
     assert order.to_text() == "F0.0 O0.0 F0.1 A0.0 F0.2 B0.2 L0.0 B0.1 B0.0\n"
-    assert order.simulate(tier=1.0).makespan == order.simulate().makespan == 9
-    assert order.simulate(tier=1.5).wait == (0.5,), "A waits; B takes 2, so the way back is hidden"
-    slow = order.simulate(tier=3.0)
+    assert order.simulate(Costs(tier=1.0)).makespan == order.simulate().makespan == 9
+    assert order.simulate(Costs(tier=1.5)).wait == (0.5,), "A waits; B takes 2, so the way back is hidden"
+    slow = order.simulate(Costs(tier=3.0))
     assert slow.makespan == 12 and slow.wait == (3,)
     assert [start for unit, start, _ in slow.timeline[0] if unit.kind in "AB"] == [4, 5, 7, 10]
     with pytest.raises(ValueError, match="slack is not known where the tier takes time"):
-        order.simulate(tier=1.0, critical=True)
+        order.simulate(Costs(tier=1.0), critical=True)
     assert order.simulate(critical=True).slack is not None
-    assert order.simulate(move_out=0.25, move_in=0.5).makespan == 9.75
-    assert order.simulate(tier=3.0, move_out=0.25).makespan == 12.25
+    assert order.simulate(Costs(move_out=0.25, move_in=0.5)).makespan == 9.75
+    assert order.simulate(Costs(tier=3.0, move_out=0.25)).makespan == 12.25
     for bad in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="the time of the tier is"):
-            order.simulate(tier=bad)
+            order.simulate(Costs(tier=bad))
     with pytest.raises(ValueError, match="tier must be a number or hold 1 stages of 3 segments each"):
-        order.simulate(tier=[[1.0]])
+        order.simulate(Costs(tier=[[1.0]]))
     assert order.simulate(memory=StepMemory(activations=10)).memory.activations == (20,)
 
 
@@ -654,11 +662,11 @@ def test_recomputation_by_hand() -> None:
     assert run.makespan == 11 and run.peak == (1, 1)
     assert run.memory.activations == (10, 10) and run.memory.inputs == (6, 6) and run.memory.total == (16, 16)
     whole = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2).simulate(
-        1.0, 3.0, memory=StepMemory(activations=10, inputs=3)
+        Costs(1.0, 3.0), memory=StepMemory(activations=10, inputs=3)
     )
     assert whole.makespan == 12, "a backward that computes its forward again"
     assert whole.memory.activations == (20, 20) and whole.memory.inputs == (0, 0)
-    assert order.simulate(recompute=0.0).makespan == 9
+    assert order.simulate(Costs(recompute=0.0)).makespan == 9
     critical = order.simulate(critical=True)
     assert [str(unit) for unit in critical.critical_path] == [
         "F0.0", "F0.0", "F0.1", "R0.1", "B0.1", "B0.1", "R0.0", "B0.0"
@@ -672,39 +680,42 @@ def test_recomputation_by_hand() -> None:
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize(
     ("argument", "name"),
-    [("forward", "the duration of a unit"), ("transfer", "the latency of a transfer"), ("send", "the time of a send")],
+    [("forward", "the duration of a unit"), ("latency", "the latency of a transfer"), ("send", "the time of a send")],
 )
 def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(ValueError, match=f"{name} is -?(1|nan|inf), must be finite and at least 0"):
-        schedule.simulate(**{argument: value})
+        schedule.simulate(**simulation_of({argument: value}))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forward": [[1.0]]}, "forward must be a number or hold 2 stages of 3 segments each"),
-        ({"backward": [[1.0, 1.0, 1.0], [1.0, 1.0]]}, "backward must be a number or hold 2 stages of 3 segments each"),
+        ({"forward": [[1.0]]}, "forward must be a number or hold 2 stages of 3 segments each: it holds 1"),
+        (
+            {"backward": [[1.0, 1.0, 1.0], [1.0, 1.0]]},
+            "backward must be a number or hold 2 stages of 3 segments each: [1] holds 2",
+        ),
+        ({"backward": [1.0, 1.0]}, "backward must be a number or hold 2 stages of 3 segments each: [0] is a number"),
         ({"durations": [[1.0]]}, "durations hold 1 ranks, the schedule has 2"),
         ({"durations": [[1.0], [1.0]]}, "durations of one rank holds 1 values, must hold 12"),
-        ({"message_bytes": [1, 2]}, "message_bytes holds 2 values, must hold 3"),
+        ({"message_bytes": [1, 2]}, "message_bytes must be a number or hold 3, one of each segment: it holds 2"),
         ({"message_bytes": -1}, "message_bytes of segment 0 is -1, must be at least 0"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0, must be above 0"),
         ({"bandwidth": [math.nan]}, "bandwidth is nan, must be above 0"),
         (
             {"bandwidth": [1.0, 1.0]},
-            "bandwidth holds 2 values, must be one number or 1, one of each pair of neighbouring stages",
+            "bandwidth must be a number or hold 1, one of each pair of neighbouring stages: it holds 2",
         ),
         (
-            {"transfer": []},
-            "transfer holds 0 values, must be one number or 1, one of each pair of neighbouring stages",
+            {"latency": []},
+            "latency must be a number or hold 1, one of each pair of neighbouring stages: it holds 0",
         ),
-        ({"transfer": [-1.0]}, "the latency of a transfer is -1, must be finite and at least 0"),
+        ({"latency": [-1.0]}, "the latency of a transfer is -1, must be finite and at least 0"),
         (
             {"transfer_jitter": -0.5},
             "transfer_jitter is -0.5, must be in 0..1: a share of a message's seconds",
         ),
-        ({"segment_sizes": [1, 2]}, "segment_sizes holds 2 values, must hold 3"),
         ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),
         ({"seed": -1}, "seed is -1, must be in 0..2**64 - 1"),
         ({"steps": 0}, "steps is 0, must be in 1..2147483647"),
@@ -712,23 +723,23 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
         ({"optimizer": -1.0}, "the time of an optimizer is -1, must be finite and at least 0"),
         (
             {"optimizer": [1.0]},
-            "optimizer holds 1 values, must be one number or 2, one of each rank",
+            "optimizer must be a number or hold 2, one of each rank: it holds 1",
         ),
-        ({"memory": StepMemory(kv=[1])}, "kv holds 1 values, must be one number or 2, one of each stage"),
+        ({"memory": StepMemory(kv=[1])}, "kv must be a number or hold 2, one of each stage: it holds 1"),
         ({"memory": StepMemory(weights=-1)}, "weights holds -1 bytes, must be at least 0"),
         (
             {"memory": StepMemory(activations=-1)},
-            "activation bytes of a unit is -1, must be in 0..59124179723428050",
+            "activations holds -1 bytes, must be in 0..59124179723428050",
         ),
         (
             {"memory": StepMemory(activations=1, kept_activations=2)},
-            "2 bytes are kept for W, more than the 1 that the unit saved",
+            "kept_activations hold 2 bytes, more than the 1 of activations",
         ),
     ],
 )
 def test_costs_of_the_wrong_shape(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        build_schedule("1f1b", num_ranks=2, num_microbatches=2, num_segments=3).simulate(**arguments)
+        build_schedule("1f1b", num_ranks=2, num_microbatches=2, num_segments=3).simulate(**simulation_of(arguments))
     assert str(error.value) == message
 
 
@@ -823,10 +834,10 @@ def test_w_fills_waits(seed: int) -> None:
     durations = [[rng.uniform(0.1, 2.0) for _ in rank] for rank in order.ranks]
     seconds = {u: d for rank, row in zip(order.ranks, durations, strict=True) for u, d in zip(rank, row, strict=True)}
     ample = order.num_microbatches * order.num_segments
-    run = order.replace(prefetch=ample, weights="fill").simulate(durations=durations, transfer=0.25)
+    run = order.replace(prefetch=ample, weights="fill").simulate(Costs(links=Links(latency=0.25)), durations=durations)
     ends = filled_by_hand(order, seconds, 0.25)
     assert [row[-1] for row in run.end] == pytest.approx(ends)
-    planned = order.replace(prefetch=ample).simulate(durations=durations, transfer=0.25)
+    planned = order.replace(prefetch=ample).simulate(Costs(links=Links(latency=0.25)), durations=durations)
     assert run.makespan <= planned.makespan * (1 + 1e-12)
     assert run.busy == pytest.approx(planned.busy)
 
@@ -834,7 +845,7 @@ def test_w_fills_waits(seed: int) -> None:
 def test_filling_draws_the_same_jitter() -> None:
     order = build_schedule("zb-h1", num_ranks=3, num_microbatches=6)
     plain, filled = (
-        order.replace(weights=weights, prefetch=9).simulate(1.0, 2.0, jitter=0.3, seed=5)
+        order.replace(weights=weights, prefetch=9).simulate(Costs(1.0, 2.0), noise=Noise(jitter=0.3, seed=5))
         for weights in ("planned", "fill")
     )
     assert filled.busy == pytest.approx(plain.busy) and filled.makespan <= plain.makespan

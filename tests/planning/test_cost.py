@@ -276,8 +276,8 @@ def test_simulated_memory_is_the_ranks_bytes(name):
     for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
         sizes = cost.split(k)
-        arguments = cost.simulation_arguments(order, sizes)
-        memory = order.simulate(**arguments, memory=cost.step_memory(sizes, order.rank_of_stage)).memory
+        given = cost.step_memory(sizes, order.rank_of_stage)
+        memory = order.simulate(cost.costs(order, sizes), memory=given).memory
         for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
             assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations
             assert name == "seq-zb-h1" or memory.activations[rank] <= parts.activations

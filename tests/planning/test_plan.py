@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from seq1f1b import Memory, ModelShape, build_schedule
+from seq1f1b import Costs, Links, Memory, ModelShape, build_schedule
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -52,15 +52,15 @@ def price(plan, machine=MACHINE, step=None):
         sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
         for rank in range(plan.num_ranks)
     ]
-    steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer": optimizer, "optimizer_sync": plan.optimizer_sync}
-    messages = {"bandwidth": rates, "message_bytes": cost.message_bytes(step.segment_sizes)}
+    steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer_sync": plan.optimizer_sync}
+    links = Links(latencies, rates, message_bytes=cost.message_bytes(step.segment_sizes))
     seconds = cost.unit_seconds(step.segment_sizes)._asdict()
     if "L" in "".join(plan.units):
         seconds["tier"] = [
             [x / machine.tier_bandwidth for x in row]
             for row in cost.unit_memory(step.segment_sizes, order.rank_of_stage).activations
         ]
-    run = order.simulate(**seconds, transfer=latencies, **messages, **steps)
+    run = order.simulate(Costs(**seconds, links=links, optimizer=optimizer), **steps)
     bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes)]
     return run.period, bytes_of_ranks
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from seq1f1b import ModelShape, Schedule, build_schedule, partition_sequence
+from seq1f1b import Costs, Links, ModelShape, Schedule, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -344,9 +344,8 @@ def test_moving_takes_the_time_that_was_measured():
     )
     cost = CostModel(SHAPE, machine, num_ranks=1, seq_len=2048)
     order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=4).offload()
-    arguments, sizes = cost.simulation_arguments(order, [512] * 4), [512] * 4
-    stayed = order.simulate(**arguments).makespan
-    moved = order.simulate(**arguments, **cost.moving_arguments(sizes)).makespan
+    sizes = [512] * 4
+    stayed, moved = (order.simulate(cost.costs(order, sizes, moves=moves)).makespan for moves in (False, True))
     units = sum(unit.kind == "L" for unit in order.ranks[0])
     saved = cost.unit_memory([512], order.rank_of_stage).activations[0][0]
     assert units == 2 and moved - stayed == pytest.approx(units * saved * 3e-9, rel=1e-3)
@@ -356,7 +355,9 @@ def test_moving_takes_the_time_that_was_measured():
     )
     assert low == 0.0
     with pytest.raises(ValueError, match="has no tier to which units could move"):
-        CostModel(SHAPE, replace(machine, tier_bandwidth=0.0), num_ranks=1, seq_len=2048).moving_arguments(sizes)
+        CostModel(SHAPE, replace(machine, tier_bandwidth=0.0), num_ranks=1, seq_len=2048).costs(
+            order, sizes, moves=True
+        )
 
 
 def test_what_never_moves_has_no_rates(tmp_path):
@@ -576,7 +577,7 @@ def test_split_and_whole_backwards_have_their_own_costs():
         ("F0.0 F0.1 I0.1 W0.1 B0.0", None),
     ):
         order = Schedule.from_text(text)
-        found = order.simulate(**cost.simulation_arguments(order, [200, 100])).makespan
+        found = order.simulate(cost.costs(order, [200, 100])).makespan
         if passes is None:
             split = seconds.input[0][1] + seconds.weight[0][1]
             assert found == pytest.approx(sum(seconds.forward[0]) + split + seconds.backward[0][0])
@@ -652,7 +653,9 @@ def test_with_a_core_each_the_replay_is_the_simulator(case):
     tables = [
         [[seconds[kind, s, i] for i in range(order.num_segments)] for s in range(order.num_stages)] for kind in "FB"
     ]
-    assert found == pytest.approx(order.replace(prefetch=100).simulate(*tables, transfer=0.25).makespan)
+    assert found == pytest.approx(
+        order.replace(prefetch=100).simulate(Costs(*tables, links=Links(latency=0.25))).makespan
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

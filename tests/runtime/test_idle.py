@@ -16,6 +16,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
 import seq1f1b
+from seq1f1b import Costs, Links
 from seq1f1b.__main__ import main
 from seq1f1b.runtime.idle import _REMEDIES, CAUSES, StepTimes, advice, idle_of_ranks, mean_idle
 from seq1f1b.runtime.report import PipelineReport, read_reports
@@ -39,7 +40,7 @@ def step_of(name="seq1f1b", *, seconds=None, own=0.0, late=0, transfer=0.0, weig
     units = [[seconds(unit) for unit in order] for order in schedule.ranks]
     delayed = [[each + own for each in track] for track in units]
     delayed[1][0] += late
-    makespan = schedule.simulate(durations=delayed, transfer=transfer).makespan
+    makespan = schedule.simulate(Costs(links=Links(latency=transfer)), durations=delayed).makespan
     owns = [own * len(track) for track in units]
     return StepTimes(schedule, units, owns, [0, late, 0, 0], makespan, tuple(sizes))
 

@@ -248,7 +248,7 @@ def test_steps_change_and_the_engine_goes_on() -> None:
         for stage in rank.stages:
             assert stage.peak_live_units == stage.planned_live_units
             assert stage.peak_live_tokens == stage.planned_live_tokens
-    assert report.simulated.peak_tokens is not None and report.advice
+    assert report.advice
 
 
 def test_plain_steps_between_steps_of_rows() -> None:

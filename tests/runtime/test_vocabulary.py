@@ -17,6 +17,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import nn
 
 from seq1f1b import (
+    Costs,
     LoopbackGroup,
     Loss,
     Memory,
@@ -139,7 +140,7 @@ def orders_with_both(count):
         order = random_order(rng)
         if any(unit.kind in "BI" for units in order.ranks for unit in units):
             seconds = {name: rng.choice((0.1, 1.0, 4.0)) for name in ("statistics", "loss", "forward", "backward")}
-            found.append(order.spread_vocabulary(rng.randint(0, 3), embedding=True, **seconds))
+            found.append(order.spread_vocabulary(rng.randint(0, 3), Costs(**seconds), embedding=True))
     return found
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from exact_cases import costs_of_7b
 
-from seq1f1b import Schedule, ScheduleError, build_schedule
-from seq1f1b.schedule import families
+from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule
+from seq1f1b.schedule import StepMemory, families
 
 AUTO = next(family for family in families() if family.name == "auto")
 
@@ -29,7 +29,11 @@ def makespan(schedule: Schedule, options: dict[str, Any]) -> float:
     else:
         backward = inputs + weight
     places = schedule.num_microbatches * schedule.num_segments
-    return schedule.replace(prefetch=places).simulate(forward, backward, weight, options.get("transfer", 0)).makespan
+    return (
+        schedule.replace(prefetch=places)
+        .simulate(Costs(forward, backward, weight, links=Links(latency=options.get("transfer", 0))))
+        .makespan
+    )
 
 
 def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tuple[str, Schedule]]:
@@ -122,7 +126,7 @@ def test_a_whole_backward_in_a_v_leaves_the_slowest_rank_no_bubble() -> None:
         "auto", num_ranks=2, num_microbatches=4, num_segments=2, stages_per_rank=2, options=options
     )
     assert schedule.rank_of_stage == (0, 1, 1, 0)
-    simulation = schedule.replace(prefetch=8).simulate(forward, costs[1])
+    simulation = schedule.replace(prefetch=8).simulate(Costs(forward, costs[1]))
     assert simulation.makespan == pytest.approx(4 * 2 * 3 * (2.0 + 2.8))
     assert max(simulation.peak) <= 8  # what 1F1B holds
 
@@ -163,10 +167,9 @@ def test_caps_in_bytes() -> None:
     sizes, cap = [[7, 4, 2]] * 4, [20, 13, 27, 16]
     counts = {"num_ranks": 4, "num_microbatches": 5, "num_segments": 3}
     options = {"unit_bytes": sizes, "cap_bytes": cap}
-    simulation = build_schedule("auto", **counts, options=options).simulate(unit_bytes=sizes)
-    assert simulation.peak_bytes is not None
-    assert all(peak <= most for peak, most in zip(simulation.peak_bytes, cap, strict=True))
-    assert simulation.peak_bytes[1] == 13  # no rank can do with less than one micro-batch
+    peaks = build_schedule("auto", **counts, options=options).peak_memory(StepMemory(activations=sizes)).activations
+    assert all(peak <= most for peak, most in zip(peaks, cap, strict=True))
+    assert peaks[1] == 13  # no rank can do with less than one micro-batch
     ones = {"unit_bytes": 1, "cap_bytes": 5}
     assert build_schedule("auto", **counts, options=ones) == build_schedule("auto", **counts, options={"cap": 5})
 
@@ -208,7 +211,11 @@ def test_more_memory_and_faster_links_help() -> None:
         ({"unit_bytes": -3, "cap_bytes": 50}, ValueError, "unit_bytes hold -3, must be in 0.."),
         ({"unit_bytes": 2**62, "cap_bytes": 50}, ValueError, "unit_bytes hold 4611686018427387904, must be in 0.."),
         ({"unit_bytes": 3, "cap_bytes": -50}, ValueError, "cap_bytes hold -50, must be at least 0"),
-        ({"unit_bytes": 3, "cap_bytes": [50]}, ValueError, "cap_bytes holds 1 values, must hold 2"),
+        (
+            {"unit_bytes": 3, "cap_bytes": [50]},
+            ValueError,
+            "cap_bytes must be a number or hold 2, one of each rank: it holds 1",
+        ),
         ({"unit_bytes": [[3, 2]], "cap_bytes": 50}, ValueError, "unit_bytes must be a number or hold 4 stages of 2"),
         ({"transfer": -1}, ValueError, "transfer is -1, must be finite and at least 0"),
         ({"transfer": float("nan")}, ValueError, "transfer is nan, must be finite and at least 0"),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from seq1f1b import Schedule, Unit, build_schedule
+from seq1f1b import Costs, Schedule, Unit, build_schedule
 
 
 def test_dualpipev_is_what_torch_builds() -> None:
@@ -51,7 +51,7 @@ def test_dualpipev_against_plain_python() -> None:
     for P in (1, 2, 3, 5, 8):
         schedule = build_schedule("dualpipev", num_ranks=P, num_microbatches=2 * P + 3, stages_per_rank=2)
         forward, inputs, weight = (rng.uniform(0.1, 1) for _ in range(3))
-        result = schedule.replace(prefetch=2 * P + 3).simulate(forward, inputs + weight, weight)
+        result = schedule.replace(prefetch=2 * P + 3).simulate(Costs(forward, inputs + weight, weight))
         expected = end_times(schedule, {"F": forward, "B": inputs + weight, "I": inputs, "W": weight})
         assert {unit: end for track in result.timeline for unit, _, end in track} == pytest.approx(expected)
 
@@ -61,6 +61,6 @@ def test_the_bubble_of_equal_passes() -> None:
     for P in (1, 2, 4, 7, 8):
         for M in (2 * P, 2 * P + 1, 3 * P):
             schedule = build_schedule("dualpipev", num_ranks=P, num_microbatches=M, stages_per_rank=2)
-            result = schedule.replace(prefetch=M).simulate(0.5, 1.0)
+            result = schedule.replace(prefetch=M).simulate(Costs(0.5, 1.0))
             assert max(result.bubble) == pytest.approx((P - 1) * 0.5), (P, M)
             assert result.makespan == pytest.approx(3 * M + (P - 1) * 0.5), (P, M)

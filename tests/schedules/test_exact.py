@@ -13,6 +13,7 @@ from exact_cases import chosen_cases, counts_of, options_of, read_cases
 from test_auto import makespan
 
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule
+from seq1f1b.schedule import StepMemory
 
 CASES = read_cases()
 
@@ -41,8 +42,8 @@ def test_gap_of_auto() -> None:
         schedule = build_schedule("auto", **counts_of(case), options=options)
         schedule.check()
         if "cap_bytes" in options:
-            simulation = schedule.simulate(unit_bytes=options["unit_bytes"])
-            assert simulation.peak_bytes is not None and max(simulation.peak_bytes) <= options["cap_bytes"]
+            held = schedule.peak_memory(StepMemory(activations=options["unit_bytes"]))
+            assert max(held.activations) <= options["cap_bytes"]
         taken = makespan(schedule, options)
         assert taken >= case["bound"], case
         if case["proved"]:
@@ -126,7 +127,7 @@ def test_a_cap_in_bytes_is_kept() -> None:
     sizes = [[5, 3]] * 2
     options = {"unit_bytes": sizes, "cap_bytes": [13, 8], "costs": (3, 4, 2)}
     found = solve(num_ranks=2, num_microbatches=3, num_segments=2, options=options)
-    peaks = found.schedule.simulate(unit_bytes=sizes).peak_bytes
+    peaks = found.schedule.peak_memory(StepMemory(activations=sizes)).activations
     assert found.proved and peaks[0] <= 13 and peaks[1] == 8
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from seq1f1b import Schedule, ScheduleError, build_schedule, schedules
+from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule, schedules
 from seq1f1b.schedule import families
 
 FAMILIES = {family.name: family for family in families()}
@@ -192,7 +192,7 @@ def check(name: str, claim: Claim, P: int, M: int, k: int, v: int) -> None:
     found = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_segments)
     assert found == (P, P * v, M, k), case
     part = 1 / (v * k)
-    result = schedule.replace(prefetch=M * k).simulate(part, 2 * part, part)  # checks the order, too
+    result = schedule.replace(prefetch=M * k).simulate(Costs(part, 2 * part, part))  # checks the order, too
     assert max(result.peak) == claim.peak(P, M, k, v), case
     fill = claim.fill(P, M, k, v)
     if claim.at_most:
@@ -223,7 +223,7 @@ def test_optimal_where_that_is_proved() -> None:
     for name, optimum, cap in (("v-half", 26.5, 6), ("v-min", 29.5, 4)):
         schedule = build_schedule(name, num_ranks=4, num_microbatches=8, stages_per_rank=2)
         schedule.check(max_live_units=cap)
-        assert schedule.replace(prefetch=8).simulate(0.5, 1.0).makespan == optimum
+        assert schedule.replace(prefetch=8).simulate(Costs(0.5, 1.0)).makespan == optimum
 
 
 def test_every_family_has_a_claim() -> None:
@@ -346,7 +346,7 @@ def test_groups_hide_slow_links() -> None:
     makespans = [
         build_schedule("kfkb", num_ranks=4, num_microbatches=12, options={"group": q})
         .replace(prefetch=12)
-        .simulate(1, 2, transfer=0.5)
+        .simulate(Costs(1, 2, links=Links(latency=0.5)))
         .makespan
         for q in (1, 2)
     ]
@@ -356,7 +356,7 @@ def test_groups_hide_slow_links() -> None:
 def test_extra_warmup_trades_memory_for_time() -> None:
     def simulate(extra: int) -> tuple[float, int]:
         schedule = build_schedule("1f1b", num_ranks=4, num_microbatches=12, options={"extra_warmup": extra})
-        result = schedule.replace(prefetch=12).simulate(1, 2, transfer=0.25)
+        result = schedule.replace(prefetch=12).simulate(Costs(1, 2, links=Links(latency=0.25)))
         return result.makespan, max(result.peak)
 
     assert simulate(0) == (36 + 14.5, 4)
@@ -370,7 +370,7 @@ def test_round_of_interleaving() -> None:
         schedule = build_schedule(
             "interleaved-1f1b", num_ranks=4, num_microbatches=13, stages_per_rank=2, options=options
         )
-        result = schedule.replace(prefetch=13).simulate(0.5, 1.0)
+        result = schedule.replace(prefetch=13).simulate(Costs(0.5, 1.0))
         assert result.makespan == 39 + 4.5
         assert max(result.peak) == min(26, ceil(13 / rounds) + 6 + 1)
 
@@ -393,7 +393,7 @@ def test_costs_never_make_an_order_worse(name: str) -> None:
             plain, timed = (
                 build_schedule(name, **counts, options=options)
                 .replace(prefetch=2 * P * k)
-                .simulate(forward, backward, weight)
+                .simulate(Costs(forward, backward, weight))
                 for options in ({}, {"costs": costs})
             )
             assert timed.makespan <= plain.makespan * (1 + 1e-8)
@@ -419,7 +419,7 @@ def test_a_larger_cap_buys_time() -> None:
         result = (
             build_schedule("zb-h1", num_ranks=4, num_microbatches=8, options=options)
             .replace(prefetch=8)
-            .simulate(10, 24, 3)
+            .simulate(Costs(10, 24, 3))
         )
         assert (result.makespan, max(result.peak)) == (368 - 3 * cap, cap)
 
@@ -433,10 +433,14 @@ def test_a_larger_cap_buys_time() -> None:
         ("kfkb", {"extra_warmup": -1}, "extra_warmup is -1, must be in 0..2147483647"),
         ("kfkb", {"group": 2**31}, "group is 2147483648, must be in 1..2147483647"),
         ("seq1f1b", {"costs": (1, 1, 1)}, "seq1f1b takes no option 'costs'; it takes extra_warmup"),
-        ("seq1f1b", {"costs": (1, 1)}, "costs must hold the costs of F, I and W"),
+        ("zb-h1", {"costs": (1, 1)}, "costs must hold the costs of F, I and W"),
         ("zb-h1", {"costs": (1, 1, -1)}, "costs hold -1, must be finite and at least 0"),
         ("zb-h1", {"costs": (1, float("nan"), 1)}, "costs hold nan, must be finite and at least 0"),
-        ("zb-h1", {"costs": (1, [[1, 1]], 1)}, "costs of I must be a number or hold 2 stages of 1 segments each"),
+        (
+            "zb-h1",
+            {"costs": (1, [[1, 1]], 1)},
+            "costs of I must be a number or hold 2 stages of 1 segments each: it holds 1",
+        ),
         ("zb-h1", {"cap": 0}, "cap is 0, must be in 1..9223372036854775807"),
     ],
 )

@@ -34,9 +34,10 @@ from typing import Any
 
 import pytest
 from core_extension import core
+from flat_costs import simulation_of
 from orders import random_order
 
-from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
+from seq1f1b import _C, Costs, Links, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import Family, StepMemory, families, unit_of
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
@@ -163,7 +164,7 @@ def programs_with_receives(schedule: Schedule, label: str) -> Iterator[str]:
 
 
 def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Arguments of simulate, and the order's prefetch.
+    """Arguments of simulate, flat, and the order's prefetch.
 
     Equal costs; random ones, links and credits; several jittery steps; measured durations.
     """
@@ -175,9 +176,9 @@ def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str,
         "backward": [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)],
         "weight": weight,
     }
-    yield {"transfer": 0.5, "bandwidth": 3.0, "message_bytes": 2, "prefetch": 3}
+    yield {"latency": 0.5, "bandwidth": 3.0, "message_bytes": 2, "prefetch": 3}
     links = {
-        "transfer": [rng.random() for _ in range(S - 1)],
+        "latency": [rng.random() for _ in range(S - 1)],
         "bandwidth": [rng.uniform(1, 5) for _ in range(S - 1)],
         "message_bytes": [rng.randint(0, 3) for _ in range(k)],
         "send": 0.1 * rng.random(),
@@ -190,16 +191,20 @@ def step_arguments(schedule: Schedule, rng: random.Random) -> Iterator[dict[str,
     steps = {"steps": 3, "optimizer": [rng.random() for _ in range(schedule.num_ranks)]}
     noise = {"jitter": 0.3, "transfer_jitter": 0.2, "seed": rng.randint(0, 2**32)}
     yield random_units | links | noise | steps | {"optimizer_sync": rng.random() < 0.5}
-    yield {"durations": [[rng.random() for _ in order] for order in schedule.ranks], "transfer": 0.1}
+    yield {"durations": [[rng.random() for _ in order] for order in schedule.ranks], "latency": 0.1}
 
 
 def times(schedule: Schedule, label: str) -> Iterator[str]:
     rng = random.Random(label)
     for order in (schedule, schedule.forward_only()):
         for arguments in step_arguments(order, rng):
-            step = order.replace(prefetch=arguments.pop("prefetch", 1)).simulate(**arguments)
+            sizes, unit_bytes = arguments.pop("segment_sizes", None), arguments.pop("unit_bytes", None)
+            tokens = None if sizes is None else order.peak_tokens(sizes)
+            held = None if unit_bytes is None else order.peak_memory(StepMemory(activations=unit_bytes)).activations
+            placed = order.replace(prefetch=arguments.pop("prefetch", 1))
+            step = placed.simulate(**simulation_of(arguments))
             yield f"step {floats([step.makespan, step.makespan if step.period is None else step.period])}"
-            yield f"peak {step.peak} {step.peak_tokens} {step.peak_bytes}"
+            yield f"peak {step.peak} {tokens} {held}"
             assert step.start is not None and step.end is not None
             for values in (step.span, step.busy, step.wait, step.bubble, *step.start, *step.end):
                 yield floats(values)
@@ -207,7 +212,9 @@ def times(schedule: Schedule, label: str) -> Iterator[str]:
 
 def critical(schedule: Schedule, label: str) -> Iterator[str]:
     for arguments in step_arguments(schedule, random.Random(label)):
-        step = schedule.replace(prefetch=arguments.pop("prefetch", 1)).simulate(**arguments, critical=True)
+        arguments = {name: value for name, value in arguments.items() if name not in ("segment_sizes", "unit_bytes")}
+        placed = schedule.replace(prefetch=arguments.pop("prefetch", 1))
+        step = placed.simulate(**simulation_of(arguments), critical=True)
         assert step.slack is not None and step.critical_path is not None
         yield from map(floats, step.slack)
         yield " ".join(map(unit_text, step.critical_path))
@@ -232,7 +239,9 @@ def memory(schedule: Schedule, label: str) -> Iterator[str]:
             logits=rng.randint(0, 99),
         )
         message_bytes = [rng.randint(0, 30) for _ in range(k)]
-        peaks = order.replace(prefetch=prefetch).peak_memory(given, message_bytes=message_bytes)
+        peaks = order.replace(prefetch=prefetch).peak_memory(
+            given, costs=Costs(links=Links(message_bytes=message_bytes))
+        )
         yield " ".join(f"{name} {getattr(peaks, name)}" for name in PEAKS)
 
 

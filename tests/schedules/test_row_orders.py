@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from seq1f1b import _C, Schedule, ScheduleError, Unit, build_schedule
+from seq1f1b import _C, Costs, Links, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import Family, StepMemory, families
 from seq1f1b.view.page import memory_curves
 
@@ -82,20 +82,20 @@ def test_auto_is_never_longer_than_a_family() -> None:
         counts = {"num_ranks": P, "num_microbatches": len(rows), "num_segments": rows, "stages_per_rank": v}
         options = {"costs": costs, "unit_bytes": sizes, "cap_bytes": [2 * n for n in largest], "placement": "v"}
         order = build_schedule("auto", **counts, options=options)
-        run = order.replace(prefetch=64).simulate(
-            costs[0], whole(costs), weight=costs[2], input=costs[1], unit_bytes=sizes
-        )
-        assert all(peak <= 2 * most for peak, most in zip(run.peak_bytes, largest, strict=True))
+        held = order.peak_memory(StepMemory(activations=sizes)).activations
+        assert all(peak <= 2 * most for peak, most in zip(held, largest, strict=True))
         with pytest.raises(ScheduleError, match=rf"cap_bytes >= {largest[0]} on rank 0"):
             build_schedule("auto", **counts, options=options | {"cap_bytes": [n - 1 for n in largest]})
         free = build_schedule("auto", **counts, options={"costs": costs, "placement": "v" if v == 2 else "loop"})
-        best = free.replace(prefetch=64).simulate(costs[0], whole(costs), weight=costs[2], input=costs[1]).makespan
+        best = (
+            free.replace(prefetch=64).simulate(Costs(costs[0], whole(costs), weight=costs[2], input=costs[1])).makespan
+        )
         for name in (*ONE_STAGE, *V_SHAPED):
             named = built(name, P, rows)
             if named is not None and named.num_stages == P * v:
                 taken = (
                     named.replace(prefetch=64)
-                    .simulate(costs[0], whole(costs), weight=costs[2], input=costs[1])
+                    .simulate(Costs(costs[0], whole(costs), weight=costs[2], input=costs[1]))
                     .makespan
                 )
                 assert best <= taken * (1 + 1e-9)
@@ -140,7 +140,7 @@ def test_what_is_made_of_an_order_holds(name: str) -> None:
             assert other.segments_of == rows
             _C.program_lower(other.handle, 1, True)  # its transfers that need both ends have no cycle
             assert Schedule.from_text(other.to_text()) == other
-            other.simulate(0.7, 1.9, critical=True)
+            other.simulate(Costs(0.7, 1.9), critical=True)
         again = {(u.microbatch, u.segment) for rank in made[3].ranks for u in rank if u.kind == "R"}
         assert again == some
 
@@ -150,24 +150,25 @@ def test_costs_of_every_row() -> None:
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=3, num_segments=rows)
     forward = [[[float(size) for size in row] for row in lengths] for _ in range(2)]
     backward = [[[2.0 * size for size in row] for row in lengths] for _ in range(2)]
-    run = order.simulate(forward, backward, segment_sizes=lengths, unit_bytes=forward_bytes(lengths))
+    run = order.simulate(Costs(forward, backward), memory=StepMemory(activations=forward_bytes(lengths)))
     assert run.busy == (3.0 * 22, 3.0 * 22)
-    assert run.peak_tokens is not None and run.peak_bytes == tuple(8 * peak for peak in run.peak_tokens)
+    assert run.memory is not None
+    assert run.memory.activations == tuple(8 * peak for peak in order.peak_tokens(lengths))
     starts = {unit: (start, end) for unit, start, end in run.timeline[0]}
     for (m, s), size in zip(cells(rows), itertools.chain.from_iterable(lengths), strict=True):
         start, end = starts[Unit("F", 0, m, s)]
         assert end - start == pytest.approx(size)
     message = [[8 * size for size in row] for row in lengths]
-    slow = order.simulate(forward, backward, bandwidth=8.0, message_bytes=message)
+    slow = order.simulate(Costs(forward, backward, links=Links(bandwidth=8.0, message_bytes=message)))
     assert slow.makespan > run.makespan
     given = StepMemory(activations=forward_bytes(lengths), kv=7)
-    memory = order.simulate(forward, backward, memory=given, message_bytes=message)
+    memory = order.simulate(Costs(forward, backward, links=Links(message_bytes=message)), memory=given)
     assert memory.memory is not None and max(memory.memory.kv) <= 3 * 7
     assert max(live for _, live in memory_curves(memory)[0]["activations"]) == memory.memory.activations[0]
-    with pytest.raises(ValueError, match="for each of 3 micro-batches"):
-        order.simulate([[1.0, 1.0, 1.0]] * 2)
-    with pytest.raises(ValueError, match="segment_sizes must hold"):
-        order.simulate(segment_sizes=[1, 2, 3])
+    with pytest.raises(ValueError, match="forward must be a number or hold 2 stages of 3 micro-batches each"):
+        order.simulate(Costs([[1.0, 1.0, 1.0]] * 2))
+    with pytest.raises(ValueError, match="segment_sizes must be a number or hold 3 micro-batches"):
+        order.peak_tokens([1, 2, 3])
 
 
 def forward_bytes(lengths: tuple[tuple[int, ...], ...]) -> list[list[list[int]]]:
@@ -187,7 +188,7 @@ def test_costs_of_a_split_order() -> None:
     text = Schedule.from_text(plain.to_text())  # the same units, as an order of rows, for the same costs
     times = [each.simulate(durations=durations(each, forward)).makespan for each in (order, text)]
     assert times[0] <= times[1] * (1 + 1e-9)
-    assert order.simulate(forward, backward).makespan == pytest.approx(times[0])
+    assert order.simulate(Costs(forward, backward)).makespan == pytest.approx(times[0])
 
 
 def durations(order: Schedule, costs: list[list[list[float]]]) -> list[list[float]]:

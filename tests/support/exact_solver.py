@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from seq1f1b import _C
+from seq1f1b import _C, Costs, Links
 from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
-from seq1f1b.tables import per_unit
 
 __all__ = ["Optimum", "shortest_schedule"]
 
@@ -209,10 +208,7 @@ def _read(
         place if stage // num_ranks % 2 == 0 else num_ranks - 1 - place
         for stage, place in zip(stages, loop, strict=True)
     )
-    costs = {
-        kind: per_unit(cost, f"costs of {kind}", *columns)
-        for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)
-    }
+    costs = {kind: _per_unit(cost, *columns) for kind, cost in zip("FIW", options.get("costs", (1, 1, 1)), strict=True)}
     transfer = options.get("transfer", 0)
     if any(cost != int(cost) or cost < 1 for row in costs.values() for cost in row):
         raise ValueError("costs must be whole numbers of at least 1: scale and round seconds")
@@ -229,9 +225,17 @@ def _read(
         loop if placement == "loop" else wave,
         {kind: list(map(int, row)) for kind, row in costs.items()},
         int(transfer),
-        per_unit(options.get("unit_bytes", 1), "unit_bytes", *columns),
+        _per_unit(options.get("unit_bytes", 1), *columns),
         cap_bytes,
     )
+
+
+def _per_unit(values: Any, num_stages: int, num_segments: int, rows: Sequence[int] | None = None) -> list[Any]:
+    """One value per (stage, segment), flat; with rows per (stage, micro-batch, segment)."""
+    if not hasattr(values, "__len__"):
+        return [values] * (num_stages * (num_segments if rows is None else sum(rows)))
+    flat = [value for row in values for value in row]
+    return flat if rows is None else [value for row in flat for value in row]
 
 
 def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
@@ -243,7 +247,7 @@ def _simulate(problem: _Problem, schedule: Schedule) -> Simulation:
 
     places = sum(problem.segments_of)
     return schedule.replace(prefetch=places).simulate(
-        transfer=problem.transfer, durations=[durations(units) for units in schedule.ranks]
+        Costs(links=Links(latency=problem.transfer)), durations=[durations(units) for units in schedule.ranks]
     )
 
 

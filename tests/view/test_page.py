@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from orders import small_schedule
 
-from seq1f1b import Simulation, build_schedule, schedules
+from seq1f1b import Costs, Links, Simulation, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
 from seq1f1b.view.page import live_units, memory_curves, predecessors, timeline_html
 from seq1f1b.view.style import MOST_UNITS
@@ -57,7 +57,7 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
         if schedule is None:
             continue
         for order in (schedule, schedule.recompute(lambda unit: unit.segment != 1), schedule.offload()):
-            timeline = order.replace(prefetch=M * k).simulate(0.75, 2.0, 0.5).timeline
+            timeline = order.replace(prefetch=M * k).simulate(Costs(0.75, 2.0, 0.5)).timeline
             ends = {unit: end for track in timeline for unit, _, end in track}
             after = predecessors(timeline)
             for track in timeline:
@@ -98,7 +98,7 @@ def test_curves_in_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> N
             continue
         for order in (schedule, schedule.forward_only(), schedule.recompute(lambda unit: unit.microbatch > 0)):
             memory = random_memory(rng, order.num_stages, order.num_segments)
-            run = order.simulate(1.0, 2.0, 0.75, message_bytes=7, memory=memory)
+            run = order.simulate(Costs(1.0, 2.0, 0.75, links=Links(message_bytes=7)), memory=memory)
             assert run.memory is not None
             for rank, curves in enumerate(memory_curves(run)):
                 for kind, curve in curves.items():
@@ -158,7 +158,7 @@ def browser() -> Iterator[Any]:
 
 
 def simulate(name: str, **counts: Any) -> Simulation:
-    return build_schedule(name, **counts).simulate(0.5, 1.0)
+    return build_schedule(name, **counts).simulate(Costs(0.5, 1.0))
 
 
 class Page:
@@ -290,7 +290,7 @@ def bytes_of_two(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page
     runs = {
         name: build_schedule(
             name, num_ranks=2, num_microbatches=4, num_segments=segments, stages_per_rank=stages
-        ).simulate(memory=memory, message_bytes=2**28, critical=True)
+        ).simulate(Costs(links=Links(message_bytes=2**28)), memory=memory, critical=True)
         for name, segments, stages in (("seq1f1b", 2, 1), ("dualpipev", 1, 2))
     }
     timeline_html(path, runs)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from seq1f1b import Schedule, Simulation, Unit, build_schedule
+from seq1f1b import Costs, Schedule, Simulation, Unit, build_schedule
 from seq1f1b.view import draw, style
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -13,7 +13,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 
 def simulate(name: str, num_segments: int, forward: float, num_microbatches: int = 4) -> Simulation:
     schedule = build_schedule(name, num_ranks=4, num_microbatches=num_microbatches, num_segments=num_segments)
-    return schedule.simulate(forward, 2 * forward)
+    return schedule.simulate(Costs(forward, 2 * forward))
 
 
 def test_text_of_1f1b_and_seq1f1b() -> None:
@@ -83,7 +83,7 @@ def test_recomputation_has_a_fill_a_colour_and_a_name(tmp_path: Path) -> None:
 
 def test_a_label_leaves_room_for_the_pass() -> None:
     """Units of F, I and W are equally long: a label without a fill would make them alike."""
-    run = build_schedule("zbv", num_ranks=4, num_microbatches=8, stages_per_rank=2).simulate(0.5, 1.0)
+    run = build_schedule("zbv", num_ranks=4, num_microbatches=8, stages_per_rank=2).simulate(Costs(0.5, 1.0))
     assert run.busy[0] == run.span[0]  # no blanks
     fills = "".join({"F": "-", "I": "~", "W": "+"}[unit.kind] for unit, _, _ in run.timeline[0])
     assert run.to_text(80).splitlines()[0] == "rank 0  " + fills
@@ -99,7 +99,7 @@ def test_a_label_leaves_room_for_the_pass() -> None:
 
 def test_units_narrower_than_a_column_have_their_shares() -> None:
     """Forwards, backwards and bubble of every rank, within one column, over any stretch from the start."""
-    run = build_schedule("seq1f1b", num_ranks=8, num_microbatches=16, num_segments=4).simulate(0.25, 0.5)
+    run = build_schedule("seq1f1b", num_ranks=8, num_microbatches=16, num_segments=4).simulate(Costs(0.25, 0.5))
     lines = run.to_text(80).splitlines()
     columns = 72
     second = columns / run.makespan
@@ -117,7 +117,7 @@ def test_units_narrower_than_a_column_have_their_shares() -> None:
 
 
 def test_text_of_units_that_take_no_time() -> None:
-    text = Schedule.from_text("F0.0 B0.0").simulate(0.0, 0.0).to_text()
+    text = Schedule.from_text("F0.0 B0.0").simulate(Costs(0.0, 0.0)).to_text()
     assert text == "rank 0  \n-- forward, == backward\n"
 
 

@@ -1,0 +1,35 @@
+/* table.h - values that a caller gives per rank, stage, segment or cell, and where the one of a unit lies.
+ *
+ * In C they are flat, stage after stage, each with its columns. A column is a segment where all micro-batches are alike;
+ * in an order of rows it is a cell of the stage, for then each micro-batch has lengths of its own. */
+#ifndef S1F_TABLE_H
+#define S1F_TABLE_H
+
+#include "unit.h"
+
+static inline int64_t s1f_column(const s1f_shape *shape, s1f_unit unit)
+{
+    return shape->first_cell == NULL ? unit.segment : s1f_cell(shape, unit);
+}
+static inline int64_t s1f_num_columns(const s1f_shape *shape)
+{
+    return shape->first_cell == NULL ? shape->num_segments : s1f_num_cells(shape);
+}
+
+/* How many values there are. */
+int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
+/* How a caller gives them, for errors: "a number or hold 2 stages of 3 segments each". Always terminated. */
+void s1f_table_form(const s1f_shape *shape, s1f_per per, char *text, size_t bytes);
+
+/* The value of a unit is number unit.stage * stage + s1f_column(shape, unit) * column. */
+typedef struct {
+    int64_t stage, column;
+} s1f_table_steps;
+
+static inline s1f_table_steps s1f_table_steps_of(const s1f_shape *shape, s1f_per per)
+{
+    return (s1f_table_steps){per == S1F_PER_CELL ? s1f_num_columns(shape) : per == S1F_PER_STAGE,
+                             per == S1F_PER_CELL || per == S1F_PER_SEGMENT};
+}
+
+#endif
