@@ -91,17 +91,20 @@ class Schedule:
     checked beyond the placement (a stage lives on one rank) until :meth:`check`, which :meth:`simulate` and the engine
     call.
 
+    Args:
+        ranks: the units of every rank in run order.
+        num_segments: of every micro-batch; 0: each has those that its units name.
     Attributes:
         prefetch: receive places of a rank beyond the most that the order needs at once.
         fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
     """
 
-    def __init__(self, ranks: Iterable[Iterable[Unit]]) -> None:
+    def __init__(self, ranks: Iterable[Iterable[Unit]], *, num_segments: int = 0) -> None:
         orders = tuple(map(tuple, ranks))
         for rank, order in enumerate(orders):
             if not order:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_C.schedule_from_units(orders, 0))
+        self._adopt(_C.schedule_from_units(orders, num_segments))
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
         self.handle = handle  # of the C core; the engine lowers it

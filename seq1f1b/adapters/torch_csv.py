@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from seq1f1b import _C
 from seq1f1b.schedule import Schedule, Unit
 
 __all__: list[str] = []
@@ -68,7 +67,7 @@ def from_csv(text: str, num_segments: int) -> Schedule:
         raise ValueError("the text holds no unit")
     _check_places(ranks)
     units = tuple(tuple(cell.unit for cell in cells) for cells in ranks)
-    return Schedule._from_handle(_C.schedule_from_units(units, num_segments))
+    return Schedule(units, num_segments=num_segments)
 
 
 def _cells(line: str, number: int, num_segments: int) -> Iterable[_Cell]:
