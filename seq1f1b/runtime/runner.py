@@ -144,23 +144,23 @@ class Runner:
         with self.pipeline.in_use():
             executor = None  # once the units have begun
             try:
-                # 1. What this rank was given: an order, and a batch.
-                if arguments.rows is not None:
-                    check_rows(arguments.rows, self.options.sequence_parallel[1])
-                order = self.order(arguments.training, arguments.rows, arguments.plan)
-                self._set_limits(shape_known=False)  # until the length is learnt
-                step = self._begin(order, replace(arguments, divides=self.divides))
-                # 2. All ranks have come, with the same.
-                number = self._meet(arguments, order)
-                # 3. The units, and what surrounds them all.
-                gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
-                with ExitStack() as stack:
-                    stack.callback(step.end)
+                with ExitStack() as around:
+                    # 1. What this rank was given: an order, and a batch.
+                    if arguments.rows is not None:
+                        check_rows(arguments.rows, self.options.sequence_parallel[1])
+                    order = self.order(arguments.training, arguments.rows, arguments.plan)
+                    self._set_limits(shape_known=False)  # until the length is learnt
+                    step = self._begin(order, replace(arguments, divides=self.divides))
+                    around.callback(step.end)
+                    # 2. All ranks have come, with the same.
+                    number = self._meet(arguments, order)
+                    # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         self.pipeline.tier.num_cells = order.num_cells
-                        stack.callback(self.pipeline.tier.reset)
+                        around.callback(self.pipeline.tier.reset)
+                    gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                     if gradients is not None:
-                        stack.enter_context(gradients.kept_on_errors())
+                        around.enter_context(gradients.kept_on_errors())
                     executor = order.executor
                     seconds = self._run_units(step, executor, number)
                     # 4. Gradients, where they start anew after all units.

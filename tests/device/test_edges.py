@@ -24,6 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
 from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
+from seq1f1b.transport.table import TRANSPORTS
 
 LENGTH = 16
 
@@ -47,7 +48,7 @@ def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **opt
 
 @pytest.mark.parametrize("queues", [1, 8])
 @pytest.mark.parametrize(("schedule", "P", "v"), [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)])
-@pytest.mark.parametrize("transport", edges.TRANSPORTS)
+@pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
 def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
     reset(P * queues, queues=queues)
     config = Config(kv_heads=2)
@@ -87,7 +88,7 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
         assert stand_in().count(f"live_{kind}") == 0
 
 
-@pytest.mark.parametrize("transport", edges.TRANSPORTS)
+@pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
 def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
     """From the third step on the only waits are the stand-in engine's own."""
     reset(5)
