@@ -45,6 +45,7 @@ nitpick_ignore = [
         "Rule",
         "seq1f1b.testing.T",
         "seq1f1b.runtime.batch.StepArguments",
+        "seq1f1b.runtime.report.StepRecord",
         "seq1f1b.partition.PieceCosts",
         "seq1f1b.runtime.rows.PlannedRows",
     )

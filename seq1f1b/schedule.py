@@ -163,7 +163,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Letters of the passes that the order has: those of an order with whole backwards are F and B."""
+        """Letters of the passes that the order has, such as F and B."""
         return frozenset(_C.schedule_kinds(self.handle))
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
@@ -180,7 +180,7 @@ class Schedule:
 
     @property
     def digest(self) -> str:
-        """16 digits of the units and their order: alike in equal schedules of any process, and by chance in others."""
+        """16 digits that are alike in schedules of equal units, in any process, and only by chance in others."""
         return f"{_C.schedule_digest(self.handle):016x}"
 
     def __eq__(self, other: object) -> bool:
