@@ -36,7 +36,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "seq1f1b"
-RECORDS = PACKAGE / "data" / "kernels" / "verified.json"
+RECORDS = PACKAGE / "presets" / "kernels" / "verified.json"
 STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "doctor": 60,  # imports torch and touches CUDA for the first time, so that later stages find both in memory
     "library": 60,
@@ -197,7 +197,7 @@ def ratios(found: Cases, operation: str, head_dim: int) -> list[float | None]:
 
 
 def verified_kernels(records: list[Record]) -> list[Record]:
-    """Records for seq1f1b/data/kernels/verified.json, by which a kernel of ours becomes the default.
+    """Records for seq1f1b/presets/kernels/verified.json, by which a kernel of ours becomes the default.
 
     Right: see ``is_right``; what was not measured closer is no flaw. Faster: over all cells of its head size, each of
     which was checked in the same call, by geometric mean, and in none less than 0.85 times as fast.

@@ -3,9 +3,9 @@
     python benchmarks/memory_on_paper.py [--models llama3-8b llama3-70b] [--lengths 131072 262144 524288 1048576]
 
 P 8, four sequences a step, 80 GiB of each GPU. "GPUs" are those of one pipeline rank: tensor parallel up to eight,
-context parallel beyond that. Every plan rests on the machine's assumed numbers (`seq1f1b/data/hardware/h100.json`); no
-GPU has run any of them. "whole units" lets units recompute, "and move" also lets them move to pinned host memory, which
-the engine does on CPUs alone so far; "block by block" is recomputation inside the backward, which the module does.
+context parallel beyond that. Every plan rests on the machine's assumed numbers (`seq1f1b/presets/hardware/h100.json`);
+no GPU has run any of them. "whole units" lets units recompute, "and move" also lets them move to pinned host memory,
+which the engine does on CPUs alone so far; "block by block" is recomputation inside the backward, by the module.
 """
 
 from __future__ import annotations

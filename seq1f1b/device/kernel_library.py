@@ -1,7 +1,8 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
-By default a kernel runs only where ``data/kernels/verified.json`` says so: checked on this architecture against float64
-and found faster there than torch's ops, with the very source and compiler that the library at hand was built from.
+By default a kernel runs only where ``presets/kernels/verified.json`` says so: checked on this architecture against
+float64 and found faster there than torch's ops, with the very source and compiler that the library at hand was built
+from.
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call; ``library``
 never.
 """
@@ -25,7 +26,7 @@ __all__: list[str] = []
 
 _PACKAGE = Path(__file__).parents[1]
 LIBRARY = _PACKAGE / "libseq1f1b_cuda.so"
-VERIFIED = _PACKAGE / "data" / "kernels" / "verified.json"
+VERIFIED = _PACKAGE / "presets" / "kernels" / "verified.json"
 OPERATIONS = ("attention_forward", "attention_backward")
 
 

@@ -1,7 +1,7 @@
 """Machines and model shapes by name: data files with the source of every number beside it.
 
-``data/models`` holds shapes, ``data/hardware`` machines. A number that is not certain has a range; what a machine does
-not state comes from ``default.json``.
+``presets/models`` holds shapes, ``presets/hardware`` machines. A number that is not certain has a range; what a machine
+does not state comes from ``default.json``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ProfiledHardware(Hardware):
 
 def presets(kind: str) -> tuple[str, ...]:
     """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
-    folder = resources.files("seq1f1b") / "data" / kind
+    folder = resources.files("seq1f1b") / "presets" / kind
     names = sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
     return tuple(name for name in names if name != "default")
 
@@ -142,7 +142,7 @@ def _read(kind: str, name: str) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}: not JSON: {error}") from None
     elif name in presets(kind) or name == "default":
-        text = (resources.files("seq1f1b") / "data" / kind / f"{name}.json").read_text()
+        text = (resources.files("seq1f1b") / "presets" / kind / f"{name}.json").read_text()
     else:
         raise ValueError(
             f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
@@ -157,7 +157,7 @@ def _read(kind: str, name: str) -> dict[str, Any]:
 
 
 def load_model(name: str) -> ModelShape:
-    """A shape of ``data/models``, or of a file of the same form.
+    """A shape of ``presets/models``, or of a file of the same form.
 
     Raises:
         ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field.
@@ -169,7 +169,7 @@ def load_model(name: str) -> ModelShape:
 
 
 def load_hardware(name: str) -> Hardware:
-    """A machine of ``data/hardware``, or of a file of the same form, over the defaults.
+    """A machine of ``presets/hardware``, or of a file of the same form, over the defaults.
 
     A field is ``{"value": number, "source": text}``, with ``"low"`` and ``"high"`` where it is not certain.
 

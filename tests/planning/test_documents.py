@@ -182,7 +182,7 @@ def test_an_interrupt_while_a_plan_is_made_is_clean() -> None:
     program = f"""
 import os, signal, sys, threading, time
 sys.path.insert(0, {str(__import__("os").path.dirname(__file__))!r})
-import seq1f1b.data.documents as documents
+import seq1f1b.data as documents
 import test_documents
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from birth where the tests run behind a shell
 slow = documents.plan_step
