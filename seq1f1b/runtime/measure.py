@@ -127,8 +127,8 @@ class Measure(Part):
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
         self._head_now = 0
-        saved = SavedBytes(self._modules, inputs) if unit.aside is None else unit.aside
-        with saved if unit.aside is None else nullcontext():
+        saved = SavedBytes(self._modules, inputs) if unit.away is None else unit.away
+        with saved if unit.away is None else nullcontext():
             yield
         tokens = self._step.lengths[unit.cell]
         if unit.kept is None:  # else R saves
@@ -166,7 +166,7 @@ class Measure(Part):
         """Units hold more than before."""
         live = more
         for unit in self._step.units.values():
-            live += unit.saved_bytes - (0 if unit.aside is None else unit.aside.away_bytes)
+            live += unit.saved_bytes - (0 if unit.away is None else unit.away.away_bytes)
             live += unit.kept_bytes if unit.tape is not None else 0
         self._peak_saved = max(self._peak_saved, live)
 

@@ -108,28 +108,28 @@ class Moves(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.cell not in self._step.order.moved:
             return None
-        unit.aside = Aside(self._stage.modules if self._step.measure is not None else (), inputs)
-        return unit.aside  # type: ignore[no-any-return]
+        unit.away = Away(self._stage.modules if self._step.measure is not None else (), inputs)
+        return unit.away  # type: ignore[no-any-return]
 
     def move_out(self, cell: int, received: Received) -> None:
         """O(m.s): what F has saved begins to go to the tier."""
-        aside: Aside = self._step.units[cell].aside
-        aside.out(self._tier, self._number(cell))
-        self._bytes += aside.moved_bytes
+        away: Away = self._step.units[cell].away
+        away.out(self._tier, self._number(cell))
+        self._bytes += away.moved_bytes
 
     def wait_until_out(self, cell: int, received: Received) -> None:
         """A(m.s): it has gone."""
-        self._step.units[cell].aside.gone(self._tier, self._number(cell))
+        self._step.units[cell].away.gone(self._tier, self._number(cell))
 
     def load(self, cell: int, received: Received) -> None:
         """L(m.s): there is room for it, and it begins to come back."""
-        self._step.units[cell].aside.load(self._tier, self._number(cell))
+        self._step.units[cell].away.load(self._tier, self._number(cell))
         if self._step.measure is not None:
             self._step.measure.note()
 
     def before_backward(self, unit: LiveUnit) -> None:
-        if unit.aside is not None:
-            unit.aside.back()
+        if unit.away is not None:
+            unit.away.back()
 
     def figures(self) -> Mapping[str, Any]:
         return {"moved_bytes": self._bytes}
@@ -163,7 +163,7 @@ class Saved:
         self._version = self.tensor._version
 
 
-class Aside(SavedBytes):
+class Away(SavedBytes):
     """What the graph of one unit saves, from F to its backward. Inside, as a context, it collects.
 
     A storage moves once, however many tensors lie in it. It stays if it is small, if somebody else holds it, so that

@@ -33,7 +33,7 @@ class LiveUnit:
     kept: Any = None  # recompute.py: from F to R, what R starts from
     is_again = False  # recompute.py: True while R runs
     digest: Any = None  # recompute.py: of what F computed, where R is compared with it
-    aside: Any = None  # offload.py: what its graph saves, if it is moved
+    away: Any = None  # offload.py: what its graph saves, if it is moved
     tape: Any = None  # deferred.py: what I leaves to W
     blocks_again = 0  # blocks.py: the first blocks of the stage, which its backward computes again one by one
     saved_bytes = 0  # measure.py: held by its graph
@@ -57,7 +57,7 @@ class LiveUnit:
     def forget(self) -> None:
         """Drops the graph and all that only this unit's passes read; the loss and the output stay."""
         self.leaves = self.roots = self.seeds = self.outputs = ()
-        self.kept = self.aside = None
+        self.kept = self.away = None
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
         self.saved_bytes = 0
 

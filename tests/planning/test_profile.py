@@ -309,7 +309,7 @@ def test_what_moving_takes_of_the_units_is_measured(tmp_path):
         @staticmethod
         def forward(ctx, x, weight):
             unit = current()  # None while the workspace is measured
-            ctx.moves = unit is not None and unit.aside is not None
+            ctx.moves = unit is not None and unit.away is not None
             ctx.save_for_backward(x * weight)
             time.sleep(0.01 + 0.02 * ctx.moves)
             return x * 2

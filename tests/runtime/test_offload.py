@@ -21,7 +21,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import LoopbackGroup, Memory, PipelineEngine, Schedule, build_schedule
-from seq1f1b.runtime.offload import Aside, Saved
+from seq1f1b.runtime.offload import Away, Saved
 from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -219,13 +219,13 @@ class InMemory:
 
 def moved(forward, *inputs: Tensor, held=()):
     """Runs a forward whose saved tensors go out, are gone and come back; the bytes that moved, and the output."""
-    aside, tier = Aside([], inputs), InMemory()
-    with aside:
+    away, tier = Away([], inputs), InMemory()
+    with away:
         output = forward(*inputs)
-    aside.out(tier, 0)
-    aside.gone(tier, 0)
-    aside.load(tier, 0)
-    aside.back()
+    away.out(tier, 0)
+    away.gone(tier, 0)
+    away.load(tier, 0)
+    away.back()
     return [len(c) for c in tier.copies], output
 
 
@@ -266,26 +266,26 @@ def test_small_tensors_stay() -> None:
 def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     """A graph keeps no tensor while its unit is away; afterwards each goes after its last use."""
     x = torch.randn(64, 64, requires_grad=True)
-    aside, tier = Aside([], [x]), InMemory()
-    with aside:
+    away, tier = Away([], [x]), InMemory()
+    with away:
         y = x
         for _ in range(4):
             y = y.exp().tanh()
         output = y.sum()
     del y
-    saved = [s for s in (r() for r in aside._saved) if s is not None]
+    saved = [s for s in (r() for r in away._saved) if s is not None]
     tensors = [weakref.ref(s.tensor) for s in saved]
     assert len(saved) == 8 and all(isinstance(s, Saved) for s in saved)
     del saved
-    aside.out(tier, 0)
+    away.out(tier, 0)
     assert all(t() is not None for t in tensors)
-    aside.gone(tier, 0)
+    away.gone(tier, 0)
     assert all(t() is None for t in tensors)
-    aside.load(tier, 0)
-    again = [weakref.ref(s.tensor) for _, own in aside._moved for s in own]
+    away.load(tier, 0)
+    again = [weakref.ref(s.tensor) for _, own in away._moved for s in own]
     alive = []
     x.register_hook(lambda g: alive.append(sum(t() is not None for t in again)))
-    aside.back()
+    away.back()
     output.backward()
     assert alive == [0] and all(t() is None for t in again)
 
