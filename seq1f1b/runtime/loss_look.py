@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seq1f1b.runtime.aside import RandomState
+from seq1f1b.runtime.model_state import RandomState, uncompiled
 from seq1f1b.runtime.nested import mapped, tensors_of
-from seq1f1b.runtime.steady import uncompiled
 
 __all__: list[str] = []
 

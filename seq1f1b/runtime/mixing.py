@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from seq1f1b.runtime.findings import ATTENTION, POSITIONS, RANDOMNESS, STATE, STATISTICS, Finding, Findings
 from seq1f1b.runtime.lengths import Lengths
 from seq1f1b.runtime.measure import is_compiled
+from seq1f1b.runtime.model_state import uncompiled
 from seq1f1b.runtime.parts import Feature, Part
-from seq1f1b.runtime.steady import uncompiled
 from seq1f1b.runtime.unit import LiveUnit
 
 if TYPE_CHECKING:

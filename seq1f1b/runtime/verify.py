@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.runtime.aside import RandomState, modules_aside
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_hooks
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING, Finding
+from seq1f1b.runtime.model_state import ComparableRun, RandomState, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.steady import Steady
 from seq1f1b.schedule import Schedule
 
 __all__ = ["Verification"]
@@ -113,7 +112,7 @@ def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None) 
     for rank, (text, *_) in enumerate(everyones):
         if text:
             raise ValueError(f"rank {rank}: {text}")
-    runner.pipeline.tied.meet()  # makes copies equal, before they are aside
+    runner.pipeline.tied.meet()  # makes copies equal, before a run has its own copies
     own = sorted({name for _, name, _ in everyones})
     wide = dtype if dtype is not None else torch.float64 if all(fits for *_, fits in everyones) else None
     if [str(wide)] == own:
@@ -172,7 +171,7 @@ class _Session:
             )  # tensors that ranks share: nobody takes them before all gave them back
             with ExitStack() as stack:
                 stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
-                stack.enter_context(modules_aside(pipeline.bare_modules(), dtype))
+                stack.enter_context(keep_state(pipeline.bare_modules(), dtype))
                 result = self._run(_variant(self._runner, whole), dtype)
                 pipeline.group.all_gather_object(True)
             return result
@@ -207,7 +206,7 @@ class _Session:
             given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
         )
         self._state.restore()
-        with Steady(dtype) as steady, _Origin(runner) as origin:
+        with ComparableRun(dtype) as run, _Origin(runner) as origin:
             losses, outputs = runner.run(arguments)
         draws = not self._state.is_current()
         compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
@@ -216,7 +215,7 @@ class _Session:
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         assert runner.last_step is not None
         sizes = runner.last_step.sizes
-        result = _Pass(losses, floating, gradients, draws, steady.dropout, findings, sizes, [])
+        result = _Pass(losses, floating, gradients, draws, run.dropout, findings, sizes, [])
         result.not_finite += origin.of(runner, result)
         return result
 

@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import seq1f1b
 from seq1f1b import PipelineEngine, SegmentWarning, verify_stage
-from seq1f1b.runtime import aside
+from seq1f1b.runtime import model_state
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config()
@@ -208,7 +208,7 @@ def test_everything_is_as_it_was(dtype, fails):
     assert all(torch.equal(v, adam[id(p)][k]) for p, s in optimizer.state.items() for k, v in s.items())
     assert module.__dict__.keys() == attributes.keys() and module.last is last and module.seen == []
     assert torch.equal(torch.get_rng_state(), drawn[0]) and random.getstate() == drawn[1]
-    assert not hooked and not aside._originals
+    assert not hooked and not model_state._originals
     module.fails = False
     engine.step(tokens, target=target)  # and the engine goes on
     assert hooked
