@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get
 
 import seq1f1b
 from seq1f1b import _C, Costs
-from seq1f1b.planning.orders import EARLY_PREFETCH
+from seq1f1b.planning.fitting import EARLY_PREFETCH
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two

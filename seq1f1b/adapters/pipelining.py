@@ -18,7 +18,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.orders import build
+from seq1f1b.runtime.rank_order import build
 from seq1f1b.schedule import Costs, Schedule, nearest_name
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import order_for_costs
 from seq1f1b.planning.pricing import STEPS
 from seq1f1b.schedule import (
     Costs,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes
+from seq1f1b.planning.fitting import EARLY_PREFETCH, Made, fit_under, order_for_costs
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import EARLY_PREFETCH, Made, fit_under, order_for_costs
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from seq1f1b import ScheduleError
 from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
-from seq1f1b.planning.orders import fit_under
+from seq1f1b.planning.fitting import fit_under
 from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families

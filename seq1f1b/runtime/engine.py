@@ -29,8 +29,8 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.batch import StepArguments, merge
 from seq1f1b.runtime.gradients import REDUCED
-from seq1f1b.runtime.orders import build, with_options
 from seq1f1b.runtime.pipeline import Pipeline
+from seq1f1b.runtime.rank_order import build, with_options
 from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.rows import PlannedRows
 from seq1f1b.runtime.runner import Runner

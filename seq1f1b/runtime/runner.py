@@ -21,9 +21,8 @@ from seq1f1b.runtime.explain import explained, unit_text
 from seq1f1b.runtime.findings import look_at_targets, sample_of
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
-from seq1f1b.runtime.orders import with_options
 from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.rank_order import RankOrder, RankOrders
+from seq1f1b.runtime.rank_order import RankOrder, RankOrders, with_options
 from seq1f1b.runtime.report import StepRecord
 from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
 from seq1f1b.runtime.stage import Stage

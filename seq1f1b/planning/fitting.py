@@ -1,4 +1,4 @@
-"""Orders that are made for the costs of their units: W where bubbles are, and as many live units as memory allows."""
+"""Orders that fit: made for the costs of their units within a cap of memory, or changed until no rank exceeds it."""
 
 from __future__ import annotations
 
