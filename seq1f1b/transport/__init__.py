@@ -3,11 +3,11 @@
 Only set-up is here. Messages, waiting, progress and failures are C (``csrc/run/group.c``, ``csrc/run/arena.c``).
 """
 
-from seq1f1b.transport.arrival import last_attempt
+from seq1f1b.transport.bootstrap import connect, resolve_group, withdraw
 from seq1f1b.transport.group import ARENA_BYTES, DTYPES, RankGroup
-from seq1f1b.transport.joining import connect, resolve_group, withdraw
 from seq1f1b.transport.loopback import LoopbackGroup
-from seq1f1b.transport.start import init_process_group
+from seq1f1b.transport.rendezvous import last_attempt
+from seq1f1b.transport.restart import init_process_group
 
 __all__ = [
     "ARENA_BYTES",

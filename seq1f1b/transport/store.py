@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Superseded
-from seq1f1b.transport.link import StoreLink
 from seq1f1b.transport.processes import ProcessRank, first_line
 from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
 from seq1f1b.transport.shm import open_shm_end
+from seq1f1b.transport.store_client import StoreClient
 from seq1f1b.transport.values import pack, unpack
 
 _T = TypeVar("_T")
@@ -38,11 +38,11 @@ def _tag_of(edge: Edge) -> int:
 class StoreRank(ProcessRank):
     """A rank whose peers are anywhere: the block is this process's own, and a store carries what it would share.
 
-    The link's thread watches: it copies failures and progress between block and store, and finds out who is gone. Edges
-    between processes that could meet use shared memory, the others the process group.
+    The client's thread watches: it copies failures and progress between block and store, and finds out who is gone.
+    Edges between processes that could meet use shared memory, the others the process group.
 
     Args:
-        link: to the process group's store; closed with this rank.
+        client: to the process group's store; closed with this rank.
         generation: a number that no other pipeline of this process group has.
     """
 
@@ -51,7 +51,7 @@ class StoreRank(ProcessRank):
         rank: int,
         size: int,
         process_group: Any,
-        link: StoreLink,
+        client: StoreClient,
         connections: dict[int, socket.socket],
         generation: int,
         arena_bytes: int,
@@ -61,7 +61,7 @@ class StoreRank(ProcessRank):
         group = _C.group_create(private_mapping(block_bytes), size, rank)
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
-        self._link, self._store = link, link.store
+        self._client, self._store = client, client.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
@@ -76,7 +76,7 @@ class StoreRank(ProcessRank):
         for connection in self._connections.values():
             self._hang_ups.register(connection, select.POLLRDHUP)
         self._ask(self._publish_progress)
-        self._link.watch(self._watch, _WATCH_PERIOD, self._lose_store)
+        self._client.watch(self._watch, _WATCH_PERIOD, self._lose_store)
 
     # -- the watcher's
 
@@ -150,7 +150,7 @@ class StoreRank(ProcessRank):
         """Returns what a call of the store returns. Raises PipelineError on a failure, or without an answer in time."""
         try:
             limit_s = self.timeout_s if limit_s is None else limit_s
-            return self._link.ask(do, limit_s, (lambda: None) if recovering else self.check)
+            return self._client.ask(do, limit_s, (lambda: None) if recovering else self.check)
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(0, self._lost or str(error)) from error
 
@@ -158,7 +158,7 @@ class StoreRank(ProcessRank):
 
     def begin_step(self, training: bool = True) -> int:
         step = super().begin_step(training)
-        self._link.post(self._publish_progress)
+        self._client.post(self._publish_progress)
         return step
 
     def end_step(self, failed: bool) -> None:
@@ -167,7 +167,7 @@ class StoreRank(ProcessRank):
                 relay.flush()
                 relay.settle()
         super().end_step(failed)
-        self._link.post(self._publish_progress)
+        self._client.post(self._publish_progress)
         if failed:
             with contextlib.suppress(RuntimeError):  # the store may be what failed
                 self._ask(self._exchange_failure, 5.0, recovering=True)
@@ -322,7 +322,7 @@ class StoreRank(ProcessRank):
         if failed and self._connections:  # who waits at one would take its end for this rank's death
             time.sleep(4 * _WATCH_PERIOD)
         self._closing = True
-        self._link.close()
+        self._client.close()
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()

@@ -23,9 +23,9 @@ from torch import nn
 from seq1f1b import Limits, PipelineEngine
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
-from seq1f1b.transport.life import Life
-from seq1f1b.transport.link import SharedStore
-from seq1f1b.transport.start import agree_on_name
+from seq1f1b.transport.incarnation import Incarnation
+from seq1f1b.transport.restart import agree_on_name
+from seq1f1b.transport.store_client import SharedStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,8 +145,8 @@ def name_lives(rank: int, pipe: Connection, port: int) -> list[tuple[Any, str | 
         time.sleep(0.5 * (2 - rank))  # rank 0 comes last
         for which, group in (("all", dist.group.WORLD), ("part", part)):
             if (own := dist.get_rank(group)) >= 0:
-                name = Life.of(group, own, dist.get_world_size(group)).name(AT_ONCE)
-                assert Life.of(group, own, dist.get_world_size(group)).name(0.0) == name
+                name = Incarnation.of(group, own, dist.get_world_size(group)).name(AT_ONCE)
+                assert Incarnation.of(group, own, dist.get_world_size(group)).name(0.0) == name
                 found.append(((life, which), name))
         dist.barrier()
         del part, group

@@ -31,7 +31,7 @@ import seq1f1b  # noqa: E402
 from seq1f1b import _C, Limits, PipelineError, transport  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
 from seq1f1b.transport.group import place_tensor  # noqa: E402
-from seq1f1b.transport.meeting import Meeting  # noqa: E402
+from seq1f1b.transport.handshake import Handshake  # noqa: E402
 from seq1f1b.transport.shm import ShmRank  # noqa: E402
 
 PLACES = 2
@@ -40,7 +40,7 @@ EDGE = "activations of stage 0 to 1"
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def refuse(meeting: Meeting, name: str) -> socket.socket:
+def refuse(handshake: Handshake, name: str) -> socket.socket:
     raise ConnectionRefusedError("Connection refused")
 
 
@@ -50,7 +50,7 @@ def _child(rank: int, pipe: Connection, size: int, fn: Callable[..., Any], store
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     if kind == "two hosts":  # rank 2 is elsewhere: it cannot dial the others
         if rank == 2:
-            Meeting._dial = refuse
+            Handshake._dial = refuse
         kind = "auto"
     group = transport.connect(None, kind)
     try:
@@ -380,23 +380,23 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
             assert value == [0, 1, 2, 3, 4]
 
 
-def meet(meetings: list[Meeting]) -> list[Any]:
-    results: list[Any] = [None] * len(meetings)
+def meet(handshakes: list[Handshake]) -> list[Any]:
+    results: list[Any] = [None] * len(handshakes)
 
-    names, tokens = [meeting.name for meeting in meetings], [meeting.token for meeting in meetings]
-    unmet: list[dict[int, str]] = [{} for _ in meetings]
-    all_dialled = threading.Barrier(len(meetings))
+    names, tokens = [handshake.name for handshake in handshakes], [handshake.token for handshake in handshakes]
+    unmet: list[dict[int, str]] = [{} for _ in handshakes]
+    all_dialled = threading.Barrier(len(handshakes))
 
     def run(rank: int) -> None:
         try:
-            unmet[rank] = meetings[rank].dial(names, tokens)
+            unmet[rank] = handshakes[rank].dial(names, tokens)
             all_dialled.wait()
-            above = range(rank + 1, len(meetings))
-            results[rank] = meetings[rank].accept({r for r in above if rank not in unmet[r]}, tokens), unmet[rank]
+            above = range(rank + 1, len(handshakes))
+            results[rank] = handshakes[rank].accept({r for r in above if rank not in unmet[r]}, tokens), unmet[rank]
         except OSError as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(meetings))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(handshakes))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -411,16 +411,16 @@ def close_all(results: list[Any]) -> None:
 
 
 def test_stranger_without_token_is_refused() -> None:
-    meetings = [Meeting(rank, timeout_s=20.0) for rank in range(3)]
+    handshakes = [Handshake(rank, timeout_s=20.0) for rank in range(3)]
     strangers = []
-    for hello in (b"x" * 16 + b"\1" + b"\0" * 7, b"", meetings[0].token + b"\7" + b"\0" * 7):
+    for hello in (b"x" * 16 + b"\1" + b"\0" * 7, b"", handshakes[0].token + b"\7" + b"\0" * 7):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.connect(meetings[0].name)
+        stranger.connect(handshakes[0].name)
         stranger.sendall(hello)
         if not hello:
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
-    results = meet(meetings)
+    results = meet(handshakes)
     assert [(sorted(connections), unmet) for connections, unmet in results] == [
         ([1, 2], {}),
         ([0, 2], {}),
@@ -435,17 +435,17 @@ def test_stranger_without_token_is_refused() -> None:
 
 def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over c10d: rank 2 finds that another user answers, or nobody (another network namespace)."""
-    dial, why = Meeting._dial, ["another user answers", "[Errno 111] Connection refused"]
+    dial, why = Handshake._dial, ["another user answers", "[Errno 111] Connection refused"]
     uid, caller = os.getuid(), threading.local()
 
-    def dial_as(meeting: Meeting, name: str) -> socket.socket:
-        caller.rank = meeting.rank
-        return dial(meeting, name + "-elsewhere" if meeting.rank == 2 and name == meetings[1].name else name)
+    def dial_as(handshake: Handshake, name: str) -> socket.socket:
+        caller.rank = handshake.rank
+        return dial(handshake, name + "-elsewhere" if handshake.rank == 2 and name == handshakes[1].name else name)
 
-    monkeypatch.setattr(Meeting, "_dial", dial_as)
-    monkeypatch.setattr("seq1f1b.transport.meeting._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
-    meetings = [Meeting(rank, timeout_s=20.0) for rank in range(3)]
-    results = meet(meetings)
+    monkeypatch.setattr(Handshake, "_dial", dial_as)
+    monkeypatch.setattr("seq1f1b.transport.handshake._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
+    handshakes = [Handshake(rank, timeout_s=20.0) for rank in range(3)]
+    results = meet(handshakes)
     assert [sorted(connections) for connections, _ in results] == [[1], [0], []]
     assert [unmet for _, unmet in results] == [{}, {}, dict(enumerate(why))]
     close_all(results)

@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from seq1f1b._C import PipelineError
-from seq1f1b.transport.arrival import SETUP_TIMEOUT, Arrival, refuse
 from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
+from seq1f1b.transport.handshake import Handshake
 from seq1f1b.transport.loopback import LoopbackGroup
-from seq1f1b.transport.meeting import Meeting
+from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, refuse
 from seq1f1b.transport.shm import connect_shm
 from seq1f1b.transport.store import StoreRank
 from seq1f1b.transport.table import TRANSPORTS
@@ -55,16 +55,16 @@ def connect(
         )
 
     process_group = process_group or dist.group.WORLD
-    arrival = Arrival(process_group, rank, size, arrival_timeout, timeout)
+    rendezvous = Rendezvous(process_group, rank, size, arrival_timeout, timeout)
     group = None
     try:
-        group = _connect(arrival, process_group, transport, arena_bytes, timeout)
-        arrival.gather(None)  # everyone has one
+        group = _connect(rendezvous, process_group, transport, arena_bytes, timeout)
+        rendezvous.gather(None)  # everyone has one
         return group
     except BaseException as error:
         if isinstance(error, (ConnectionError, PipelineError)):  # the rank that caused it may be about to say why
             time.sleep(0.3)
-        first = arrival.fail(error)
+        first = rendezvous.fail(error)
         if group is not None:
             group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
             group.close()
@@ -73,18 +73,18 @@ def connect(
         raise
     finally:
         if not isinstance(group, StoreRank):
-            arrival.close()
+            rendezvous.close()
 
 
-def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: int, timeout: float) -> RankGroup:
-    rank, size = arrival.rank, arrival.size
-    meeting = Meeting(rank, timeout)
+def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, arena_bytes: int, timeout: float) -> RankGroup:
+    rank, size = rendezvous.rank, rendezvous.size
+    handshake = Handshake(rank, timeout)
     try:
-        own = transport, meeting.name, meeting.token, address_space(arena_bytes)
-        wishes, names, tokens, allowed = zip(*arrival.gather(own), strict=True)
+        own = transport, handshake.name, handshake.token, address_space(arena_bytes)
+        wishes, names, tokens, allowed = zip(*rendezvous.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
-        unmet: list[dict[int, str]] = arrival.gather(meeting.dial(names, tokens))
+        unmet: list[dict[int, str]] = rendezvous.gather(handshake.dial(names, tokens))
         for above, missed in enumerate(unmet):
             for below, why in missed.items() if transport == "shm" else ():
                 raise ValueError(
@@ -92,9 +92,9 @@ def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: 
                     f'{above} cannot meet rank {below} ({why}); with "auto" the process group carries such edges'
                 )
         dialled_by = {above for above in range(rank + 1, size) if rank not in unmet[above]}
-        connections = meeting.accept(dialled_by, tokens)
+        connections = handshake.accept(dialled_by, tokens)
     finally:
-        meeting.close()
+        handshake.close()
     arena_bytes = min(allowed)  # either end maps an edge
     one_host = not any(unmet)
     if one_host and transport != "c10d":
@@ -103,7 +103,7 @@ def _connect(arrival: Arrival, process_group: Any, transport: str, arena_bytes: 
         for connection in connections.values():
             connection.close()
         connections = {}
-    return StoreRank(rank, size, process_group, arrival.link, connections, arrival.attempt, arena_bytes)
+    return StoreRank(rank, size, process_group, rendezvous.client, connections, rendezvous.attempt, arena_bytes)
 
 
 def resolve_group(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from seq1f1b import _C
-from seq1f1b.transport.life import Life
-from seq1f1b.transport.link import SharedStore, StoreLink, own_connection
+from seq1f1b.transport.incarnation import Incarnation
 from seq1f1b.transport.processes import first_line
+from seq1f1b.transport.store_client import SharedStore, StoreClient, own_connection
 from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
@@ -23,7 +23,7 @@ _last_attempt = 0  # of this process, in any process group
 _attempt_lock = threading.Lock()
 
 
-class Arrival:
+class Rendezvous:
     """Small values among the ranks of a process group, by way of the group's store.
 
     Ranks meet in an attempt, a number that all of them agree on, however often each of them has tried. Every wait ends
@@ -39,9 +39,9 @@ class Arrival:
         self._round = 0
         self.attempt = 0
         self._group_store = process_group.get_group_store()
-        self._life = Life.of(process_group, rank, size)
+        self._incarnation = Incarnation.of(process_group, rank, size)
         try:
-            self.link = StoreLink(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
+            self.client = StoreClient(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             raise (self._fail_directly(_error_of(rank, text)) or _error_of(rank, text)) from error
@@ -53,14 +53,14 @@ class Arrival:
 
     def _enter(self) -> None:
         """Begins an attempt."""
-        name = self._life.name(self._arrival_s, self._look_whether_store_answers)
+        name = self._incarnation.name(self._arrival_s, self._look_whether_store_answers)
         if name is None:
             late = f"rank 0 has not come to the pipeline's set-up for {self._arrival_s:.0f} s"
-            raise _error_of(*self._life.lost or (0, late))
-        self.link.store = self.link.store.part(name)
+            raise _error_of(*self._incarnation.lost or (0, late))
+        self.client.store = self.client.store.part(name)
         self.attempt = self._ask(_begin)
-        if self._life.lost is not None:  # as rank 0 found out
-            error = _error_of(*self._life.lost)
+        if self._incarnation.lost is not None:  # as rank 0 found out
+            error = _error_of(*self._incarnation.lost)
             raise self.fail(error) or error
         self._ask(self._check_failure)  # of this attempt, which the others have left
 
@@ -92,13 +92,13 @@ class Arrival:
         try:
             rank, text = self._ask(lambda store: _fail(store, self.attempt, self.rank, error))
         except _C.PipelineError:
-            return None if self.link.lost is None else self._fail_directly(error)
+            return None if self.client.lost is None else self._fail_directly(error)
         return None if rank == self.rank else _error_of(rank, text)
 
     def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
         """Ends this attempt over the group's own connection, if this rank's is gone."""
         try:
-            store = _part_of(self._life, self._group_store, error)
+            store = _part_of(self._incarnation, self._group_store, error)
             if store is None:
                 return None
             rank, text = _fail(store, self.attempt or _begin(store), self.rank, error)
@@ -107,14 +107,14 @@ class Arrival:
         return None if rank == self.rank else _error_of(rank, text)
 
     def close(self) -> None:
-        self.link.close()
+        self.client.close()
 
     def _key(self, rank: int, turn: int | None = None) -> str:
         return f"{self.attempt}/{self._round if turn is None else turn}/{rank}"
 
     def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
         try:
-            return self.link.ask(lambda: do(self.link.store), self._timeout_s)
+            return self.client.ask(lambda: do(self.client.store), self._timeout_s)
         except (ConnectionError, TimeoutError) as error:
             raise _C.PipelineError(f"the pipeline's set-up: {error}") from error
 
@@ -155,14 +155,17 @@ def refuse(process_group: Any, rank: int, size: int, error: BaseException, since
     Ends this rank's latest attempt, if it has begun one since that one; else a new one. Nobody hears it if rank 0 comes
     much later than this rank: until then, what they share has no name.
     """
-    store = _part_of(Life.of(process_group, rank, size), process_group.get_group_store(), error)
+    store = _part_of(Incarnation.of(process_group, rank, size), process_group.get_group_store(), error)
     if store is not None:
         _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
 
 
-def _part_of(life: Life, group_store: Any, error: BaseException) -> SharedStore | None:
-    """What the ranks share; None if rank 0 has not come, for which a rank that fails by itself waits a little."""
-    name = life.name(0.0 if isinstance(error, _C.PipelineError) else _LINGER)
+def _part_of(incarnation: Incarnation, group_store: Any, error: BaseException) -> SharedStore | None:
+    """The part of the store that the ranks share; None if rank 0 has not come.
+
+    A rank that fails by itself waits a little for rank 0.
+    """
+    name = incarnation.name(0.0 if isinstance(error, _C.PipelineError) else _LINGER)
     return None if name is None else SharedStore(group_store, _PREFIX).part(name)
 
 

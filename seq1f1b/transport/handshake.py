@@ -41,7 +41,7 @@ def _naming(peer: int) -> Iterator[None]:
         raise ConnectionError(f"rank {peer} did not answer: {error}") from error
 
 
-class Meeting:
+class Handshake:
     """Connects a rank with others of its host over abstract Unix sockets, which have no name in the file system.
 
     Such a name exists in one network namespace only, so whom a rank cannot :meth:`dial` is on another host, or behind

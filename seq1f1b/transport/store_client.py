@@ -131,11 +131,11 @@ def own_connection(store: Any, timeout_s: float) -> Any:
         store.set_timeout(before)
 
 
-class StoreLink:
-    """The thread. Torch's calls of a store wait without limit while the link to it is down (torch 2.13), so everybody
-    else asks the thread, and waits as long as they like.
+class StoreClient:
+    """The one thread that talks to the store; all others ask it, and wait as long as they like.
 
-    It ends with the last reference to the link: an interrupt may come before there is anyone to close it.
+    Torch's calls of a store wait without limit while the connection is down (torch 2.13). The thread ends with the last
+    reference to the client: an interrupt may come before there is anyone to close it.
     """
 
     def __init__(self, store: SharedStore) -> None:
@@ -167,7 +167,7 @@ class StoreLink:
         return answer
 
     def ask(self, do: Callable[[], _T], limit_s: float, look: Callable[[], None] = lambda: None) -> _T:
-        """What a call of the store returns.
+        """Has the thread call the store, and returns what that gives.
 
         Args:
             look: called while the answer is not there; may raise.
@@ -197,7 +197,7 @@ class StoreLink:
 
 
 class _Server:
-    """What the thread knows. It does not know the link."""
+    """State of the thread, which does not hold the client."""
 
     def __init__(self) -> None:
         self.lost: str | None = None

@@ -1,4 +1,4 @@
-"""What tells the ranks that are alive from earlier ones, whose values are still in their launcher's store.
+"""Tells the ranks that are alive from earlier ones, whose values are still in their launcher's store.
 
 torchrun keeps one store for a job and all of its restarts. It counts the restarts of each machine by itself, so that
 the count (``TORCHELASTIC_RESTART_COUNT``) names no start that all ranks have in common.
@@ -20,12 +20,12 @@ from seq1f1b.transport.descriptors import uninterrupted
 from seq1f1b.transport.processes import first_line
 
 _TAG = (1 << 31) - 2  # no edge of any generation has it, nor have gradients of tied parameters
-_lives: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
+_incarnations: weakref.WeakKeyDictionary[Any, Incarnation] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-class Life:
-    """The name of a process group from its beginning to its end: what is under it in the store is of its ranks.
+class Incarnation:
+    """One life of a process group, with a name: what is under the name in the store is from its ranks.
 
     Rank 0 chooses it. It travels through the group, whose messages come from ranks that are alive. gloo cannot be
     polled, and a thread that waits in it as the interpreter goes would end the process (torch 2.13); so nobody waits,
@@ -45,9 +45,11 @@ class Life:
                 self.lost = peer, f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}"
 
     @staticmethod
-    def of(process_group: Any, rank: int, size: int) -> Life:
+    def of(process_group: Any, rank: int, size: int) -> Incarnation:
         with _lock, uninterrupted():
-            return _lives.get(process_group) or _lives.setdefault(process_group, Life(process_group, rank, size))
+            return _incarnations.get(process_group) or _incarnations.setdefault(
+                process_group, Incarnation(process_group, rank, size)
+            )
 
     def name(self, limit_s: float, look: Callable[[], None] = lambda: None) -> str | None:
         """None if it has not come in so many seconds, as rank 0 has not, or never will.

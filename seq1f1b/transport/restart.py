@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
 from torch.distributed.rendezvous import rendezvous
 
-from seq1f1b.transport.link import SharedStore
+from seq1f1b.transport.store_client import SharedStore
 
 
 def init_process_group(

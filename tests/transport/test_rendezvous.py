@@ -25,7 +25,7 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
-from seq1f1b.transport.link import SharedStore
+from seq1f1b.transport.store_client import SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
 
@@ -427,7 +427,7 @@ def test_no_port_is_opened_beside_the_launchers(tmp_path: Path) -> None:
 import os, pathlib, sys, torch.distributed as dist
 sys.path[:0] = sys.argv[1:]
 dist.init_process_group("gloo")
-from test_arrival import engine, step
+from test_rendezvous import engine, step
 def listening():
     own = set()
     for fd in os.listdir("/proc/self/fd"):
