@@ -113,7 +113,7 @@ typedef struct {
 int s1f_read_table(PyObject *given, const s1f_shape *shape, s1f_table *table);
 int s1f_read_attribute(PyObject *owner, const s1f_shape *shape, s1f_table *table);
 void s1f_free_tables(s1f_table *tables, int count);
-/* The seconds of every pass, of a seq1f1b.Costs, with those that stand in for None. Tables are written also on an error. */
+/* Seconds of every pass of a seq1f1b.Costs, with those that stand in for None. Tables are written also on an error. */
 int s1f_read_pass_seconds(PyObject *costs, const s1f_shape *shape, s1f_table passes[S1F_MAX_PASSES]);
 
 /* -- results ------------------------------------------------------------------------------------------------------- */

@@ -671,7 +671,8 @@ PyMethodDef s1f_schedule_methods[] = {
     {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
     {"program_lower", program_lower, METH_VARARGS,
      "program_lower(schedule, prefetch, with_receives=False, rank=-1): checks, lowers; a program handle. rank: "
-     "that runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: of all."},
+     "that runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: "
+     "of all."},
     {"program_lower_edges", program_lower_edges, METH_VARARGS,
      "program_lower_edges(schedule, prefetch): the same without instructions, for program_simulate and "
      "program_memory."},

@@ -259,7 +259,7 @@ static int split_activations(s1f_table *tables, int64_t count)
     return 1;
 }
 
-/* From a seq1f1b.schedule.StepMemory, and a seq1f1b.Links or NULL; 0 with the exception set. The tables are due either way. */
+/* From a seq1f1b.schedule.StepMemory, and a seq1f1b.Links or NULL; 0 with the exception set. Tables are due anyway. */
 static int read_bytes(PyObject *memory, PyObject *links, const s1f_shape *shape, s1f_table *tables,
                       s1f_memory_bytes *bytes)
 {
@@ -406,13 +406,15 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
 
 PyMethodDef s1f_simulate_methods[] = {
     {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, costs, durations, (jitter, transfer_jitter, seed), fill, (steps, optimizer_sync), keep, "
-     "progress): Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: totals, 1: start "
-     "and end, 2: slack and path; progress(units run) or None."},
+     "program_simulate(program, costs, durations, (jitter, transfer_jitter, seed), fill, (steps, optimizer_sync), "
+     "keep, progress): Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: "
+     "totals, 1: start and end, 2: slack and path; progress(units run) or None."},
     {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, memory, links): a Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a seq1f1b.Links."},
+     "program_memory(program, memory, links): a Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a "
+     "seq1f1b.Links."},
     {"program_changes", program_changes, METH_VARARGS,
-     "program_changes(program, memory): [rank][unit][holding] bytes that a unit takes at its start, and frees at its end."},
+     "program_changes(program, memory): [rank][unit][holding] bytes that a unit takes at its start, and frees at "
+     "its end."},
     {"program_fit", program_fit, METH_VARARGS,
      "program_fit(program, memory, costs, room per rank, recomputes, moves, start): a byte per cell of all "
      "stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."},

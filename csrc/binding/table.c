@@ -1,4 +1,4 @@
-/* table.c - costs and bytes as a caller gives them: a number, or nested sequences of the form that core/table.h names. */
+/* table.c - costs and bytes as a caller gives them: a number, or nested sequences of the form in core/table.h. */
 #include "binding.h"
 
 #include <string.h>
@@ -203,5 +203,6 @@ static PyObject *table_values(PyObject *Py_UNUSED(module), PyObject *arguments)
 
 PyMethodDef s1f_table_methods[] = {
     {"table_values", table_values, METH_VARARGS,
-     "table_values(schedule, name, per, is_whole, given): the values of a table as a flat list. per: PER_RANK, PER_STAGE."},
+     "table_values(schedule, name, per, is_whole, given): the values of a table as a flat list. per: PER_RANK, "
+     "PER_STAGE."},
     {NULL, NULL, 0, NULL}};

@@ -1,7 +1,7 @@
 /* table.h - values that a caller gives per rank, stage, segment or cell, and where the one of a unit lies.
  *
- * In C they are flat, stage after stage, each with its columns. A column is a segment where all micro-batches are alike;
- * in an order of rows it is a cell of the stage, for then each micro-batch has lengths of its own. */
+ * In C they are flat, stage after stage, each with its columns. A column is a segment where all micro-batches are
+ * alike; in an order of rows it is a cell of the stage, for then each micro-batch has lengths of its own. */
 #ifndef S1F_TABLE_H
 #define S1F_TABLE_H
 

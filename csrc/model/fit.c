@@ -93,8 +93,8 @@ static int64_t pop(walker *w)
 
 /* -- the choice ---------------------------------------------------------------------------------------------------- */
 
-/* Whether what the unit saved would be away at unit i of its rank: O stands behind F, A one unit later, L one unit before
- * the backward. */
+/* Whether what the unit saved would be away at unit i of its rank: O stands behind F, A one unit later, L one unit
+ * before the backward. */
 static int could_be_away(const walker *w, int64_t cell, int64_t i)
 {
     return i >= w->forward_at[cell] + 2 && i + 1 < w->backward_at[cell];

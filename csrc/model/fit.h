@@ -1,8 +1,8 @@
 /* fit.h - which units give up what their F has saved, so that each rank holds no more than it has room for.
  *
  * Each rank's order is walked once. Whenever it would hold more than its room, the live unit whose backward is furthest
- * away gives up: it is recomputed, or moved to a tier. Where all units are alike, no other choice gives up fewer: the rule
- * is Belady's, with backwards in place of reads. */
+ * away gives up: it is recomputed, or moved to a tier. Where all units are alike, no other choice gives up fewer: the
+ * rule is Belady's, with backwards in place of reads. */
 #ifndef S1F_FIT_H
 #define S1F_FIT_H
 

@@ -25,7 +25,8 @@ typedef struct { /* of one rank */
     int64_t total; /* most of all kinds together at one time */
 } s1f_memory_peak;
 
-/* peaks[num_ranks]. S1F_ERR_ARG if a number is negative or the sums could overflow; S1F_ERR_MEMORY. Linear in the number of units. Pure. */
+/* peaks[num_ranks]. S1F_ERR_ARG if a number is negative or the sums could overflow; S1F_ERR_MEMORY. Linear in the
+ * number of units. Pure. */
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks);
 
 /* Finds the bytes of single units; what `bytes` points to must outlive it. */

@@ -7,8 +7,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* One directed edge. Messages are numbered over all steps. A place holds one message at a time, so message n + num_places
- * is posted after n has been sent: the times of posts lie in a ring. */
+/* One directed edge. Messages are numbered over all steps. A place holds one message at a time, so message n +
+ * num_places is posted after n has been sent: the times of posts lie in a ring. */
 typedef struct {
     double *posted;  /* [n & mask] seconds */
     double *arrived; /* [n & mask] seconds, or [cell] where the receiver uses messages in another order; NOT_COME before
@@ -265,7 +265,7 @@ static inline void record(simulator *s, const s1f_stand *at)
     }
 }
 
-/* A copy of the walk for some features: go_NAME lets one rank go on until it waits, or is at the end of its list (1). */
+/* A copy of the walk for some features: go_NAME lets one rank go on until it waits, or ends its list (1). */
 #define DEFINE_WALK(NAME, CELLS, NOISE, EXTRAS)                                                                        \
     static inline void run_##NAME(void *context, const s1f_stand *at)                                                  \
     {                                                                                                                  \
@@ -406,7 +406,7 @@ static s1f_status run_all(simulator *s)
     return S1F_OK;
 }
 
-/* -- preparing ------------------------------------------------------------------------------------------------------ */
+/* -- preparing ----------------------------------------------------------------------------------------------------- */
 
 static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs)
 {

@@ -1,16 +1,16 @@
 /* simulate.h - when every unit of an order starts and ends, for given costs.
  *
  * The same rules as the executor: a rank walks its program in order; WAIT ends when the message has come, SEND begins
- * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other at
- * its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. */
+ * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other
+ * at its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. */
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
 #include "../core/program.h"
 
 typedef struct {
-    /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the order has none); or by its number in the
-     * order of its rank, [rank][i], to replay what was measured. */
+    /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the
+     * order has none); or by its number in the order of its rank, [rank][i], to replay what was measured. */
     const double *pass_seconds[S1F_MAX_PASSES];
     const double *const *unit_seconds;
     /* [s] up to the last stage but one, for the edges whose lower stage is s, both ways alike; NULL: 0. */
@@ -19,19 +19,20 @@ typedef struct {
     const int64_t *message_bytes;    /* [column]: activation and gradient alike; NULL: 0 */
     const int64_t *statistics_bytes; /* [column]: a message from shard to shard of the vocabulary; NULL: 0 */
     double send;                     /* seconds that a sender itself spends on each SEND */
-    /* [stage][column] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A and
-     * the backward of a moved unit wait for it. NULL: 0. Not with S1F_KEEP_CAUSES. */
+    /* [stage][column] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A
+     * and the backward of a moved unit wait for it. NULL: 0. Not with S1F_KEEP_CAUSES. */
     const double *tier_seconds;
-    /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit i
-     * of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
+    /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit
+     * i of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
     double jitter;
     /* The same of a message's time on the link and of its latency. Message n of an edge, counted over all steps, takes
      * draw n of splitmix64 started at seed + (num_ranks + 2 s + b) * 0xd1342543de82ef95, s the lower of its two stages,
-     * b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the gradients). Each message arrives by itself: a late one may come after the next. */
+     * b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the gradients). Each message
+     * arrives by itself: a late one may come after the next. */
     double transfer_jitter;
     uint64_t seed;
-    /* 1: while a rank waits for a message it runs W, of units whose I has run, in the order of its Ws and for as long as
-     * the wait takes; at its own place a W takes what is left. Not with S1F_KEEP_CAUSES. */
+    /* 1: while a rank waits for a message it runs W, of units whose I has run, in the order of its Ws and for as long
+     * as the wait takes; at its own place a W takes what is left. Not with S1F_KEEP_CAUSES. */
     int32_t fills;
     /* Steps in a row; 0 counts as 1. After a step a rank runs its optimizer for optimizer[rank] seconds (NULL: 0), at
      * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */

@@ -223,11 +223,11 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
         return status;
     int64_t payload_bytes = message->on_device ? 0 : message->payload_bytes;
     if (payload_bytes > arena->stride - S1F_HEADER_BYTES)
-        return s1f_fail(
-            S1F_ERR_ARG,
-            "%lld bytes do not fit in a place of %lld (%d places in the edge's %lld bytes of address space); " S1F_MORE_SPACE,
-            (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
-            (long long)arena->bytes);
+        return s1f_fail(S1F_ERR_ARG,
+                        "%lld bytes do not fit in a place of %lld (%d places in the edge's "
+                        "%lld bytes of address space); " S1F_MORE_SPACE,
+                        (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
+                        (long long)arena->bytes);
     uint64_t position = position_of(arena, sequence + 1);
     status = wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence);
     if (status != S1F_OK)

@@ -77,8 +77,8 @@ difference lse_difference(const sequence *x, const double *want);
 int spare_rows_untouched(const sequence *x);
 /* Begin of segment i of `parts`, and the end of the one before. */
 int64_t cut(const shape *s, int64_t parts, int64_t i);
-/* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all rows
- * it sees, the others add, as a stage does. */
+/* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all
+ * rows it sees, the others add, as a stage does. */
 void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context);
 
 #endif

@@ -39,7 +39,11 @@ static inline int check_failures(void)
 
 /* Lets allocation number n from now (0: the next one) by malloc, calloc, realloc, aligned_alloc or posix_memalign of
  * the core fail, and only that one; below 0: none. Returns how many were asked for since the last call. So
- *     for (int64_t n = 0;; n++) { fail_allocation(n); status = call(); asked = fail_allocation(-1); if (asked <= n) break; ... }
+ *     for (int64_t n = 0;; n++) {
+ *         fail_allocation(n); status = call(); asked = fail_allocation(-1);
+ *         if (asked <= n) break;
+ *         ...
+ *     }
  * fails each allocation of a call in turn. */
 int64_t fail_allocation(int64_t n);
 

@@ -248,7 +248,7 @@ static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arg
     return list;
 }
 
-/* -- the module ------------------------------------------------------------------------------------------------------ */
+/* -- the module ---------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
     {"edge_begin_step", edge_begin_step, METH_VARARGS, "edge_begin_step(end, num_places): enters a step."},

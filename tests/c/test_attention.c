@@ -231,7 +231,7 @@ static void test_chosen(shape s, int bits)
      * the logit's own size; exp makes that a relative error of p. */
     double stretch = s.logits > 1 && s.dtype != S1F_FLOAT64 ? s.logits * (double)s.head_dim * 0x1p-24 : 0;
     double rounded = eps + sums + stretch;
-    /* lse is as large as the logits and as exact; under a cap it is no larger than the cap, and off by as much still. */
+    /* lse is as large as the logits and as exact; under a cap it is at most the cap, and off by as much still. */
     double lse_tolerance = s.dtype == S1F_FLOAT64 ? eps : 1e-6 + (s.softcap > 0 ? stretch / s.softcap : 0);
     /* If all keys are one, dq is that key times the sum of ds, which is about 0: the error is that of its terms. */
     double cancelled = s.same_keys && s.logits > 1 ? sqrt(s.logits) : 1;
@@ -468,7 +468,7 @@ static void test_truths(void)
             }
 }
 
-/* Options over more than two blocks of 192 keys and 48 rows, so that some are skipped, some are cut and some are whole. */
+/* Options over more than two blocks of 192 keys and 48 rows, so that some are skipped, some cut and some whole. */
 static void test_options(int isa)
 {
     static const shape cases[] = {

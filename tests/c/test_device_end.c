@@ -1,9 +1,9 @@
 /* test_device_end.c - do edges between GPUs carry the right data in any timing, and end a step when something breaks?
  *
- * GPUs and NCCL are stand-ins (tests/stand_ins): queues that run in order of issue, receives that block them, sends that
- * need their receive, calls that stay in progress. Ranks are threads with a GPU each. A unit is a function on the GPU's
- * stream: when it runs it reads its input, which has to be the neighbour's result, and writes its own into memory that
- * was given back most recently, so that a buffer given back too early is overwritten at once. */
+ * GPUs and NCCL are stand-ins (tests/stand_ins): queues that run in order of issue, receives that block them, sends
+ * that need their receive, calls that stay in progress. Ranks are threads with a GPU each. A unit is a function on the
+ * GPU's stream: when it runs it reads its input, which has to be the neighbour's result, and writes its own into memory
+ * that was given back most recently, so that a buffer given back too early is overwritten at once. */
 #include "check.h"
 #include "core/lower.h"
 #include "core/receives.h"
@@ -206,7 +206,7 @@ static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t 
     return S1F_OK;
 }
 
-/* -- a pipeline of threads ------------------------------------------------------------------------------------------- */
+/* -- a pipeline of threads ----------------------------------------------------------------------------------------- */
 
 static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
 {
@@ -576,7 +576,7 @@ static void end_stall(rank_state *state)
     s1f_device_leave(state->device);
 }
 
-/* A unit that does not end on its GPU: the others' bubble grows past the time-out while every host has started its all. */
+/* A unit that never ends on its GPU: the others' bubble grows past the time-out though every host has started all. */
 static void test_a_unit_that_stalls(void)
 {
     for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {

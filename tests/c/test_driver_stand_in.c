@@ -1,5 +1,5 @@
-/* test_driver_stand_in.c - does the stand-in for the CUDA driver keep the rules that transports rely on, block where the
- * real one may block, and report each trap? What a GPU would do is not tested here: there is none. */
+/* test_driver_stand_in.c - does the stand-in for the CUDA driver keep the rules that transports rely on, block where
+ * the real one may block, and report each trap? What a GPU would do is not tested here: there is none. */
 #include "stand_in_test.h"
 
 #include <pthread.h>

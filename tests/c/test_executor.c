@@ -1,7 +1,8 @@
 /* test_executor.c - does the walk run every unit once, in its order, on its input, and does a failure end every rank?
  *
- * Ranks are threads over loopback arenas; compute is fake. F of stage s hands on what it got plus one, so that its output
- * is a function of (stage, micro-batch, segment), and B does the same on the way back: whoever receives can tell. */
+ * Ranks are threads over loopback arenas; compute is fake. F of stage s hands on what it got plus one, so that its
+ * output is a function of (stage, micro-batch, segment), and B does the same on the way back: whoever receives can
+ * tell. */
 #include "check.h"
 
 #include "run/arena.h"
@@ -284,7 +285,7 @@ static void test_complete_steps(void)
     }
 }
 
-/* Every unit of every rank fails in turn: all ranks end, what was handed out is released, and the next step is whole. */
+/* Every unit of every rank fails in turn: all ranks end, what was handed out is released, the next step is whole. */
 static void test_a_failing_unit(void)
 {
     enum { RANKS = 3, MICROBATCHES = 2, SEGMENTS = 2, UNITS = 2 * MICROBATCHES * SEGMENTS };
@@ -371,8 +372,8 @@ static void check_seen(const rank_state *state, s1f_unit unit, int32_t num_input
     CHECK(!"the unit ran");
 }
 
-/* The lowered program of three ranks, in which the middle one's F0.0 waits for two messages and its F0.1 sends its result
- * to both neighbours, in place of the gradient that B0.1 would send. */
+/* The lowered program of three ranks, in which the middle one's F0.0 waits for two messages and its F0.1 sends its
+ * result to both neighbours, in place of the gradient that B0.1 would send. */
 static void test_several_messages(void)
 {
     rank_state states[3];

@@ -1,5 +1,5 @@
-/* test_nccl_stand_in.c - does the stand-in for NCCL keep the rules that transports rely on, block where the real one may
- * block, and report each trap? */
+/* test_nccl_stand_in.c - does the stand-in for NCCL keep the rules that transports rely on, block where the real one
+ * may block, and report each trap? */
 #include "stand_in_test.h"
 
 #include <pthread.h>

@@ -260,7 +260,7 @@ static s1f_status find_slack_and_memory(void)
     return status;
 }
 
-/* A failed allocation is S1F_ERR_MEMORY, leaves *out alone and nothing behind; a shrinking realloc may fail unnoticed. */
+/* A failed allocation is S1F_ERR_MEMORY, leaves *out alone, nothing behind; a shrinking realloc may fail unnoticed. */
 static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
 {
     int64_t n = 0, failed = 0;

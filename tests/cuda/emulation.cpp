@@ -1,4 +1,4 @@
-/* emulation.cpp - fibers, shared memory with its shadow, asynchronous copies, extents of global memory; see emulation.h. */
+/* emulation.cpp - fibers, shared memory and its shadow, asynchronous copies, global memory; see emulation.h. */
 #include "../../kernels/cuda/sm80_primitives.cuh"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace
 
 enum { STACK_BYTES = 64 * 1024, MOST_THREADS = 1024, LAUNCH_FAILURE = 719 /* cudaErrorLaunchFailure */ };
 
-/* -- fibers: a place in the code and its stack ----------------------------------------------------------------------- */
+/* -- fibers: a place in the code and its stack --------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
 /* Saves what a call must preserve on the stack that is left; ucontext's swap makes a system call each time. */
@@ -93,7 +93,7 @@ void begin_at(place &p, char *stack, void (*entry)())
 }
 #endif
 
-/* -- the machine ----------------------------------------------------------------------------------------------------- */
+/* -- the machine --------------------------------------------------------------------------------------------------- */
 
 enum : int16_t { NOBODY = -1, SEVERAL_WARPS = -2, LANES_OF = 2048 /* + warp */ };
 
@@ -235,8 +235,8 @@ void run_another()
          m.num_threads, m.num_finished);
 }
 
-/* Shared memory has 32 banks of 4 bytes. It serves 16 bytes for 8 lanes at once, or 4 for 32; different addresses in the
- * same banks take turns. */
+/* Shared memory has 32 banks of 4 bytes. It serves 16 bytes for 8 lanes at once, or 4 for 32; different addresses in
+ * the same banks take turns. */
 void count_conflicts(const warp_accesses &of)
 {
     const int lanes_at_once = of.bytes == CHUNK_BYTES ? 8 : 32;
@@ -277,7 +277,7 @@ void settle_accesses(int w)
         m.threads[(size_t)(w * WARP_SIZE + lane)].accesses = 0;
 }
 
-/* -- shared memory --------------------------------------------------------------------------------------------------- */
+/* -- shared memory ------------------------------------------------------------------------------------------------- */
 
 /* Whether the access happened with no barrier between it and now, by another thread than t. */
 bool races(const access_mark &mark, int t)
@@ -359,7 +359,7 @@ void read_source(const copy &c)
         memset(shared_pointer(c.shared), 0, CHUNK_BYTES);
 }
 
-/* -- global memory --------------------------------------------------------------------------------------------------- */
+/* -- global memory ------------------------------------------------------------------------------------------------- */
 
 void claim(std::vector<int32_t> &marks, size_t index, bool add)
 {
@@ -373,7 +373,7 @@ bool of_another_block(int32_t mark)
     return mark != 0 && mark != m.block_number;
 }
 
-/* -- what 32 lanes do together ----------------------------------------------------------------------------------------- */
+/* -- what 32 lanes do together ------------------------------------------------------------------------------------- */
 
 float from_bf16(uint16_t bits)
 {
@@ -481,7 +481,7 @@ void perform(int w)
     }
 }
 
-/* -- a launch ---------------------------------------------------------------------------------------------------------- */
+/* -- a launch ------------------------------------------------------------------------------------------------------ */
 
 void fiber()
 {
@@ -737,7 +737,7 @@ struct fp16_table {
 } // namespace emulation
 } // namespace s1f
 
-/* -- for the tests, in C -------------------------------------------------------------------------------------------------- */
+/* -- for the tests, in C ------------------------------------------------------------------------------------------- */
 
 using s1f::emulation::m;
 

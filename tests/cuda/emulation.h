@@ -3,16 +3,16 @@
  * A launch runs its blocks one after the other in random order, each thread of a block as a fiber. The fibers of a warp
  * meet at every operation that takes all 32 lanes, the fibers of a block at its barriers; in between they run in random
  * order. What a GPU leaves undefined is an error here, or happens at random by the seed:
- *   - an asynchronous copy reads and writes when it is issued, or when it is waited for; till then its destination is NaN,
- *     and reading it, or writing to it, is an error
- *   - two threads that touch the same shared memory without a barrier between, one of them writing, are an error; so are
- *     two blocks that do so in global memory, but for sums by global_add
+ *   - an asynchronous copy reads and writes when it is issued, or when it is waited for; till then its destination is
+ *     NaN, and reading it, or writing to it, is an error
+ *   - two threads that touch the same shared memory without a barrier between, one of them writing, are an error; so
+ *     are two blocks that do so in global memory, but for sums by global_add
  *   - shared memory is NaN at first, and reading it before it is written is an error
- *   - whatever lies outside of shared memory, or of the extents of global memory that the test named, is an error; so are
- *     unaligned addresses, lanes of a warp or threads of a block that do not all arrive, and copies nobody waits for
- * The first error ends the launch and is kept as text. Matrix products are exact, and rounded once, towards zero: tensor
- * cores do about that. Built with -ffp-contract=fast, products that are added become FMAs, as nvcc makes them. Nothing
- * here tells how long anything takes, but for bank conflicts, which are counted. */
+ *   - whatever lies outside of shared memory, or of the extents of global memory that the test named, is an error; so
+ *     are unaligned addresses, lanes of a warp or threads of a block that do not all arrive, and copies without a wait
+ * The first error ends the launch and is kept as text. Matrix products are exact, and rounded once, towards zero:
+ * tensor cores do about that. Built with -ffp-contract=fast, products that are added become FMAs, as nvcc makes them.
+ * Nothing here tells how long anything takes, but for bank conflicts, which are counted. */
 #ifndef S1F_TESTS_EMULATION_H
 #define S1F_TESTS_EMULATION_H
 

@@ -1,5 +1,5 @@
-/* sm90a_warpgroup_probes.cu - products of a warpgroup (wgmma) out of tiles as copy_tile lays them out: do the descriptors
- * and lane maps of docs/ideas/cuda.md hold? warpgroup_probes.py says what must come out.
+/* sm90a_warpgroup_probes.cu - products of a warpgroup (wgmma) out of tiles as copy_tile lays them out: do the
+ * descriptors and lane maps of docs/ideas/cuda.md hold? warpgroup_probes.py says what must come out.
  *
  *   D = A B       A 64 x 64; B 64 deep; D[row][column] is element d[column / 8 * 4 + r] of thread t, with
  *                 row = 16 (t / 32) + t % 32 / 4 + 8 (r / 2), column % 8 = 2 (t % 4) + r % 2

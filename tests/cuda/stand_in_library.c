@@ -1,4 +1,4 @@
-/* stand_in_library.c - a library of CUDA kernels without any: tells what it was asked to launch, or fails as it is told.
+/* stand_in_library.c - a library of CUDA kernels without any: tells what it was asked to launch, or fails as told.
  *
  * Built by tests/device/test_cuda_library.py, with VERSION and OPERATION. */
 #include "../../kernels/cuda/attention_arguments.h"

@@ -36,8 +36,8 @@ int failing_calls_disarm(void)
     return atomic_load(&struck);
 }
 
-/* Memory of the interpreter is left alone: where a new thread finds none as it begins, CPython 3.11's Thread.start waits
- * for it for ever (python/cpython#140746). */
+/* Memory of the interpreter is left alone: where a new thread finds none as it begins, CPython 3.11's Thread.start
+ * waits for it for ever (python/cpython#140746). */
 static int is_ours(int call, const void *caller)
 {
     Dl_info info;

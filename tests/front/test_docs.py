@@ -37,7 +37,8 @@ FILLED = re.compile(r"^<!-- fill: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 COMMANDS = {"seq1f1b": ["-m", "seq1f1b"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
 # Without a profile, which would have to be measured, and without files that only the reader has.
 READS_ONLY = re.compile(r"seq1f1b (compare|draw|simulate|plan|doctor)\b(?!.*(--profile|\.txt|\.json))")
-SOURCES = (".py", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh")
+C_SOURCES = (".c", ".h", ".cpp", ".cu", ".cuh")
+SOURCES = (".py", ".pyi", *C_SOURCES)
 FORM = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -176,6 +177,20 @@ def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
         if re.match(r"(Of|Where)\b", text)
     ]
     assert not dangling, "\n".join(dangling)
+
+
+def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
+    """clang-format breaks code, but neither comments nor texts."""
+    folders = ("csrc", "kernels", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in C_SOURCES]
+    assert len(files) > 200
+    long = [
+        f"{file.relative_to(ROOT)}:{number}: {len(line)} columns"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_the_index_of_benchmarks_has_them_all() -> None:

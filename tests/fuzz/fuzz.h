@@ -1,7 +1,8 @@
 /* fuzz.h - what every fuzz target in C is written with.
  *
- * A target is one file fuzz_<what>.c with LLVMFuzzerTestOneInput. It reads its arguments from the input, calls the core,
- * and holds the result to sentences (REQUIRE). run.py links it with libFuzzer, or with replay.c, which runs files. */
+ * A target is one file fuzz_<what>.c with LLVMFuzzerTestOneInput. It reads its arguments from the input, calls the
+ * core, and holds the result to sentences (REQUIRE). run.py links it with libFuzzer, or with replay.c, which runs
+ * files. */
 #ifndef S1F_TESTS_FUZZ_H
 #define S1F_TESTS_FUZZ_H
 
@@ -32,7 +33,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size); /* returns 0 */
         REQUIRE(s1f_last_error()[0] != '\0');                                                                          \
     } while (0)
 
-/* -- arguments from an input; all of them are 0 where it has ended -------------------------------------------------- */
+/* -- arguments from an input; all of them are 0 where it has ended ------------------------------------------------- */
 
 typedef struct {
     const uint8_t *at;

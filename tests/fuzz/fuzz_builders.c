@@ -1,4 +1,4 @@
-/* fuzz_builders.c - do the arguments of a family's builder give an order that keeps the rules and the caps, or an error? */
+/* fuzz_builders.c - do a family's arguments give an order that keeps the rules and the caps, or an error? */
 #include "order.h"
 
 #include "core/check.h"

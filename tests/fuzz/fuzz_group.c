@@ -1,4 +1,4 @@
-/* fuzz_group.c - does a rank read the block that all ranks share within its bounds, whatever another one wrote there? */
+/* fuzz_group.c - does a rank read the block that all ranks share within its bounds, whatever another wrote there? */
 #include "fuzz.h"
 
 #include "run/group.h"

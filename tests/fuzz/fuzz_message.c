@@ -2,7 +2,7 @@
  *
  * Rank 0 sends rank 1 the activations of two segments over an arena that both map. Then the input overwrites parts of
  * the two headers, as a peer could that runs other code, and the executor of rank 1 walks its step on them. Whatever
- * it hands to a unit is read as its header says. The arena ends where the last place ends: a read behind it is found. */
+ * it hands to a unit is read as its header says. The arena ends with the last place: a read behind it is found. */
 #include "fuzz.h"
 
 #include "core/lower.h"
@@ -136,7 +136,7 @@ static pipeline *make_pipeline(void)
     return &made;
 }
 
-/* -- one input ------------------------------------------------------------------------------------------------------ */
+/* -- one input ----------------------------------------------------------------------------------------------------- */
 
 static void send_forward(pipeline *p, int32_t segment)
 {

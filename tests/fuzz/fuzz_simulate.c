@@ -1,4 +1,4 @@
-/* fuzz_simulate.c - are times and bytes of an order plain numbers that fit each other, or refused? Any costs, any bytes. */
+/* fuzz_simulate.c - are an order's times and bytes plain numbers that fit each other, or refused? Costs are any. */
 #include "order.h"
 
 #include "model/critical.h"

@@ -39,7 +39,7 @@ void require_text_reads_back(const s1f_schedule *schedule)
     free(text);
 }
 
-/* -- programs ------------------------------------------------------------------------------------------------------- */
+/* -- programs ------------------------------------------------------------------------------------------------------ */
 
 static void require_slots(const s1f_program *program, const s1f_instruction *run)
 {
@@ -116,7 +116,7 @@ void require_program_is_sound(const s1f_program *program)
     free(walks);
 }
 
-/* -- what follows from an order that keeps the rules ---------------------------------------------------------------- */
+/* -- what follows from an order that keeps the rules --------------------------------------------------------------- */
 
 static void require_times(const s1f_program *program)
 {

@@ -1,4 +1,4 @@
-// torch_abi_headers.cpp - every prototype of csrc/torch/torch_abi.h against torch's own headers: drift is a compile error.
+// torch_abi_headers.cpp - every prototype of csrc/torch/torch_abi.h against torch's headers: drift is a compile error.
 // Compiled, never run: g++ -std=c++20 -fsyntax-only -I<torch>/include (tests/ops/test_torch_abi.py).
 #include <type_traits>
 

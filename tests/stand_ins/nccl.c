@@ -472,7 +472,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
     return ncclSuccess;
 }
 
-/* Any thread may call this, in any state. What waits in a stream ends; what it should have received is undefined: NaN. */
+/* Any thread may call this, in any state. What waits in a stream ends; what it was to receive is undefined: NaN. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     ENTER(ncclCommAbort, ncclInvalidUsage);

@@ -107,8 +107,8 @@ STAND_IN_API void stand_in_end_faults(void);
  * `result` as asynchronous error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
 STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
 
-/* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the driver),
- * number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
+/* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
+ * driver), number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
 /* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
