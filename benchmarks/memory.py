@@ -411,7 +411,7 @@ def train_ranks(rank: int, case: Case, arm: Spec | Ours, directory: str, path: s
 
 
 def train_whole(rank: int, case: Case, path: str) -> None:
-    """The same steps by the whole model on one process: torch's attention, every block checkpointed."""
+    """Trains the whole model on one process by the same steps: torch's attention, every block checkpointed."""
     torch.set_num_threads(os.cpu_count() or 1)
     model = case.stage(0, 1, "whole sequences")
     model.checkpoints = True

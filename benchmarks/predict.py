@@ -298,12 +298,12 @@ def quietly(world: World, processes: int, work: Callable[[Callable[[], object]],
 
 
 def work_seconds(setup: Setup, world: World, processes: int = CORES) -> float:
-    """What the fixed work takes in so many processes at once."""
+    """Seconds of the fixed work in so many processes at once."""
     return statistics.fmean(quietly(world, processes, partial(measure_work, setup)))
 
 
 def at_speed(measured: Measured, factor: float) -> Measured:
-    """The same units, each in so many times the seconds."""
+    """Scales the seconds of all units by ``factor``."""
     units = {
         key: {kind: [factor * t for t in times] for kind, times in by_kind.items()}
         for key, by_kind in measured.units.items()

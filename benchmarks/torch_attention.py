@@ -53,7 +53,7 @@ class _TwoCalls(torch.autograd.Function):
 
 
 class _TwoCallsInRows(_TwoCalls):
-    """The same over rows of a micro-batch, to which it writes the segment's keys and values.
+    """Two calls over the rows of a micro-batch, to which it writes the segment's keys and values.
 
     Every segment has a graph of its own: what its backward owes to earlier segments waits in the rows for theirs.
     """

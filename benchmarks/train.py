@@ -83,7 +83,7 @@ def compare(pairs: int, a: Arm, b: Arm) -> Pairs:
 
 
 def measure_attention(rank: int, model: str, pairs: int, only: str) -> None:
-    """The same engine and order under torch's attention, in the form that is fastest here, and under ours."""
+    """One engine and order under torch's attention, in the form that is fastest here, and under ours."""
     case, k = MODELS[model](8192, 2), 8
     for dtype in (torch.float32, torch.bfloat16):
         name = f"{model} S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"

@@ -56,7 +56,7 @@ class Place:
         return batch.chunk(self.num_replicas)[self.replica]
 
     def sharded(self, module: nn.Module) -> nn.Module:
-        """The same module, its parameters and what hangs on them cut over the replicas (FSDP2)."""
+        """Cuts the module's parameters, and what hangs on them, over the replicas (FSDP2)."""
         return module if self._mesh is None else fully_shard(module, mesh=self._mesh["replica"])
 
 

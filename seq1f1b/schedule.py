@@ -126,7 +126,7 @@ class Schedule:
         return schedule
 
     def replace(self, *, prefetch: int | None = None, weights: str | None = None) -> Schedule:
-        """The same units in the same order, but run with other places, or with W elsewhere.
+        """Returns the order with the same units, but run with other places, or with W elsewhere.
 
         Args:
             prefetch: receive places of a rank beyond the most that the order needs at once; a sender without a free
@@ -198,11 +198,11 @@ class Schedule:
         )
 
     def forward_only(self) -> Schedule:
-        """The same order without backward units: what evaluation runs."""
+        """Returns the order without backward units: what evaluation runs."""
         return self._from_handle(_C.schedule_forward_only(self.handle), like=self)
 
     def defer_weights(self, max_live_units: int | None = None) -> Schedule:
-        """The same order with every backward split, and W as late as memory allows.
+        """Returns the order with every backward split, and W as late as memory allows.
 
         Each W stands where its rank would else hold more units; the Ws of a rank stand in the order of its Is. If W
         runs in waits (``weights="fill"`` of :meth:`replace`), such an order has most to fill them with.
@@ -219,7 +219,7 @@ class Schedule:
         return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0), like=self)
 
     def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
-        """The same order with an R just before the backward of each of these units.
+        """Returns the order with an R just before the backward of each of these units.
 
         R needs no message, so it runs while the gradient that the backward waits for is on its way. A unit that has an
         R keeps it where it is, and one that is moved to a tier stays so; from text an order may have its Rs anywhere
@@ -237,7 +237,7 @@ class Schedule:
         return self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)), like=self)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
-        """The same order, in which what these units save is away, in a tier, while nobody reads it.
+        """Returns the order in which what these units save is away, in a tier, while nobody reads it.
 
         O stands right after F, A one unit later and L one unit before the backward: the rank runs one unit beside the
         way out, and one beside the way back. A unit stays here if it would not be away while another one runs, or if it
@@ -262,7 +262,7 @@ class Schedule:
         by: Sequence[str] = ("recompute",),
         costs: Costs = Costs(),
     ) -> Schedule:
-        """The same order, in which as few units as possible are recomputed, or moved to a tier, so that it fits.
+        """Returns the order in which as few units as possible are recomputed, or moved to a tier, so that it fits.
 
         Whenever a rank would hold more than its room, the live unit whose backward is furthest away gives up what its F
         has saved. With both ways open a unit moves where the tier is back in time for it, and is recomputed elsewhere.
@@ -295,8 +295,10 @@ class Schedule:
         return order
 
     def cell_kinds(self) -> tuple[str, ...]:
-        """What becomes of what each unit saves: a text for each stage, with a letter for each segment, and a blank
-        between micro-batches. ``.`` it is kept, ``R`` the unit is recomputed, ``L`` it is moved, and comes back.
+        """A text for each stage, with a letter for each segment and a blank between micro-batches.
+
+        The letter tells what becomes of what the unit saves: ``.`` it is kept, ``R`` the unit is recomputed, ``L`` it
+        is moved, and comes back.
 
         :meth:`with_cell_kinds` is the way back.
         """
@@ -306,7 +308,7 @@ class Schedule:
         return tuple(" ".join(letters[at + a : at + b] for a, b in pairwise(cells)) for at in starts)
 
     def with_cell_kinds(self, rows: Sequence[str]) -> Schedule:
-        """The same order with an R, or with O, A and L, of the units that :meth:`cell_kinds` names so.
+        """Returns the order with an R, or with O, A and L, for the units that :meth:`cell_kinds` names so.
 
         Raises:
             ScheduleError: this order breaks a rule.
@@ -337,7 +339,7 @@ class Schedule:
     def spread_vocabulary(
         self, ahead: int | None = None, costs: Costs = Costs(), *, head: bool = True, embedding: bool = False
     ) -> Schedule:
-        """The same order with the rows of the vocabulary spread over the ranks.
+        """Returns the order with the rows of the vocabulary spread over the ranks.
 
         With S and T of every segment, the last stage waits for them between its forward and its backward, so forwards
         go ahead of all else. With E and G, the first stage waits for E.
@@ -519,7 +521,7 @@ class Schedule:
         return values
 
     def _memory(self, program: Any, memory: StepMemory, links: Links) -> PeakMemory:
-        """What is constant is added here."""
+        """Peaks of every rank; adds what is held throughout a step."""
 
         def per_rank(name: str, given: Any) -> tuple[int, ...]:
             held = [0] * self.num_ranks

@@ -1,4 +1,4 @@
-"""What a step costs and holds, and what a simulation of it tells: plain data."""
+"""Costs and bytes of a step, and the result of a simulation: plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seconds = float | Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Links:
-    """What messages between stages take.
+    """Times and bytes of messages between stages.
 
     Attributes:
         latency: seconds from the end of a message's transfer to its arrival; a number, or ``[stage]``, one for the
@@ -155,7 +155,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step costs. Tuples hold one value per rank; times in seconds.
+    """Times and peaks of one simulated step. Tuples hold one value per rank; times in seconds.
 
     Attributes:
         makespan: first start to last end over all ranks.

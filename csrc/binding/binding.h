@@ -21,7 +21,7 @@ PyObject *s1f_raise(s1f_status status);
 /* Runs Python's signal handlers, with or without the GIL; S1F_ERR_PYTHON where one raised. */
 s1f_status s1f_check_signals(void);
 struct s1f_group;
-/* The same; a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
+/* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
 /* None, or the exception of the status. */
 PyObject *s1f_none(s1f_status status);

@@ -4,11 +4,11 @@
 
 #include "schedule.h"
 
-/* The same order with every backward as I, and W in the order of the rank's I, each where its rank would else hold more
- * than max_live_units live units (F to the end of the backward, R to it where they are recomputed); the others at the
- * end. max_live_units 0: the most that any rank holds in the order as it is. S1F_ERR_SCHEDULE where the order breaks a
- * rule; S1F_ERR_ARG where a rank holds more units whenever its Ws run; S1F_ERR_MEMORY. *out is owned by the caller and
- * untouched on error. */
+/* Makes the order with every backward as I, and W in the order of the rank's I, each where its rank would else hold
+ * more than max_live_units live units (F to the end of the backward, R to it where they are recomputed); the others at
+ * the end. max_live_units 0: the most that any rank holds in the order as it is. S1F_ERR_SCHEDULE where the order
+ * breaks a rule; S1F_ERR_ARG where a rank holds more units whenever its Ws run; S1F_ERR_MEMORY. *out is owned by the
+ * caller and untouched on error. */
 s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out);
 
 typedef struct {   /* W of a unit whose backward is split: numbers in the order of its rank */

@@ -24,10 +24,10 @@
  * S1F_ERR_SCHEDULE names the rule that the order breaks. *out is owned by the caller and untouched on error. Time is
  * linear in the number of units but for slots, which come from a heap; memory is linear. */
 s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
-/* The same for one rank to run: with its instructions and those of its neighbours, whose SENDs to others have no place,
+/* Lowers for one rank to run: with its instructions and those of its neighbours, whose SENDs to others have no place,
  * and with the peaks of its stages. */
 s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out);
-/* The same without instructions and peaks: edges, places and units, all that times and memory (model/) ask for. */
+/* Lowers without instructions and peaks: edges, places and units, all that times and memory (model/) ask for. */
 s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
 
 #endif

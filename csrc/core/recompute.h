@@ -4,7 +4,7 @@
 
 #include "schedule.h"
 
-/* The same order with an R just before B, or I, of every cell chosen[cell of all stages] (NULL: of all); a cell that
+/* Makes the order with an R just before B, or I, of every cell chosen[cell of all stages] (NULL: of all); a cell that
  * has one, or whose unit is moved away, stays as it is. R waits for no message: it runs while the gradient that B waits
  * for is on its way. An order that does not go back stays as it is. S1F_ERR_SCHEDULE where the order breaks a rule;
  * S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */

@@ -64,7 +64,8 @@ uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
 /* Counts, placement and products of the order as it stands; what it points to is borrowed. `optional` is NULL: ask so
  * where it does not matter which cells are recomputed, or moved. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
-/* The same with `optional`, which is found once, and borrowed until the next append or free. S1F_ERR_MEMORY. */
+/* s1f_schedule_shape with `optional`, which is found once, and borrowed until the next append or free.
+ * S1F_ERR_MEMORY. */
 s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shape);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
 int s1f_schedule_shows_stages(const s1f_schedule *schedule);
@@ -73,7 +74,7 @@ int s1f_schedule_shows_stages(const s1f_schedule *schedule);
 int s1f_schedule_is_checked(const s1f_schedule *schedule);
 void s1f_schedule_note_checked(const s1f_schedule *schedule);
 
-/* The same order without what goes back, or is for it: what eval runs. *out is owned by the caller. */
+/* Makes the order without what goes back, or is for it: what eval runs. *out is owned by the caller. */
 s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule **out);
 
 /* -- text (schedule_text.c) ----------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ static s1f_status fail_at(const token *t, const char *why)
     return s1f_fail(S1F_ERR_ARG, "line %d, unit %d, '%s': %s", t->line, t->number, text, why);
 }
 
-/* The same for a unit, which has no text of its own if it was given as one. */
+/* fail_at for a unit, which has no text of its own if it was given as one. */
 static s1f_status fail_at_unit(const parsed_unit *unit, const char *why)
 {
     char text[UNIT_TEXT_BYTES];

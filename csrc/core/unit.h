@@ -139,14 +139,14 @@ static inline int64_t s1f_cell(const s1f_shape *shape, s1f_unit unit)
 {
     return s1f_first_cell(shape, unit.microbatch) + unit.segment;
 }
-/* The same among the cells of all stages. */
+/* Number of a unit's cell among those of all stages. */
 static inline int64_t s1f_cell_of_all(const s1f_shape *shape, s1f_unit unit)
 {
     return unit.stage * s1f_num_cells(shape) + s1f_cell(shape, unit);
 }
 /* The unit of a pass and a stage that has this cell. */
 s1f_unit s1f_unit_of_cell(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t cell);
-/* The same unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the
+/* The i-th unit of a pass that goes back: its micro-batch is that of the i-th cell, and its segment counts from the
  * last. */
 s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stage, int64_t i);
 

@@ -1,6 +1,6 @@
 /* simulate.h - when every unit of an order starts and ends, for given costs.
  *
- * The same rules as the executor: a rank walks its program in order; WAIT ends when the message has come, SEND begins
+ * The rules are the executor's: a rank walks its program in order; WAIT ends when the message has come, SEND begins
  * when the receiver has posted its place (the credit). A directed edge is one link: messages pass one after the other
  * at its bandwidth, then take the latency; the sender goes on meanwhile. Credits take no time. */
 #ifndef S1F_SIMULATE_H
@@ -25,10 +25,10 @@ typedef struct {
     /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit
      * i of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
     double jitter;
-    /* The same of a message's time on the link and of its latency. Message n of an edge, counted over all steps, takes
-     * draw n of splitmix64 started at seed + (num_ranks + 2 s + b) * 0xd1342543de82ef95, s the lower of its two stages,
-     * b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the gradients). Each message
-     * arrives by itself: a late one may come after the next. */
+    /* Spread, as jitter, of a message's time on the link and of its latency. Message n of an edge, counted over all
+     * steps, takes draw n of splitmix64 started at seed + (num_ranks + 2 s + b) * 0xd1342543de82ef95, s the lower of
+     * its two stages, b 1 where it goes to the lower stage (and 2 num_stages more for each channel behind the
+     * gradients). Each message arrives by itself: a late one may come after the next. */
     double transfer_jitter;
     uint64_t seed;
     /* 1: while a rank waits for a message it runs W, of units whose I has run, in the order of its Ws and for as long

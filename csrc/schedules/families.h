@@ -64,10 +64,10 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
 typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, int64_t context, int64_t i);
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
                                   s1f_append *forward, s1f_append *backward, int64_t context);
-/* The same where an item is a unit of the rank's own stage, in plain order. */
+/* s1f_schedule_alternate where an item is a unit of the rank's own stage, in plain order. */
 s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup);
-/* The same where an item is a group of `size` micro-batches in plain order, which goes forward, and back, as a whole.
- * `size` divides M. */
+/* s1f_schedule_alternate where an item is a group of `size` micro-batches in plain order, which goes forward, and back,
+ * as a whole. `size` divides M. */
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
 /* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);

@@ -315,7 +315,7 @@ class CausalLMStage(nn.Module):
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        # The same children, under the same names, as the model's, which is itself not a child.
+        # Children and their names are the model's, which is itself not a child.
         self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=embedding, head=head)
         for name, child in causal_lm.named_children():
             self.add_module(name, child)

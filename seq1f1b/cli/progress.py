@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(total: float, what: str) -> Iterator[Callable[[float], None] | None]:
-    """What to call with the amount done out of ``total``; None where nobody looks. Gone at the end."""
+    """Shows a bar; call the result with the amount done out of ``total``. Without a terminal it is None."""
     if not sys.stderr.isatty():
         yield None
         return

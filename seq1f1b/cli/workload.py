@@ -1,4 +1,4 @@
-"""What the commands work on: a model on a machine, and schedules with their counts and costs."""
+"""Subjects of the commands: a model on a machine, and schedules with their counts and costs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
 
 
 def schedule_kinds() -> str:
-    """What a schedule may be, for help texts."""
+    """Lists the values of a schedule argument, for help texts."""
     return f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
 
 
@@ -284,7 +284,7 @@ def units_per_microbatch(schedule: Schedule) -> int:
 
 
 def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
-    """What a step takes. Without a model all segments cost the same, and so do all stages."""
+    """Costs of a step. Without a model all segments cost the same, and so do all stages."""
     parts = units_per_microbatch(schedule)
     tier, optimizer = (getattr(options, "offload", None) or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
@@ -302,7 +302,7 @@ def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
 
 
 def memory_of(schedule: Schedule, options: argparse.Namespace) -> StepMemory | None:
-    """What a step of a model holds."""
+    """Bytes that a step of a model holds; None without a model."""
     if options.model is None:
         return None
     cost, sizes = model_of(schedule, options)

@@ -1,1 +1,1 @@
-"""What a run will cost: models, machines, profiles, the search for a plan, comparisons."""
+"""Costs of a run: models, machines, profiles, the search for a plan, comparisons."""

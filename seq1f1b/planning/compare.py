@@ -195,7 +195,7 @@ def _named(names: Sequence[str]) -> list[Family]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What every family does, and the caps that it has to keep."""
+    """The work that every family does, and the caps that it has to keep."""
 
     num_ranks: int
     num_microbatches: int
@@ -227,8 +227,7 @@ class _Work:
         return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
 
     def cap_option(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        """What "auto" takes for the cap in micro-batches. One below the micro-batch that it has to hold is for its row
-        to say."""
+        """The option of "auto" for the cap in micro-batches. Its row tells if the cap is below one micro-batch."""
         most = self.cap_microbatches
         if family.name != "auto" or most is None or most >= self.num_microbatches:
             return {}

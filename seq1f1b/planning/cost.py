@@ -18,7 +18,7 @@ from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 __all__ = ["CostModel", "RankBytes", "Span", "UnitSeconds", "pairs_of"]
 
 RECOMPUTE = ("none", "ffn", "full")
-"""What backward computes again: nothing, the feed-forward's inner activations, or all but the input of each layer."""
+"""Recomputation inside the backward: nothing, the feed-forward's inner activations, or all but each layer's input."""
 
 _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
 
@@ -35,8 +35,7 @@ class UnitSeconds(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a segment's time depends on: its tokens, the pairs of one of them and a token that it attends to, and the
-    tokens up to its end."""
+    """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end."""
 
     tokens: int
     pairs: float
@@ -295,7 +294,7 @@ class CostModel:
         return UnitSeconds(*([row[i] for row in rows] for i in range(len(factors))))
 
     def _unit_seconds(self) -> PassSeconds:
-        """What a unit takes beyond its layers."""
+        """Seconds that a unit takes beyond its layers."""
         if not isinstance(self.hardware, ProfiledHardware) or self.profile is None:
             return _NOTHING
         return PassSeconds(*(self.hardware.measured_runs * seconds for seconds in self.profile.unit))
@@ -380,8 +379,10 @@ class CostModel:
         return latencies, rates
 
     def optimizer_seconds(self) -> list[float]:
-        """What follows the pipeline in every step, of each stage: exposed reduction of gradients, and the optimizer. A
-        rank needs the sum of its stages."""
+        """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
+
+        They are the exposed part of the gradients' reduction, and the optimizer.
+        """
         hw, d = self.hardware, self.layout.data
         moved = (d - 1) / d * (hw.gradient_bytes + hw.element_bytes)
         rate = self._link(d * self._shards * self.num_ranks)
@@ -390,7 +391,7 @@ class CostModel:
         return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
 
     def costs(self, schedule: Schedule, sizes: Sequence[int], *, moves: bool = False) -> Costs:
-        """What a step of the order takes. ``moves``: units may move to a tier, as far as the machine has one."""
+        """Costs of a step of the order. ``moves``: units may move to a tier, as far as the machine has one."""
         latencies, rates = self.links(schedule.rank_of_stage)
         optimizer = [0.0] * schedule.num_ranks
         for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
@@ -433,8 +434,10 @@ class CostModel:
         return saved
 
     def _left_bytes(self) -> tuple[float, float]:
-        """What W reads, of one token and layer: the inputs of the products that F saved, and what I leaves beside them:
-        gradients of q, k, v, gate, up and two outputs, and inputs that were computed again."""
+        """Bytes that W reads of one token and layer: inputs that F saved, and what I leaves beside them.
+
+        I leaves gradients of q, k, v, gate, up and two outputs, and inputs that were computed again.
+        """
         m, e = self.model, self.hardware.element_bytes
         routed = e * m.hidden * m.experts_per_token if m.experts > 1 else 0.0
         inputs = {"norms": e * (2 * m.hidden + self._q) + routed, "ffn": e * self._f}
@@ -585,7 +588,7 @@ class CostModel:
         longest: int,
         slot_tokens: int,
     ) -> list[RankBytes]:
-        """The same, of what units hold, of messages, and of the tokens of the longest segment and of a cache's slot."""
+        """The peak of every rank, from what units hold, messages, and the tokens of the longest segment and a slot."""
         hw = self.hardware
         stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
         for stage, rank in enumerate(schedule.rank_of_stage):

@@ -79,7 +79,7 @@ def fit_under(
     remedies: Sequence[str],
     costs: Costs,
 ) -> Schedule:
-    """The same order, in which units recompute or move until no rank holds more than ``cap``, or none is left.
+    """Lets units of an order recompute or move until no rank holds more than ``cap``, or no unit is left.
 
     Args:
         ranks: its bytes as it is.

@@ -23,7 +23,7 @@ _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
 _MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
 _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 REMEDIES = ("recompute", "offload")
-"""What single units may do so that an order fits: arguments of :meth:`seq1f1b.Schedule.fit`."""
+"""Ways of single units to make an order fit: arguments of :meth:`seq1f1b.Schedule.fit`."""
 _UNCERTAIN_BYTES = ("activation_factor", "allocator_reserve", "context_bytes")
 
 
@@ -141,7 +141,7 @@ class Pricing:
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
 
     def rule(self, candidate: Candidate) -> str | None:
-        """What the counts break, of the family's rules or the model's layers."""
+        """The rule of the family, or of the model's layers, that the counts break; None if they break none."""
         v, k = candidate.stages_per_rank, candidate.num_segments
         key = (candidate.family.name, v, k)
         if key not in self._rules:
@@ -202,7 +202,7 @@ class Pricing:
         return self._mean(self._bound(candidate, each.seq_len) for each in self.lengths)
 
     def _bound(self, candidate: Candidate, seq_len: int) -> float:
-        """The same for the steps of one length.
+        """The least seconds of the steps of one length.
 
         A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
         the first segment's way down to that stage and the way back up come on top.

@@ -45,7 +45,7 @@ _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 
 
 class Measured(NamedTuple):
-    """What one process measured of a stage; plain numbers. Seconds of the whole stage, one list entry per repetition.
+    """Measurements of a stage by one process: seconds of the whole stage, one list entry per repetition.
 
     Attributes:
         units: (begin, tokens) -> seconds of each kind of unit, ``F``, ``B``, ``I`` and ``W``; under ``R`` those of R
@@ -183,7 +183,7 @@ def moved_cut(cuts: Sequence[int]) -> int:
 
 
 class _Case(NamedTuple):
-    """What :func:`measure_stage` was given."""
+    """Arguments of :func:`measure_stage`."""
 
     stage: nn.Module
     make_inputs: Callable[[int], Tensor | tuple[Tensor, ...]]
@@ -379,7 +379,7 @@ def _samples(measured: Measured) -> list[Sample]:
 
 
 def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> PassSeconds:
-    """What a unit takes beyond its layers: of the same units in a stage of several layers, and in one of a single one.
+    """Seconds of a unit beyond its layers, from the same units in a stage of several layers and in one of a single one.
 
     Raises:
         ValueError: both have the same number of layers, or no unit in common.

@@ -1,4 +1,4 @@
-"""What the units of a step of rows cost: micro-batches of their own documents, lengths and segments."""
+"""Costs of the units of a step of rows: micro-batches of their own documents, lengths and segments."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RowCosts:
         return self._nest(self._cost.message_bytes(self._sizes))
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
-        """What the order takes, see :meth:`seq1f1b.planning.cost.CostModel.costs`; without the optimizer."""
+        """Costs of the order, see :meth:`seq1f1b.planning.cost.CostModel.costs`; without the optimizer."""
         latencies, rates = self._cost.links(schedule.rank_of_stage)
         tables = self._cost.moving_seconds(self._sizes) if moves else {}
         moving: dict[str, Any] = {name: [self._nest(row) for row in table] for name, table in tables.items()}

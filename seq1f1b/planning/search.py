@@ -27,7 +27,7 @@ _NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by na
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What a search found.
+    """Result of a search for plans.
 
     Attributes:
         plans: the best, fastest first.
@@ -266,7 +266,7 @@ def _best_that_fit(
 
 
 class _Wanted(NamedTuple):
-    """What is to be tried."""
+    """Values that a search tries."""
 
     families: Sequence[Family]
     stages_per_rank: Sequence[int]

@@ -39,7 +39,7 @@ _MOST_UNITS = 12_000  # of all ranks in all orders that one call builds, beyond 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What :func:`plan_step` found: ``engine.step(..., plan=plan)`` runs it.
+    """Plan of one step, from :func:`plan_step`: ``engine.step(..., plan=plan)`` runs it.
 
     Attributes:
         lengths: tokens of each document.

@@ -1,4 +1,4 @@
-"""What a pass of a stage allocates, beside what its graph keeps: measured on the CPU."""
+"""Bytes that a pass of a stage allocates beside what its graph keeps: measured on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _pass_bytes(
     loss: Callable[[Any], Tensor] | None,
     way: AbstractContextManager[None],
 ) -> tuple[float, float]:
-    """What a forward gives back, and what its backward holds beyond what was there."""
+    """Bytes that a forward gives back, and that its backward holds beyond what was there."""
     backward = 0.0
     with way:
         output, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)))
@@ -94,7 +94,7 @@ def _leaving_weights(stage: nn.Module) -> Iterator[None]:
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What it returns; the most bytes that were allocated beyond those at its begin, and those at its end."""
+    """Runs it; returns its result, the most bytes allocated beyond those at its begin, and those at its end."""
     with (
         _without_noise(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,

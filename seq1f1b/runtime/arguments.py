@@ -111,7 +111,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank gives up to hold less. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
+    """Ways in which a rank holds less. The argument ``memory`` of :class:`seq1f1b.PipelineEngine`.
 
     Args:
         recompute: which units keep their stage's input alone, and run the stage again just before their backward:
@@ -156,7 +156,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an engine was told, checked; :class:`seq1f1b.PipelineEngine` says what it means.
+    """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what it means.
 
     The field of an option stands in the group it belongs to, or here. Those that ranks must be given alike say so.
     """
@@ -208,7 +208,7 @@ class Options:
 
     @property
     def embedding_shard(self) -> VocabularyParallelEmbedding | None:
-        """The same of the input embedding."""
+        """This rank's shard of the input embedding, where the vocabulary is spread over the ranks."""
         return embedding_of(self.embedding)
 
     @property

@@ -58,7 +58,7 @@ def _contiguous(gradient: Tensor | None) -> Tensor | None:
 
 
 def import_backward() -> None:
-    """What torch imports in its first backward that is given gradients, sympy among it: half a second and more.
+    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
 
     Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
     """

@@ -1,4 +1,4 @@
-"""What a step is given, checked; and split for the units of this rank, once the length of its sequences is known."""
+"""Arguments of a step: checked, and split for this rank's units once the length of the sequences is known."""
 
 from __future__ import annotations
 

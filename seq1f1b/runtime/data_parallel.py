@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 class Ddp:
-    """What a stage under DDP needs around its passes, for the life of an engine."""
+    """Surrounds the passes of a stage under DDP, for the life of an engine."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         if module.static_graph:
@@ -81,7 +81,7 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class Fsdp:
-    """What a stage under FSDP2 needs around its passes.
+    """Surrounds the passes of a stage under FSDP2.
 
     Parameters stay whole from their first use in a step to the last backward, and in an evaluation to its end. So all
     replicas gather equally often, even if a loss that holds the head is not called for segments without targets.
@@ -132,7 +132,7 @@ class Fsdp:
         self._is_reduced = is_last
 
     def after_weight(self, is_last: bool) -> None:
-        """What FSDP2 does at the end of a backward: the last W reduces, others move gradients to the reduction's dtype.
+        """Does FSDP2's work after a backward: the last W reduces, others move gradients to the reduction's dtype.
 
         Otherwise the products of several W would be summed in the parameters' dtype.
         """

@@ -102,7 +102,7 @@ class Use(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What W needs of one use, with what tells whether it has been changed meanwhile."""
+    """Inputs of W from one use of a weight, with versions that tell whether they have been changed meanwhile."""
 
     use: Use
     x: Tensor  # (tokens, inputs)

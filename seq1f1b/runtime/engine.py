@@ -348,7 +348,7 @@ class PipelineEngine:
         self._pipeline.fail(reason)
 
     def report(self, gather: bool = False) -> Any:
-        """What the last step measured, beside what the plan says.
+        """Reports what the last step measured, beside what the plan says.
 
         Args:
             gather: collective: reports of all ranks, the makespan, and its simulation from measured durations.
@@ -366,7 +366,7 @@ class PipelineEngine:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What the last step measured, for :meth:`report`."""
+        """Record of the last step, for :meth:`report`; None before the first."""
         return self._runner.last_step
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def _last_unit(executor: Any) -> Unit | None:
 
 
 def _hint(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> str:
-    """What an error in a forward is likely to mean."""
+    """Explains an error in a forward where its cause is likely known, else returns ""."""
     unit = _last_unit(executor)
     if unit is None or unit.kind != "F" or unit.stage == 0 or not any(text in str(error) for text in _TOKENS_WANTED):
         return ""

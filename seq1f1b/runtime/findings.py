@@ -1,4 +1,4 @@
-"""What an engine tells a user of a model, a loss or targets that are likely wrong: causes, remedies, each told once.
+"""Warnings of a model, a loss or targets that are likely wrong: causes and remedies, each told once.
 
 Whoever looks hands over what it found: ``mixing.py`` at a stage's forward, ``loss_look.py`` at a loss, ``verify.py`` by
 numbers.
@@ -48,7 +48,7 @@ class Finding:
 
 
 class Findings:
-    """What was found in one stage, for the life of an engine: each finding is told once.
+    """Findings in one stage, for the life of an engine: each is told once.
 
     Args:
         unchecked: attention of another kind is a warning in any stage.

@@ -1,4 +1,4 @@
-"""What a training step adds to the gradients of a rank's parameters, apart from what was there where it must be."""
+"""Gradients that a training step adds, kept apart from those that were there where they must be."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepGradients:
         return wide or parameter.dtype
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the step has added to a gradient that started from nothing."""
+        """The gradient that the step has added, if it started from nothing."""
         zeros = self._zeros.get(id(parameter))
         return None if zeros is not None and parameter.grad is zeros and not zeros._version else parameter.grad
 

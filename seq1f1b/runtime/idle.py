@@ -62,7 +62,7 @@ CAUSES = tuple(field.name for field in fields(Idle))
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step measured, as far as idle time depends on it. Seconds; lists hold one entry per rank.
+    """Times of a step that idle time depends on, in seconds; lists hold one entry per rank.
 
     Attributes:
         schedule: the order that ran.
@@ -228,7 +228,7 @@ def _best_move(times: StepTimes, seconds: list[float], slow: int, layer: float) 
 
 
 def _saved(times: StepTimes, seconds: list[float], more: dict[int, float]) -> float:
-    """What part of the step is saved if stages take so many seconds more in all, each of their units alike."""
+    """Share of the step that is saved if stages take so many seconds more in all, each of their units alike."""
     factors = {stage: 1 + more.get(stage, 0.0) / each if each > 0 else 1.0 for stage, each in enumerate(seconds)}
     durations = [
         [each * factors[unit.stage] for unit, each in zip(order, track, strict=True)]

@@ -79,7 +79,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 
 
 class Lengths:
-    """What is known of the tensors of one forward of a stage.
+    """Shapes of the tensors of one forward of a stage, as they would be for another number of tokens.
 
     Args:
         length: the segment's tokens.
@@ -95,7 +95,11 @@ class Lengths:
         self.failed = False  # whether the tensors of the last operation do not broadcast in the other shapes
 
     def begin(self, tensor: Tensor, seq_dim: int | None) -> None:
-        """What the stage was given. ``seq_dim``: of its tokens, if it has some; None: no size comes from tokens."""
+        """Takes a tensor that the stage was given.
+
+        Args:
+            seq_dim: of its tokens, if it has some; None: no size comes from tokens.
+        """
         shape = list(tensor.shape)
         if seq_dim is not None and self._length in shape:
             if not (seq_dim < len(shape) and shape[seq_dim] == self._length):  # a stage may hand on another layout

@@ -67,8 +67,9 @@ class LossLook:
         return len(self._parts) == self._num_parts
 
     def difference(self, loss_fn: Callable[..., Any], kwargs: Mapping[str, Any], device: torch.device) -> str:
-        """What is wrong, in words; "" where the gradient of the parts is that of the whole, or cannot be compared: of a
-        loss that draws random numbers, or that does not take fewer tokens.
+        """Compares the gradient of the parts with that of the whole; says in words what is wrong, or returns "".
+
+        Nothing can be compared if the loss draws random numbers or does not take fewer tokens.
         """
         state = RandomState(device)
         try:

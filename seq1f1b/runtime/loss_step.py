@@ -141,7 +141,7 @@ class ToLoss(Sink):
             self.divisors[unit.cell] = divisor
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
-        """What a loss may change beside what it returns: carried state, or gradients by a backward of its own."""
+        """State that a loss may change beside what it returns: carried tensors, gradients by a backward of its own."""
         parameters = (p for module in self._stage.modules for p in module.parameters() if p.grad is not None)
         gradients = [(id(p.grad), p.grad._version) for p in parameters]  # type: ignore[union-attr]
         return unit.carried_in, len(unit.carried_out or ()), gradients

@@ -64,7 +64,7 @@ class SavedBytes:
         return tensor.detach()
 
     def pack(self, tensor: Tensor) -> Any:
-        """What the graph keeps in place of the tensor."""
+        """Packs a tensor for the graph, and counts its bytes."""
         return self.count(tensor), tensor._version
 
     def unpack(self, kept: Any) -> Tensor:

@@ -117,7 +117,7 @@ class Watch(TorchFunctionMode):
         self._believed: set[int] = set()  # modules that carry state
         self._offset_readers: set[int] = set()
         self._counted: dict[int, Tensor] = {}  # by arange or cumsum over the segment's tokens, or made from such
-        # The same for a number of tokens that may be another number; with the modules around the place.
+        # By arange over what may be the number of tokens, or another one; with the modules around the place.
         self._guessed: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._cells: Counter[tuple[int, ...]] = Counter()
         self._attends = False
@@ -256,8 +256,10 @@ class Watch(TorchFunctionMode):
             self._counted[id(result)] = result
 
     def _pass_guess_on(self, name: str, tensors: list[Tensor], result: Tensor) -> None:
-        """The same for what counts to a number that need not be that of the tokens, as ``arange(len(x[0]))``: it counts
-        the tokens if what was computed from it fits only a segment as long as this one."""
+        """An operation on what counts to a number that need not be that of the tokens, as ``arange(len(x[0]))``.
+
+        It counts the tokens if what was computed from it fits only a segment as long as this one.
+        """
         guess, around = next(self._guessed[id(t)] for t in tensors if id(t) in self._guessed)
         if all(map(self._is_constant, tensors)):
             self._guessed[id(result)] = (result, around)

@@ -21,7 +21,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with every tensor changed; what is neither a tensor nor a container stays."""
+    """Changes every tensor of a value; what is neither a tensor nor a container stays."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):

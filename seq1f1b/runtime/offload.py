@@ -139,7 +139,7 @@ class Moves(Part):
 
 
 class Saved:
-    """What a graph keeps in place of a tensor: the tensor, or where it lay in a storage that is away."""
+    """Stands for a tensor in a graph: holds the tensor, or where it lay in a storage that is away."""
 
     __slots__ = ("__weakref__", "_dtype", "_offset", "_size", "_stride", "_version", "is_changed", "tensor")
 
@@ -164,7 +164,7 @@ class Saved:
 
 
 class Away(SavedBytes):
-    """What the graph of one unit saves, from F to its backward. Inside, as a context, it collects.
+    """Tensors that the graph of one unit saves, from F to its backward. As a context it collects them.
 
     A storage moves once, however many tensors lie in it. It stays if it is small, if somebody else holds it, so that
     memory would not fall (parameters, what F received, a state that it carried out, a cast that autocast keeps), or if

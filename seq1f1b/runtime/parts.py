@@ -1,4 +1,4 @@
-"""What an engine does around the units of a stage, beyond running them: each such feature is one file.
+"""Features of an engine: what it does around the units of a stage beyond running them, each in one file.
 
 A :class:`Feature` belongs to a stage for the engine's life. In each step it may put a :class:`Part` around the stage's
 units. ``features.py`` lists all of them; a stage without parts runs as if there were none.
@@ -25,11 +25,11 @@ Received: TypeAlias = "tuple[tuple[Sequence[Any], Sequence[bool]], ...] | None"
 (None for a gradient that does not exist), and which of them require grad. None if no message comes."""
 
 Pass: TypeAlias = Callable[[int, Received], "tuple[Any, ...] | None"]
-"""What runs a unit, given its cell and what came for it; returns what it sends to other stages."""
+"""Runs a unit, given its cell and what came for it; returns what it sends to other stages."""
 
 
 class Part:
-    """What surrounds the units of one stage in one step. Each method here does nothing; a part has those it needs."""
+    """Surrounds the units of one stage in one step. Each method here does nothing; a part has those it needs."""
 
     def passes(self) -> Mapping[str, Pass]:
         """Units that the part runs itself, by the letter of their pass."""
@@ -54,7 +54,7 @@ class Part:
         """In B or I, before the backward."""
 
     def after_backward(self, unit: LiveUnit, received: Received) -> None:
-        """The same, behind it; the unit still has its inputs."""
+        """In B or I, after the backward; the unit still has its inputs."""
 
     def fill(self, cell: int) -> bool:
         """While the rank waits, a piece of the W of a cell whose I has run. Returns whether any is left."""
@@ -64,7 +64,7 @@ class Part:
         """After the last unit. Raises where something is missing."""
 
     def figures(self) -> Mapping[str, Any]:
-        """What the report tells of it, by name."""
+        """Figures for the report, by name."""
         return {}
 
 

@@ -94,7 +94,7 @@ class Pipeline:
         return modules
 
     def bare_modules(self) -> list[nn.Module]:
-        """The same modules, without what wraps them."""
+        """Modules of this rank without what wraps them, in the order of :meth:`placed_modules`."""
         return [without_wrapper(module) for _, module in self.placed_modules()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -138,7 +138,7 @@ class Pipeline:
             self._ends = self.device_edges.open(self._ends, is_receiver)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
-        """What walks a program over the open edges.
+        """Makes the executor that walks a program over the open edges.
 
         Args:
             cache: of keys and values.

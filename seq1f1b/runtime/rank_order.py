@@ -71,7 +71,7 @@ def _with_moves(schedule: Schedule, options: Options) -> Schedule:
 
 
 class StageOrder:
-    """What becomes of the cells of one stage. A cell is a segment, numbered within its stage over all micro-batches.
+    """Passes of the cells of one stage. A cell is a segment, numbered within its stage over all micro-batches.
 
     Attributes:
         places: micro-batch and segment of each cell, and whether it is the last of its micro-batch.
@@ -119,7 +119,7 @@ class RankOrder:
 
     @cached_property
     def digest(self) -> str:
-        """What ranks compare of an order: its units, its receive places, and whether it fills waits."""
+        """Text by which ranks compare an order: its units, its receive places, and whether it fills waits."""
         schedule = self.schedule
         return f"{schedule.digest}, prefetch {schedule.prefetch}" + ", W in waits" * schedule.fills
 

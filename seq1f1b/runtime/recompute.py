@@ -94,7 +94,7 @@ class Recompute(Part):
 
 
 class Kept:
-    """What F of a unit leaves to its R: the arguments of the stage, and the state of the random number generators.
+    """State that F leaves to its R: the arguments of the stage, and the state of the random number generators.
 
     Args:
         trains: whether the stage has parameters that require grad.
@@ -142,7 +142,7 @@ class Kept:
             _set_random_state(self._device, before)
 
     def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
-        """What F computed, saying that a gradient may come back for it: that is known only once R has run."""
+        """Marks the output of F as one for which a gradient may come back: that is known only once R has run."""
         if not (output.is_floating_point() or output.is_complex()):
             return output
         given = (*self.inputs, *self._kwargs.values(), *(carried or {}).values())

@@ -93,7 +93,7 @@ class StageReport:
 @sendable
 @dataclass(frozen=True)
 class EdgeReport:
-    """What carries the messages from one stage to the next, or gradients back, as seen from one of its two ranks.
+    """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
 
     Attributes:
         peer_rank: the rank at the other end.
@@ -203,7 +203,7 @@ class PipelineReport:
 
     @property
     def timeline_with_waits(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
-        """The same for drawings, with the parts of W that ran in waits, each before its unit's own place."""
+        """Per rank as :attr:`timeline`, with the parts of W that ran in waits, each before its unit's own place."""
         start = min(track[0][1] for track in (r.timeline for r in self.ranks) if track)
         tracks = (sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
         return tuple(tuple((u, a - start, b - start) for u, a, b in track) for track in tracks)
@@ -228,7 +228,7 @@ class PipelineReport:
 
     @property
     def advice(self) -> str:
-        """What makes the step longest, in numbers, and what to do about it, in one sentence."""
+        """The main cause of idle time in numbers, and what to do about it, in one sentence."""
         return advice(self._times, self.idle)
 
     @cached_property
@@ -343,7 +343,7 @@ def make_report(
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
-    """What the ranks measured of this order, as one."""
+    """Joins the reports of all ranks into one."""
     starts = [r.timeline[0][1] for r in ranks if r.timeline]
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)

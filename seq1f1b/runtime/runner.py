@@ -296,7 +296,7 @@ class Runner:
         return is_known
 
     def _step_gradients(self, divisor: int) -> StepGradients:
-        """What a training step does with gradients; DDP and FSDP2 own those of the modules under them."""
+        """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
         modules = [module for _, module in self.pipeline.placed_modules()]
         dtype, wide = self.options.grad_dtype, set[int]()
         if dtype is not None:

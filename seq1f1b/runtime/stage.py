@@ -73,7 +73,7 @@ class Stage:
 
     @property
     def wrappers(self) -> list[Any]:
-        """What the module and the head need around passes under DDP or FSDP2."""
+        """Ddp or Fsdp of the module and of the head, as far as they are wrapped."""
         return [parallel for parallel in (self.parallel, self.head_parallel) if parallel is not None]
 
     @property
@@ -160,7 +160,7 @@ class StageStep:
         self._before, self._after = hooks(parts, "before_backward"), hooks(parts, "after_backward")
 
     def passes(self, *, shares_random: bool) -> dict[str, Pass]:
-        """What runs a unit of the stage, by the letter of its pass.
+        """Methods that run a unit of the stage, by the letter of its pass.
 
         Args:
             shares_random: other ranks are threads, and a unit may have to draw the same numbers twice.

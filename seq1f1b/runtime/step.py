@@ -70,7 +70,7 @@ class Step:
         return self._passes[stage][kind](cell, received)
 
     def fill(self, stage: int, cell: int) -> bool:
-        """What the executor calls while it waits: runs a part of W, and returns whether any is left."""
+        """Runs a part of W while the executor waits; returns whether any is left."""
         with torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext():
             return self._parts[stage].fill(cell)
 
@@ -106,7 +106,7 @@ class Step:
         return self.sizes
 
     def _of_last(self, last: Stage, weighting: Weighting, targets: list[Any] | None, is_known: bool) -> dict[str, Any]:
-        """What only the last stage is given."""
+        """Arguments for the last stage alone."""
         arguments = self._batch.arguments
         given: dict[str, Any] = {"divides": arguments.divides, "keep_outputs": arguments.return_outputs}
         if targets is None:
@@ -223,7 +223,7 @@ class Step:
         return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self._weighting.rows]
 
     def figures(self) -> dict[int, dict[str, Any]]:
-        """What the report tells of the parts of this rank's stages, by stage."""
+        """Figures for the report from the parts of this rank's stages, by stage."""
         return {index: part.figures for index, part in self._parts.items()}
 
     def logit_bytes(self) -> int:

@@ -40,7 +40,7 @@ _ROUNDINGS = 4.0
 
 @dataclass(frozen=True)
 class Verification:
-    """What :meth:`seq1f1b.PipelineEngine.verify` found; equal on all ranks. ``str()`` is the table that it prints.
+    """Result of :meth:`seq1f1b.PipelineEngine.verify`, equal on all ranks. ``str()`` is the table that it prints.
 
     Errors are relative to the whole model's value: the norm of the difference, divided by the norm. A gradient smaller
     than 1e-3 of the model's gradients (root mean square of their norms) is compared with that.
@@ -107,7 +107,7 @@ class _Pass:
 
 
 def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
-    """What ``engine.verify`` does; ``dtype`` of the reference, None: float64 if it fits."""
+    """Runs ``engine.verify``. dtype: of the reference; None: float64 if it fits."""
     everyones = runner.pipeline.group.all_gather_object([_refusal(runner), str(_own_dtype(runner)), _fits(runner)])
     for rank, (text, *_) in enumerate(everyones):
         if text:
@@ -248,7 +248,7 @@ class _Origin:
             hook.remove()
 
     def of(self, runner: Runner, run: _Pass) -> list[Any]:
-        """What :attr:`_Pass.not_finite` says: a module, if one is the cause, else a loss, else a gradient."""
+        """Finds the first place that is not finite: a module, if one is the cause, else a loss, else a gradient."""
         losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
         names = zip(_names(runner, run), run.gradients, strict=True)
         gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
@@ -279,7 +279,7 @@ def _variant(runner: Runner, whole: bool) -> Runner:
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
-    """The same stages on the same ranks: one micro-batch after the other, in one segment."""
+    """The order of the whole model on the same ranks: one micro-batch after the other, in one segment."""
     lines = []
     for rank in range(schedule.num_ranks):
         own = [stage for stage, holder in enumerate(schedule.rank_of_stage) if holder == rank]
@@ -413,7 +413,7 @@ class _Comparison:
         return Verification(ok, parameters, loss, output, allowed, exact_errors, causes, tuple(notes))
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
-        """What is seen in the stages' forwards first; then what the numbers tell."""
+        """Likely causes: first those seen in the stages' forwards, then those that the numbers tell."""
         ranks = self._ranks
         seen = dict.fromkeys(text for rank in ranks for text in rank[4])
         causes = list(seen)

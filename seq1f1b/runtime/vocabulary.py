@@ -141,7 +141,7 @@ class VocabularyParallelHead(VocabularyShard):
 
     @property
     def settings(self) -> str:
-        """What must be the same on every rank."""
+        """Settings that must be the same on every rank, as text."""
         return (
             f"VocabularyParallelHead({self.hidden}, {self.vocab}, label_smoothing={self.label_smoothing}, "
             f"z_loss={self.z_loss}, ignore_index={self.ignore_index})"
@@ -167,7 +167,7 @@ class VocabularyParallelHead(VocabularyShard):
     # -- the arithmetic of S and T
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
-        """What the other ranks need to know, (3 or 4, tokens).
+        """Statistics of this shard's logits for the other ranks, (3 or 4, tokens).
 
         The maximum, the sum of exponentials, the target's logit, and, where labels are smoothed, the sum of logits.
         """
@@ -264,7 +264,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
     @property
     def settings(self) -> str:
-        """What must be the same on every rank."""
+        """Settings that must be the same on every rank, as text."""
         return f"VocabularyParallelEmbedding({self.vocab}, {self.hidden})"
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class VocabularyParallelEmbedding(VocabularyShard):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the logits of all ranks come to, by token: the log of the softmax's denominator, the target's, the sum."""
+    """Logits of all ranks, by token: the log of the softmax's denominator, the target's logit, the sum."""
 
     log_sum: Tensor
     of_target: Tensor
@@ -299,7 +299,7 @@ def head_of(loss_fn: Any) -> VocabularyParallelHead | None:
 
 
 def embedding_of(module: Any) -> VocabularyParallelEmbedding | None:
-    """The same of an engine's ``embedding``."""
+    """The shard that an engine's ``embedding`` is, under DDP or not; None for another module."""
     inner = without_wrapper(module) if isinstance(module, nn.Module) else None
     return inner if isinstance(inner, VocabularyParallelEmbedding) else None
 

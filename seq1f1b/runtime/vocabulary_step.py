@@ -1,4 +1,4 @@
-"""What a shard of a vocabulary does in one step: passes S and T of the output layer, E and G of the input embedding.
+"""One step of a vocabulary's shard: passes S and T of the output layer, E and G of the input embedding.
 
 The last stage's outputs go to the shards of all ranks, and the first stage's inputs come from them.
 """
@@ -72,7 +72,7 @@ def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
 
 @dataclass
 class _Kept:
-    """What S of a segment leaves to T."""
+    """Tensors that S of a segment leaves to T."""
 
     hidden: Tensor
     logits: Tensor
@@ -107,7 +107,7 @@ class HeadStep(_ShardStep):
         return {"S": self.statistics, "T": self.loss}
 
     def message(self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None) -> tuple[Tensor, ...]:
-        """What F of the last stage sends to every shard: its output, the targets, the gradient of a token's loss."""
+        """Message of the last stage's F to every shard: its output, the targets, the gradient of a token's loss."""
         hidden = outputs[0]
         if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
             raise ValueError(
@@ -218,7 +218,7 @@ class EmbeddingStep(_ShardStep):
         return places, rows
 
     def embedded(self, cell: int, received: Received) -> Tensor:
-        """What the first stage gets: the rows of all shards in their places."""
+        """Input of the first stage: the rows of all shards in their places."""
         tokens = self.inputs[cell][0]
         own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])

@@ -127,7 +127,7 @@ class Weighting:
         return (divisor or 1.0) / total if total else 0.0
 
     def look(self) -> LossLook | None:
-        """What looks at the loss in the first step of a shape."""
+        """Makes the look at the loss in the first step of a shape; None if there is nothing to compare."""
         options = self._options
         if options.head is not None:
             return None

@@ -119,7 +119,7 @@ def timeline_html(
 
 
 class _Lifetimes:
-    """What units of an order take at their start and free at their end, as the core says."""
+    """Bytes that units of an order take at their start and free at their end, as the core says."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         units = list(units)

@@ -1,4 +1,4 @@
-"""What all drawings of a timeline share: their limits, the names and colours of units, the unit of time."""
+"""Shared by all drawings of a timeline: limits, the names and colours of units, the unit of time."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Rank:
         )
 
     def strike_soon(self, fault: Fault) -> None:
-        """The same from another thread a few milliseconds later, whatever this rank does then."""
+        """Strikes from another thread a few milliseconds later, whatever this rank does then."""
 
         def later() -> None:
             time.sleep(fault.choice % 1000 * 2e-5)

@@ -166,7 +166,7 @@ def opening_words(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
-    """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun."""
+    """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun, or with "The same ..."."""
     folders = ("seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
     assert len(files) > 300
@@ -174,7 +174,7 @@ def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for file in (ROOT / "setup.py", *files)
         for line, text in opening_words(file)
-        if re.match(r"(Of|Where)\b", text)
+        if re.match(r"(Of|Where|The same)\b", text)
     ]
     assert not dangling, "\n".join(dangling)
 

@@ -79,7 +79,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 def half_run(whole_run: tuple[Path, str], tmp_path: Path) -> Path:
-    """The same as it stood after half of its steps."""
+    """The whole run as it stood after half of its steps."""
     shutil.copytree(whole_run[0] / "runs", tmp_path / "runs")
     shutil.rmtree(tmp_path / f"runs/gpt/checkpoints/step-{STEPS:06d}")
     return tmp_path
@@ -185,7 +185,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_replicas(whole_run: tuple[
 
 
 def test_documents_go_on_on_another_number_of_ranks_and_replicas(tmp_path: Path) -> None:
-    """The same documents and losses from a checkpoint on, on 1, 2 and 4 ranks, of these two replicas of two."""
+    """Documents and losses are alike from a checkpoint on, on 1, 2 and 4 ranks, of these two replicas of two."""
     whole = tmp_path / "whole"
     whole.mkdir()
     out = train(whole, 2, *SHORT, "--documents", "--steps", "12", "--save-every", "6")

@@ -223,7 +223,7 @@ static void require_deferral(const s1f_schedule *schedule)
     s1f_schedule_free(forward);
 }
 
-/* The same order with units that are recomputed, or moved, keeps the rules, whatever they were before. */
+/* An order keeps the rules with units that are recomputed, or moved, whatever they were before. */
 static void require_changes(const s1f_schedule *schedule)
 {
     s1f_schedule *changed = NULL;

@@ -323,7 +323,7 @@ def test_rows_never_written_do_not_leak() -> None:
 
 
 def test_stages_of_one_rank_keep_their_own_rows() -> None:
-    """The same layer key in two stages names two entries."""
+    """A layer key names two entries if two stages have it."""
     cache = _C.kv_cache_create()
     core.kv_cache_begin_step(cache, [(0, 1, 1), (3, 1, 1)], TOKENS, 2)
     outs = {}

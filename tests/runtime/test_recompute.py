@@ -170,7 +170,7 @@ def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
 
 
 def test_dropout_is_bit_equal() -> None:
-    """The same numbers, also those that are drawn afterwards."""
+    """Both ways draw the same numbers, also afterwards."""
     _, *kept = with_dropout(LoopbackGroup(1)[0], "none")
     stage, *recomputed = with_dropout(LoopbackGroup(1)[0], "all")
     for a, b in zip(itertools.chain(*kept), itertools.chain(*recomputed), strict=True):

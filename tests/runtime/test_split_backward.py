@@ -81,7 +81,7 @@ def random_split_orders(count):
 
 @pytest.mark.parametrize("order", random_split_orders(12), ids=str)
 def test_w_anywhere(order):
-    """The same to rounding wherever W stands; bit for bit where the order is the same."""
+    """Gradients are equal to rounding wherever W stands; bit for bit where the order is the same."""
     tokens, target = batch(CONFIG, order.num_microbatches, LENGTH)
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, order.num_microbatches)

@@ -93,7 +93,7 @@ def is_whole(schedule: Schedule) -> bool:
 
 
 def test_random_problems_of_whole_backwards() -> None:
-    """The same where B shall not be split: against the families that do not, and a rank's own work."""
+    """B shall not be split: auto against the families that do not, and against a rank's own work."""
     rng = random.Random(6)
     named = 0
     for _ in range(60):

@@ -350,7 +350,8 @@ CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
     return CUDA_SUCCESS;
 }
 
-/* The same process may open a handle, as with memory; another one needs shared_memory in the exporting process. */
+/* The process that exported it may open a handle, as with memory; another one needs shared_memory in the exporting
+ * process. */
 CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
 {
     ENTER(cuIpcOpenEventHandle, CUDA_ERROR_NOT_PERMITTED);

@@ -91,7 +91,7 @@ def errors(got: list[Tensor], truth: list[Tensor]) -> list[float]:
 def segmented(
     sizes: Sequence[int], options: dict, qkv_of_microbatches: Sequence[list[Tensor]], douts: Sequence[Tensor]
 ) -> list[list[Tensor]]:
-    """The same by segments: micro-batches interleaved, each in its own slot. One list as of gradients() for each."""
+    """gradients() of each micro-batch by segments: micro-batches are interleaved, each in its own slot."""
     count = len(qkv_of_microbatches)
     step = SimulatedStep(sizes, kv_slots=count, grad_slots=count)
     handle = layer_handle(0)

@@ -51,7 +51,7 @@ def random_order(rng: random.Random) -> Schedule:
 
 
 def with_recomputation(schedule: Schedule, rng: random.Random, share: float = 0.6) -> Schedule:
-    """The same order with Rs of some of its units, each anywhere between F and the backward of its unit."""
+    """Gives some units of an order an R, each anywhere between F and the backward of its unit."""
     ranks = [list(order) for order in schedule.ranks]
     for order in ranks:
         for back in [unit for unit in order if unit.kind in "BI"]:
@@ -62,7 +62,7 @@ def with_recomputation(schedule: Schedule, rng: random.Random, share: float = 0.
 
 
 def with_moves(schedule: Schedule, rng: random.Random, share: float = 0.6) -> Schedule:
-    """The same order, in which some of its units go away and come back, anywhere that the rules allow."""
+    """Has some units of an order go away and come back, anywhere that the rules allow."""
     for rank, order in enumerate(schedule.ranks):
         recomputed = {unit[1:] for unit in order if unit.kind == "R"}
         for back in [unit for unit in order if unit.kind in "BI" and unit[1:] not in recomputed]:

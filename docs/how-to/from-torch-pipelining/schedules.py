@@ -1,4 +1,4 @@
-"""The same stages under torch's Schedule1F1B and under Seq1F1B."""
+"""One set of stages under torch's Schedule1F1B and under Seq1F1B."""
 
 import torch
 import torch.distributed as dist
