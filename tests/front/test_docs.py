@@ -199,6 +199,16 @@ def test_the_index_of_benchmarks_has_them_all() -> None:
     assert named == there
 
 
+def test_contributing_names_files_that_are_there() -> None:
+    folders = ("seq1f1b", "csrc", "kernels", "tests", "benchmarks", "docs")
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    there = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in paths]
+    named = set(re.findall(r"`([\w./]+(?:/|\.(?:pyi?|c|h|cuh?|json|md)))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 60
+    named.remove("Python.h")
+    assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     for page in (*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"):
         for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", FENCE.sub("", page.read_text())):
