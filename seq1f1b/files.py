@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["is_number", "json_fields", "parse_json", "read", "write_whole"]
+__all__ = ["check_names", "is_number", "json_fields", "load", "nearest_name", "parse_json", "read", "write_whole"]
 
 T = TypeVar("T")
 
@@ -77,3 +80,74 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
             raise ValueError(f"the {what} has the format {found!r}, this version reads {format!r}: {again}")
         raise ValueError(f'a {what} must be an object whose "format" is {format!r}; seq1f1b {what} writes one')
     return {name: value for name, value in data.items() if name != "format"}
+
+
+def load(kind: type[T], data: object, where: str, *, least: float | None = None, defaults: bool = True) -> T:
+    """A dataclass or named tuple from what JSON holds, checked by the types of its fields.
+
+    These are int, float, str, bool, Any, ``Mapping[str, Any]``, another such class, ``tuple[X, ...]`` and ``X | None``.
+    A named tuple may also be written as the list of its values, as ``json.dumps`` does.
+
+    Args:
+        where: what errors begin with; the fields on the way to the wrong value follow.
+        least: every number is at least this.
+        defaults: whether fields that have a default may be missing.
+    Raises:
+        ValueError: no object, an unknown or missing field, or a value that is not of its type, or not finite.
+    """
+    hints, fields = get_type_hints(kind), signature(kind).parameters
+    if isinstance(data, list) and issubclass(kind, tuple):
+        if len(data) != len(fields):
+            raise ValueError(f"{where} is {data!r:.80}, must be {list(fields)}")
+        data = dict(zip(fields, data, strict=True))
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {data!r:.80}, must be an object")
+    optional = [name for name, field in fields.items() if defaults and field.default is not field.empty]
+    check_names(data, fields, where, optional)
+    return kind(**{name: _value(hints[name], data[name], f"{where}: {name}", least, defaults) for name in data})
+
+
+_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number", lambda value: type(value) is int and is_number(value)),
+    float: ("a finite number", is_number),
+    str: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    tuple: ("a list", lambda value: isinstance(value, list)),
+    Mapping: ("an object", lambda value: isinstance(value, dict)),
+    Any: ("anything", lambda value: True),
+}
+"""By the type of a field: what it holds, and how JSON's value is recognised."""
+
+
+def _value(kind: Any, value: Any, where: str, least: float | None, defaults: bool) -> Any:
+    origin = get_origin(kind)
+    if origin is UnionType:  # X | None
+        if value is None:
+            return None
+        kind = next(each for each in get_args(kind) if each is not NoneType)
+        origin = get_origin(kind)
+    plain = origin or kind
+    if plain not in _TYPES:
+        return load(kind, value, where, least=least, defaults=defaults)
+    what, is_kind = _TYPES[plain]
+    bounded = least is not None and kind in (int, float)
+    if not is_kind(value) or (bounded and value < least):
+        raise ValueError(f"{where} is {value!r:.80}, must be {what}{f' of at least {least}' if bounded else ''}")
+    if plain is tuple:
+        return tuple(_value(get_args(kind)[0], each, f"{where}[{i}]", least, defaults) for i, each in enumerate(value))
+    return float(value) if kind is float else value
+
+
+def check_names(given: Iterable[str], known: Collection[str], where: str, optional: Collection[str] = ()) -> None:
+    """Raises ``ValueError`` where a field is unknown, or one that is not optional is missing; names these."""
+    unknown, missing = sorted(set(given) - set(known)), [f for f in known if f not in given and f not in optional]
+    if unknown or missing:
+        near = nearest_name(unknown[0], known) if unknown else ""
+        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}{near}")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """How a message that refuses an unknown name goes on: with the nearest known one, or with all."""
+    known = tuple(known)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

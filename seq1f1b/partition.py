@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
+from seq1f1b.files import load
 
-__all__ = ["ModelShape", "check_segment_sizes", "make_model", "partition_sequence"]
+__all__ = ["ModelShape", "check_model", "check_segment_sizes", "make_model", "partition_sequence"]
 
 
 _PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
@@ -64,20 +65,17 @@ def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
 
 def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
     """A shape from named fields; errors begin with ``name``."""
-    unknown = sorted(set(data) - set(ModelShape._fields))
-    missing = [f for f in ModelShape._fields if f not in data and f not in ModelShape._field_defaults]
-    if unknown or missing:
-        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {ModelShape._fields}")
-    for key, value in data.items():
-        wanted = bool if key == "tied" else int
-        if type(value) is not wanted:
-            raise ValueError(f"{name}: {key} is {value!r}, must be of type {wanted.__name__}")
-    shape = ModelShape(**data)
+    shape = load(ModelShape, data, name)
+    check_model(shape, name)
+    return shape
+
+
+def check_model(shape: ModelShape, name: str) -> None:
+    """Raises ``ValueError``, which begins with ``name``, unless a shape is sound."""
     try:
-        shape.flops(0, 1)  # raises unless the shape is sound
+        shape.flops(0, 1)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return shape
 
 
 def partition_sequence(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from seq1f1b.files import is_number, json_fields, read, write_whole
-from seq1f1b.partition import ModelShape, check_segment_sizes, make_model
+from seq1f1b.files import json_fields, load, read, write_whole
+from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
 from seq1f1b.schedule import Schedule, build_schedule
 
 __all__ = ["Layout", "Plan", "StepLength"]
@@ -149,30 +149,19 @@ class Plan:
             ValueError: not such a text; names the field.
             ScheduleError: the order cannot be built.
         """
-        data = json_fields(text, "plan", _FORMAT)
+        plan = load(cls, json_fields(text, "plan", _FORMAT), "plan")
+        check_model(plan.model, "plan: model")
+        if plan.prefetch < 0:
+            raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
+        parts: tuple[Plan | StepLength, ...] = (plan, *plan.lengths)
+        for part in parts:
+            check_segment_sizes(part.segment_sizes, part.seq_len)
+            if len(part.segment_sizes) != plan.num_segments:
+                raise ValueError(f"a plan of {plan.num_segments} segments has {len(part.segment_sizes)} segment_sizes")
         try:
-            given = data.pop("layout").items()
-            layout: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in given}
-            for key in ("segment_sizes", "peak", "peak_high"):
-                data[key] = tuple(data[key])
-            data["units"] = tuple(data.get("units", ()))
-            data["lengths"] = tuple(
-                StepLength(**{**each, "segment_sizes": tuple(each["segment_sizes"]), "peak": tuple(each["peak"])})
-                for each in data.get("lengths", ())
-            )
-            plan = cls(**{**data, "model": make_model(data["model"], "model of the plan"), "layout": Layout(**layout)})
-            _check_types(plan)
-            if plan.prefetch < 0:
-                raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
-            check_segment_sizes(plan.segment_sizes, plan.seq_len)
-            for each in plan.lengths:
-                check_segment_sizes(each.segment_sizes, each.seq_len)
             plan.build()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a plan has wrong fields: {error}") from None
-        for sizes in (plan.segment_sizes, *(each.segment_sizes for each in plan.lengths)):
-            if len(sizes) != plan.num_segments:
-                raise ValueError(f"a plan of {plan.num_segments} segments has {len(sizes)} segment_sizes")
+        except TypeError as error:
+            raise ValueError(f"a plan has wrong options: {error}") from None
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -205,41 +194,3 @@ class Plan:
             "segment_sizes": {each.seq_len: list(each.segment_sizes) for each in self.lengths}
             or list(self.segment_sizes),
         }
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int and is_number(value)
-
-
-def _are_whole(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(_is_whole, value))
-
-
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", _is_whole),
-    "float": ("a finite number", is_number),
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "tuple[int, ...]": ("a list of whole numbers", _are_whole),
-    "tuple[int, ...] | None": ("a list of whole numbers", lambda value: value is None or _are_whole(value)),
-    "tuple[str, ...]": ("a list of texts", lambda value: all(isinstance(text, str) for text in value)),
-    "Mapping[str, Any]": ("an object", lambda value: isinstance(value, dict)),
-}
-"""What a field of a plan holds, by its type, and how a value is recognised."""
-_PARTS = ("ModelShape", "Layout", "tuple[StepLength, ...]")  # which are read by themselves
-
-
-def _check_types(plan: Plan) -> None:
-    """TypeError where a field of a plan, of its layout or of a length is not of its type, or not finite."""
-    parts: tuple[Plan | Layout | StepLength, ...] = (plan, plan.layout, *plan.lengths)
-    for part in parts:
-        for each in fields(part):
-            if each.type in _PARTS:
-                continue
-            what, is_kind = _KINDS[each.type]
-            value = getattr(part, each.name)
-            if not is_kind(value):
-                raise TypeError(f"{each.name} is {value!r:.80}, must be {what}")

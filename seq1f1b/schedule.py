@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 from seq1f1b import _C
+from seq1f1b.files import nearest_name
 from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
 
 __all__ = [
@@ -678,10 +678,3 @@ def build_schedule(
 def schedules() -> tuple[str, ...]:
     """Names that :func:`build_schedule` takes."""
     return tuple(family.name for family in families())
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    """How a message that refuses an unknown name goes on: with the nearest known one, or with all."""
-    known = tuple(known)
-    near = difflib.get_close_matches(str(name).lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
+from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.rank_order import build
-from seq1f1b.schedule import Costs, Schedule, nearest_name
+from seq1f1b.schedule import Costs, Schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 

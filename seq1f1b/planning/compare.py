@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
@@ -24,7 +25,6 @@ from seq1f1b.schedule import (
     StepMemory,
     build_schedule,
     families,
-    nearest_name,
 )
 from seq1f1b.view.table import rounded, table_text
 

@@ -12,10 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from seq1f1b.files import is_number, parse_json
+from seq1f1b.files import check_names, is_number, nearest_name, parse_json
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.profile import PassSeconds, Profile
-from seq1f1b.schedule import nearest_name
 
 __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
 
@@ -179,9 +178,7 @@ def load_hardware(name: str) -> Hardware:
     """
     data = {**_read("hardware", "default"), **_read("hardware", name)}
     numbers = [f.name for f in fields(Hardware) if f.name not in ("name", "spread", "sources")]
-    unknown, missing = sorted(set(data) - set(numbers)), [f for f in numbers if f not in data]
-    if unknown or missing:
-        raise ValueError(f"{name}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(numbers)}")
+    check_names(data, numbers, name)
     values, spread, sources = {}, {}, {}
     for key, entry in data.items():
         if not isinstance(entry, dict) or not set(entry) <= {"value", "low", "high", "source"} or "value" not in entry:

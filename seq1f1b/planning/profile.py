@@ -9,18 +9,18 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from seq1f1b.files import is_number, json_fields, read, write_whole
-from seq1f1b.partition import ModelShape, make_model
+from seq1f1b.files import json_fields, load, read, write_whole
+from seq1f1b.partition import ModelShape, check_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
 _FORMAT = "seq1f1b profile 6"
 PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
+_TIER = ("tier_out", "tier_in", "move_out", "move_in")
 
 
 class Fit(NamedTuple):
@@ -280,7 +280,22 @@ class Profile:
         Raises:
             ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
         """
-        return _read_profile(json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile"))
+        fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
+        profile = load(cls, fields, "profile", least=0, defaults=False)
+        check_model(profile.model, "profile: model")
+        for name, part in profile.parts().items():
+            if part.layers < 1:
+                raise ValueError(f"profile: {name}: layers is {part.layers}, must be at least 1")
+            for kind in PASSES.values():
+                if not any(getattr(part, kind)[:3]):
+                    raise ValueError(f"profile: {name}: {kind} costs nothing: measure again")
+        absent = [name for name in _TIER if getattr(profile, name) is None]
+        if absent and len(absent) < len(_TIER):
+            raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(_TIER)} come together")
+        for name in ("tier_out", "tier_in"):
+            if getattr(profile, name) == 0:
+                raise ValueError(f"profile: {name} is 0: measure again")
+        return profile
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file whole, or not at all."""
@@ -295,89 +310,3 @@ class Profile:
 def visible_pairs(begin: int, end: int) -> float:
     """Pairs of a token of ``[begin, end)`` and a token up to it, itself included."""
     return (end * (end + 1) - begin * (begin + 1)) / 2
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-_FIT = dict.fromkeys(Fit._fields, float)
-_PART = {
-    **dict.fromkeys(PASSES.values(), Fit),
-    "layers": int,
-    **dict.fromkeys(("noise", "saved_bytes", "saved_token_bytes", "kept_token_bytes", "gradient_token_bytes"), float),
-    **dict.fromkeys(("moved_token_bytes", "forward_workspace_bytes", "forward_workspace_token_bytes"), float),
-    **dict.fromkeys(("workspace_bytes", "workspace_token_bytes"), float),
-    **dict.fromkeys(("input_bytes", "input_token_bytes"), float),
-    **dict.fromkeys(("kv_bytes", "kv_gradient_bytes", "message_bytes"), float),
-    "samples": list,
-}
-_TIER = ("tier_out", "tier_in", "move_out", "move_in")
-_PROFILE = {
-    **dict.fromkeys(("machine", "torch", "dtype"), str),
-    **dict.fromkeys(("threads", "processes", "seq_len"), int),
-    **dict.fromkeys(("seconds", "unit_overhead", "step_overhead"), float),
-    "model": ModelShape,
-    "unit": PassSeconds,
-    **dict.fromkeys(("layer", "embedding", "head"), Part),
-    **dict.fromkeys(_TIER, object),  # a number, or null
-}
-
-
-def _read_profile(data: Any) -> Profile:
-    values = _fields(data, _PROFILE, "profile")
-    model = values["model"]
-    if not isinstance(model, dict):
-        raise ValueError(f"profile: model is {model!r}, must be an object")
-    values["model"] = make_model(model, "model of the profile")
-    values["unit"] = PassSeconds(**_fields(values["unit"], dict.fromkeys(PassSeconds._fields, float), "unit"))
-    for name in ("layer", "embedding", "head"):
-        if values[name] is not None or name == "layer":
-            values[name] = _read_part(values[name], name)
-    absent = [name for name in _TIER if values[name] is None]
-    if absent and len(absent) < len(_TIER):
-        raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(_TIER)} come together")
-    for name in _TIER:
-        if values[name] is not None:
-            values |= _fields({name: values[name]}, {name: float}, "profile")
-            if values[name] == 0 and name.startswith("tier"):
-                raise ValueError(f"profile: {name} is 0: measure again")
-    return Profile(**values)
-
-
-def _read_part(data: Any, name: str) -> Part:
-    values = _fields(data, _PART, name)
-    for key, wanted in _PART.items():
-        if wanted is Fit:
-            values[key] = Fit(**_fields(values[key], _FIT, f"{name}: {key}"))
-    samples = []
-    for i, row in enumerate(values["samples"]):
-        if not isinstance(row, list) or len(row) != len(Sample._fields):
-            raise ValueError(f"{name}: samples[{i}] is {row!r}, must be {list(Sample._fields)}")
-        types: dict[str, type] = {name: int if name in ("begin", "tokens") else float for name in Sample._fields}
-        samples.append(Sample(**_fields(dict(zip(Sample._fields, row, strict=True)), types, f"{name}: samples[{i}]")))
-    values["samples"] = tuple(samples)
-    if values["layers"] < 1:
-        raise ValueError(f"{name}: layers is {values['layers']}, must be at least 1")
-    for key in PASSES.values():
-        if not any(values[key][:3]):
-            raise ValueError(f"{name}: {key} costs nothing: measure again")
-    return Part(**values)
-
-
-def _fields(given: Any, wanted: Mapping[str, type], where: str) -> dict[str, Any]:
-    """The named values, each of its type; numbers finite and not negative."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} is {given!r}, must be an object")
-    data = dict(given)
-    unknown, missing = sorted(set(data) - set(wanted)), [name for name in wanted if name not in data]
-    if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(wanted)}")
-    for name, kind in wanted.items():
-        value = data[name]
-        if kind is float and type(value) is int:
-            value = data[name] = float(value) if is_number(value) else math.inf
-        if kind in (int, float) and (type(value) is not kind or not is_number(value) or value < 0):
-            what = "a whole number" if kind is int else "a finite number"
-            raise ValueError(f"{where}: {name} is {value!r}, must be {what} of at least 0")
-        if kind in (str, list) and type(value) is not kind:
-            raise ValueError(f"{where}: {name} is {value!r}, must be a {'text' if kind is str else 'list'}")
-    return data

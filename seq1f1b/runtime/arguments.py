@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
+from seq1f1b.files import nearest_name
 from seq1f1b.ops.attention import check_part
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
 from seq1f1b.runtime.blocks import check_blocks
 from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
-from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, nearest_name, schedules
+from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
 from seq1f1b.transport.table import TRANSPORTS
 
 __all__ = ["Limits", "Loss", "Memory"]

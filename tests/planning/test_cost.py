@@ -235,7 +235,7 @@ def test_bad_files(tmp_path):
         ("[]", "must hold an object"),
         (json.dumps({**shape, "size": 1}), r"unknown fields \['size'\]"),
         (json.dumps({"hidden": 8}), r"missing fields \['layers'"),
-        (json.dumps({**shape, "heads": 2.0}), "heads is 2.0, must be of type int"),
+        (json.dumps({**shape, "heads": 2.0}), "heads is 2.0, must be a whole number"),
         (json.dumps({**shape, "heads": 3}), "heads is 3, must divide hidden 8"),
         (json.dumps({**shape, "experts_per_token": 2}), "experts_per_token is 2, must be in 1..experts = 1"),
     ):

@@ -366,25 +366,26 @@ def test_bad_plan_files():
     good = json.loads(small_plan(names=["seq1f1b"], segments=[4]).to_json())
     for change, message in (
         ({"format": "x"}, '"format"'),
-        ({"layout": {"size": 1}}, "wrong fields"),
-        ({"layout": 3}, "wrong fields"),
+        ({"layout": {"size": 1}}, r"plan: layout: unknown fields \['size'\]"),
+        ({"layout": 3}, "plan: layout is 3, must be an object"),
         ({"segment_sizes": [16]}, "4 segments has 1 segment_sizes"),
         ({"segment_sizes": [4, 4, 4, 5]}, "more than the 16 tokens|sum to 17"),
-        ({"segment_sizes": ["a"]}, "wrong fields"),
-        ({"num_ranks": "two"}, "wrong fields"),
+        ({"segment_sizes": ["a"]}, r"plan: segment_sizes\[0\] is 'a', must be a whole number"),
+        ({"num_ranks": "two"}, "plan: num_ranks is 'two', must be a whole number"),
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"schedule": "fast"}, "no schedule named 'fast'"),
         ({"seconds": "soon"}, "seconds is 'soon', must be a finite number"),
         ({"seconds": float("nan")}, "seconds is nan, must be a finite number"),
-        ({"surprise": 1}, "wrong fields"),
+        ({"second": 1}, r"unknown fields \['second'\], missing fields \[\]; did you mean 'seconds'"),
+        ({"options": {"extra_warmup": []}}, "a plan has wrong options: "),
         ({"prefetch": -1}, "prefetch of a plan is -1"),
-        ({"units": 3}, "wrong fields"),
-        ({"units": [1, 2]}, "units is \\(1, 2\\), must be a list of texts"),
+        ({"units": 3}, "plan: units is 3, must be a list"),
+        ({"units": [1, 2]}, r"units\[0\] is 1, must be a text"),
         ({"units": ["...."]}, "units must be 2 texts, one per stage, each of 4 words of 4 letters"),
         ({"units": ["...X .... .... ....", ".... .... .... ...."]}, "must be '.', 'R' or 'L'"),
         ({"prefetch": "all"}, "prefetch is 'all', must be a whole number"),
-        ({"model": {"hidden": 1}}, "model of the plan: unknown fields"),
-        ({"lengths": [{"seq_len": 16}]}, "wrong fields"),
+        ({"model": {"hidden": 1}}, r"plan: model: unknown fields \[\], missing fields \['layers'"),
+        ({"lengths": [{"seq_len": 16}]}, r"plan: lengths\[0\]: unknown fields \[\], missing fields \['share'"),
         ({"lengths": [small_length(segment_sizes=[16])]}, "4 segments has 1 segment_sizes"),
         ({"lengths": [small_length(segment_sizes=[4, 4, 4, 3])]}, "sum to 15"),
     ):
@@ -394,7 +395,7 @@ def test_bad_plan_files():
         with pytest.raises(ValueError, match="a plan must be"):
             Plan.from_json(text)
     del good["cap"]
-    with pytest.raises(ValueError, match="wrong fields"):
+    with pytest.raises(ValueError, match=r"plan: unknown fields \[\], missing fields \['cap'\]"):
         Plan.from_json(json.dumps(good))
 
 

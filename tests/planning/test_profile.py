@@ -433,11 +433,11 @@ def test_bad_files(tmp_path):
         (changed(["speed"], 1), r"unknown fields \['speed'\]"),
         (changed(["seconds"], math.nan), "seconds is nan, must be a finite number of at least 0"),
         (changed(["seconds"], math.inf), "seconds is inf"),
-        (changed(["seconds"], 10**400), "seconds is inf"),
+        (changed(["seconds"], 10**400), "seconds is 10{70}.*, must be a finite number of at least 0"),
         (changed(["threads"], 1.5), "threads is 1.5, must be a whole number"),
         (changed(["threads"], True), "threads is True, must be a whole number"),
         (changed(["model"], 3), "model is 3, must be an object"),
-        (changed(["model", "hidden"], "wide"), "model of the profile: hidden is 'wide'"),
+        (changed(["model", "hidden"], "wide"), "profile: model: hidden is 'wide'"),
         (changed(["layer"], 7), "layer is 7, must be an object"),
         (changed(["layer", "forward"], {}), r"layer: forward: unknown fields \[\], missing fields \['floor'"),
         (changed(["layer", "backward", "per_pair"], math.nan), "layer: backward: per_pair is nan"),
@@ -447,7 +447,7 @@ def test_bad_files(tmp_path):
         (changed(["head", "samples", 1], [1, 2]), r"head: samples\[1\] is \[1, 2\], must be \['begin'"),
         (changed(["head", "samples", 1], [1, 2, -3.0, 4.0, 5.0, 6.0, 7.0]), r"head: samples\[1\]: forward is -3.0"),
         (changed(["head", "recompute"], None), r"head: unknown fields \[\], missing fields \['recompute'\]"),
-        (changed(["layer", "moved_token_bytes"], -1), "layer: moved_token_bytes is -1.0, must be"),
+        (changed(["layer", "moved_token_bytes"], -1), "layer: moved_token_bytes is -1, must be"),
         (changed(["tier_out"], None), r"missing fields \['tier_out'\]"),
         (changed(["tier_out"], 1e9), "tier_in, move_out, move_in is missing: tier_out, .* come together"),
         (json.dumps({**good, **tier, "move_in": None}), "move_in is missing: tier_out, .* come together"),
@@ -697,7 +697,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     order.unlink()
     assert main([*asked, *few]) == 2
     captured = capfd.readouterr()
-    assert captured.err.startswith(f"seq1f1b: {file}: layer: forward: unknown fields ['residue']")
+    assert captured.err.startswith(f"seq1f1b: {file}: profile: layer: forward: unknown fields ['residue']")
     assert captured.err.count("\n") == 1 and captured.out == "" and not order.exists()
 
 
