@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from seq1f1b import Schedule, Unit
-from seq1f1b.schedule import inputs_of
+from seq1f1b.unit import inputs_of
 
 UnitSeconds = Mapping[tuple[str, int, int], float]  # (kind, stage, segment) -> seconds
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from seq1f1b import _C
+from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
 from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
+from seq1f1b.unit import Timeline, Unit, unit_of
 
 __all__ = [
     "Costs",
@@ -29,55 +30,6 @@ __all__ = [
     "families",
     "schedules",
 ]
-
-
-class Unit(NamedTuple):
-    """One pass of one stage over one segment of one micro-batch; ``str(unit)`` is its text, ``F1.0``.
-
-    ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
-    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
-    stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
-    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
-    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients). What F saved may be moved to
-    a tier, a file: it begins to go at ``"O"``, its memory is free from ``"A"`` on, at ``"L"`` it begins to come back.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-    segment: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.segment}"
-
-
-def unit_of(unit: tuple[int, int, int, int]) -> Unit:
-    """The unit that the C core calls (number of the pass, stage, micro-batch, segment)."""
-    number, stage, microbatch, segment = unit
-    return Unit(_C.PASSES[number], stage, microbatch, segment)
-
-
-def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
-    """Those of the units whose results each of them takes, as the core has it."""
-    units = set(units)
-    num_stages = 1 + max(unit.stage for unit in units)
-    num_microbatches = 1 + max(unit.microbatch for unit in units)
-    segments_of: dict[int, int] = {}
-    for unit in units:
-        segments_of[unit.microbatch] = max(segments_of.get(unit.microbatch, 0), unit.segment + 1)
-    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
-    num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
-    after = {}
-    for unit in units:
-        number = _C.PASSES.index(unit.kind), *unit[1:]
-        k = segments_of[unit.microbatch]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards)
-        after[unit] = [other for other in map(unit_of, inputs) if other in units]
-    return after
-
-
-Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
-"""Per rank, its units in run order with start and end in seconds: simulated or measured."""
 
 
 _CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, moved
@@ -422,7 +374,7 @@ class Schedule:
         """
         from seq1f1b.adapters import torch_csv
 
-        return torch_csv.from_csv(text, num_segments)
+        return cls(torch_csv.from_csv(text, num_segments), num_segments=num_segments)
 
     def simulate(
         self,
@@ -570,57 +522,6 @@ def _doubles(row: bytes) -> memoryview[float]:
     return memoryview(row).cast("d")
 
 
-@dataclass(frozen=True)
-class Family:
-    """A named way to order units.
-
-    Attributes:
-        name: as :func:`seq1f1b.build_schedule` takes it.
-        description, source: one line each.
-        validity: the rule of its counts, in P, M, k, v (ranks, micro-batches, segments, stages per rank).
-        stages_per_rank: least v that it builds.
-        options: names of the options that it takes.
-        splits_backward: whether its orders have I and W, unless an option says otherwise.
-        has_segments: whether its source cuts micro-batches into segments; the others are drawn and compared with whole
-            ones.
-    """
-
-    name: str
-    description: str
-    source: str
-    validity: str
-    stages_per_rank: int
-    options: tuple[str, ...]
-    splits_backward: bool
-    has_segments: bool
-
-    def broken_rule(
-        self,
-        *,
-        num_ranks: int,
-        num_microbatches: int,
-        num_segments: int | Sequence[int] = 1,
-        stages_per_rank: int = 1,
-        options: Mapping[str, Any] | None = None,
-    ) -> str | None:
-        """The rule that these counts and options break, None where the schedule can be built.
-
-        Raises:
-            ValueError: a count below 1, an option that the family does not take.
-        """
-        counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _C.schedule_broken_rule(self.name, *counts, dict(options or {}))
-
-
-def families() -> tuple[Family, ...]:
-    """Every family that :func:`seq1f1b.build_schedule` knows, with what is known of it."""
-    return tuple(Family(*facts) for facts in _C.schedule_families())
-
-
-OPTION_KINDS = dict(_C.FAMILY_OPTIONS)
-"""By the name of an option: whether it is a number, a word, or costs, or bytes of units or of ranks."""
-
-
 def build_schedule(
     name: str,
     *,
@@ -673,8 +574,3 @@ def build_schedule(
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {})))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)
-
-
-def schedules() -> tuple[str, ...]:
-    """Names that :func:`build_schedule` takes."""
-    return tuple(family.name for family in families())

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from seq1f1b.unit import Timeline, Unit
+
 if TYPE_CHECKING:
-    from seq1f1b.schedule import Schedule, Timeline, Unit
+    from seq1f1b.schedule import Schedule
 
 __all__ = ["Costs", "Links", "Noise", "PeakMemory", "Simulation", "StepMemory"]
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from seq1f1b.schedule import Schedule, Unit
+from seq1f1b.unit import Unit
+
+if TYPE_CHECKING:
+    from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
 
@@ -53,8 +56,8 @@ def to_csv(order: Schedule) -> str:
     return "".join(f"{row}\n" for row in rows)
 
 
-def from_csv(text: str, num_segments: int) -> Schedule:
-    """What :meth:`seq1f1b.Schedule.from_csv` gives."""
+def from_csv(text: str, num_segments: int) -> list[list[Unit]]:
+    """Units of every rank in run order, for :meth:`seq1f1b.Schedule.from_csv`."""
     if "\0" in text:
         raise ValueError("embedded null character")
     if num_segments < 1:
@@ -66,8 +69,7 @@ def from_csv(text: str, num_segments: int) -> Schedule:
     if not ranks:
         raise ValueError("the text holds no unit")
     _check_places(ranks)
-    units = tuple(tuple(cell.unit for cell in cells) for cells in ranks)
-    return Schedule(units, num_segments=num_segments)
+    return [[cell.unit for cell in cells] for cells in ranks]
 
 
 def _cells(line: str, number: int, num_segments: int) -> Iterable[_Cell]:

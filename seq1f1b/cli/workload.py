@@ -13,13 +13,14 @@ from typing import Any
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
 from seq1f1b.cli.values import argument, read_counts
+from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import RECOMPUTE, CostModel
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
 from seq1f1b.planning.profile import Profile
-from seq1f1b.schedule import OPTION_KINDS, StepMemory, families
+from seq1f1b.schedule import StepMemory, families
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 UNITS = "units"  # what --recompute says of an order that does it

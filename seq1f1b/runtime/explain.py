@@ -9,7 +9,7 @@ from torch import nn
 
 from seq1f1b import _C
 from seq1f1b.runtime.stage import Stage
-from seq1f1b.schedule import Unit, unit_of
+from seq1f1b.unit import Unit, unit_of
 
 __all__: list[str] = []
 

@@ -17,8 +17,9 @@ from seq1f1b import _C
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
-from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory, Unit, unit_of
+from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
 from seq1f1b.transport.values import pack, sendable, unpack
+from seq1f1b.unit import Unit, unit_of
 
 __all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport", "read_reports"]
 

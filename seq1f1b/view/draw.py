@@ -11,13 +11,11 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from seq1f1b.files import write_whole
+from seq1f1b.unit import Timeline, Unit
 from seq1f1b.view import style
-
-if TYPE_CHECKING:
-    from seq1f1b.schedule import Timeline, Unit
 
 __all__ = ["column_seconds", "timeline_png", "timeline_svg", "timeline_text", "trace_json"]
 

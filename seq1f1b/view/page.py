@@ -11,15 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
-from seq1f1b.schedule import Simulation, Unit, inputs_of
+from seq1f1b.schedule import Simulation
+from seq1f1b.unit import Timeline, Unit, inputs_of
 from seq1f1b.view import style
-
-if TYPE_CHECKING:
-    from seq1f1b.schedule import Timeline
 
 __all__ = ["live_units", "memory_curves", "predecessors", "timeline_html"]
 

@@ -10,7 +10,8 @@ from core_extension import core
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
-from seq1f1b.schedule import StepMemory, unit_of
+from seq1f1b.schedule import StepMemory
+from seq1f1b.unit import unit_of
 
 
 class Lowered:

@@ -14,7 +14,7 @@ from core_extension import core
 from orders import random_order, small_schedule
 
 from seq1f1b import _C, Schedule, Unit, schedules
-from seq1f1b.schedule import unit_of
+from seq1f1b.unit import unit_of
 
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 

@@ -38,7 +38,8 @@ from flat_costs import simulation_of
 from orders import random_order
 
 from seq1f1b import _C, Costs, Links, Schedule, Unit, build_schedule, schedules
-from seq1f1b.schedule import Family, StepMemory, families, unit_of
+from seq1f1b.schedule import Family, StepMemory, families
+from seq1f1b.unit import unit_of
 
 FILE = Path(__file__).parents[1] / "data" / "orders.json"
 FAMILIES = {family.name: family for family in families()}

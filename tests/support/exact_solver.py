@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from seq1f1b import _C, Costs, Links
-from seq1f1b.schedule import Schedule, Simulation, Unit, unit_of
+from seq1f1b.schedule import Schedule, Simulation, Unit
+from seq1f1b.unit import unit_of
 
 __all__ = ["Optimum", "shortest_schedule"]
 

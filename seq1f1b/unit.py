@@ -1,0 +1,59 @@
+"""Units by name, as Python shows them: ``csrc/core/unit.c`` holds their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from seq1f1b import _C
+
+__all__ = ["Timeline", "Unit", "inputs_of", "unit_of"]
+
+
+class Unit(NamedTuple):
+    """One pass of one stage over one segment of one micro-batch; ``str(unit)`` is its text, ``F1.0``.
+
+    ``kind`` is ``"F"`` (forward), ``"B"`` (backward), or, where an order splits the backward, ``"I"`` and ``"W"``
+    (gradients of the input and of the weights). ``"R"`` recomputes: its F kept the stage's input alone, and R runs the
+    stage again for the backward. Where the vocabulary is spread over the ranks, each has ``"S"`` (logits of its shard)
+    and ``"T"`` (the loss, from the statistics of all shards, and the shard's gradients); their stage is the rank. So it
+    is with ``"E"`` (a shard's rows of the input embedding) and ``"G"`` (their gradients). What F saved may be moved to
+    a tier, a file: it begins to go at ``"O"``, its memory is free from ``"A"`` on, at ``"L"`` it begins to come back.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    segment: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.segment}"
+
+
+def unit_of(unit: tuple[int, int, int, int]) -> Unit:
+    """The unit that the C core calls (number of the pass, stage, micro-batch, segment)."""
+    number, stage, microbatch, segment = unit
+    return Unit(_C.PASSES[number], stage, microbatch, segment)
+
+
+def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
+    """Those of the units whose results each of them takes, as the core has it."""
+    units = set(units)
+    num_stages = 1 + max(unit.stage for unit in units)
+    num_microbatches = 1 + max(unit.microbatch for unit in units)
+    segments_of: dict[int, int] = {}
+    for unit in units:
+        segments_of[unit.microbatch] = max(segments_of.get(unit.microbatch, 0), unit.segment + 1)
+    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
+    num_shards = 1 + max((unit.stage for unit in units if unit.kind in "SE"), default=0)
+    after = {}
+    for unit in units:
+        number = _C.PASSES.index(unit.kind), *unit[1:]
+        k = segments_of[unit.microbatch]
+        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards)
+        after[unit] = [other for other in map(unit_of, inputs) if other in units]
+    return after
+
+
+Timeline = Sequence[Sequence[tuple[Unit, float, float]]]
+"""Per rank, its units in run order with start and end in seconds: simulated or measured."""
