@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained
-from seq1f1b.adapters.transformers import CausalLMStage, attention, pipeline_stage
+from seq1f1b.adapters.transformers import pipeline_stage
+from seq1f1b.adapters.transformers_attention import attention
+from seq1f1b.adapters.transformers_stage import CausalLMStage
 
 if TYPE_CHECKING:
     from seq1f1b.adapters.trainer import Trainer

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from seq1f1b.adapters.transformers import CausalLMStage
+from seq1f1b.adapters.transformers_stage import CausalLMStage
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["load_pretrained", "save_pretrained"]

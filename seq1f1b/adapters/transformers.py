@@ -1,24 +1,18 @@
-"""Hugging Face transformers: this package's attention in its models, and its decoder-only models as pipeline stages.
-
-Importing this module registers the attention function ``"seq1f1b"`` with transformers, which needs no masks. The module
-needs the extra ``transformers``.
-"""
+"""Hugging Face transformers: cuts a decoder-only model into pipeline stages."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from seq1f1b.adapters.transformers_attention import NAME
 from seq1f1b.adapters.transformers_look import (
     BORDER,
     ERRORS,
@@ -28,156 +22,21 @@ from seq1f1b.adapters.transformers_look import (
     Probe,
     Record,
     compare,
-    current_record,
     difference,
     look_at_attention,
     recording,
     shallow,
     twin,
 )
-from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+from seq1f1b.adapters.transformers_stage import CausalLMStage, Elsewhere, Entry, Exit, Hidden, NoEmbedding, names_of
+from seq1f1b.ops.attention import layer_handle
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
-__all__ = ["CausalLMStage", "attention", "pipeline_stage"]
+__all__ = ["pipeline_stage"]
 
-_NAME = "seq1f1b"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
-
-    Args:
-        module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
-        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). Heads of
-            values may have another size.
-        attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
-            because models hand on such a mask to every layer unchanged.
-        scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
-    Returns:
-        (batch, tokens, heads, head_dim), and None for the attention weights.
-    Raises:
-        ValueError: the model needs dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
-    """
-    for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
-        if others.get(name) is not None:
-            _refuse(f"{text} ({name})", _OTHER)
-    layer: Any = getattr(module, "seq1f1b_layer", None)
-    if isinstance(layer, AttentionLook):
-        asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
-        layer.note(asked | {"window": sliding_window}, attention_mask, dropout, others)
-        attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
-    elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
-        layer = _layer_of(module, sliding_window)
-    elif sliding_window is None:
-        sliding_window = getattr(module, "seq1f1b_window", None)
-    _refuse_dropout("attention dropout", dropout)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        _refuse("attention that is not causal", _OTHER)
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
-        _refuse("an attention mask", _ABOUT_PADDING)
-    if others.get("output_attentions"):
-        _refuse("output_attentions: it never forms the weights", "leave it off")
-    if key.shape[2] != query.shape[2]:
-        _refuse(
-            f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
-            "set use_cache=False, or generate with another attn_implementation",
-        )
-    doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
-        scaling = head_dim**-0.5 if scaling is None else scaling
-        query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
-    out = causal_attention(
-        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
-    )
-    return out[..., :value_dim].transpose(1, 2), None
-
-
-def _layer_of(module: Any, window: int | None) -> int:
-    """Index of the layer of an attention that is not cut. Refuses one that must slide and is given no window."""
-    index: int | None = getattr(module, "layer_idx", None)
-    if index is None:
-        _refuse(f"{type(module).__name__}, which has no layer_idx", _OTHER)
-    config = getattr(module, "config", None)
-    types: Any = getattr(config, "layer_types", None)
-    slides = types[index] == "sliding_attention" if types else _sliding.get(id(config)) is config is not None
-    if slides and window is None:
-        _refuse(
-            "a sliding window that the model tells its mask only", "cut the model by pipeline_stage, which finds it"
-        )
-    return index
-
-
-_sliding: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Configs without layer_types whose models asked for a mask with a window, by id: they have no hash."""
-
-_OTHER = "run the model whole, with another attn_implementation"
-_ABOUT_PADDING = (
-    "pad on the right, where causal attention does not see it, give padding the label -100 and leave attention_mask out"
-)
-
-
-def _no_mask(
-    *,
-    batch_size: int = 1,
-    q_length: int = 1,
-    kv_length: int = 1,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    config: Any = None,
-    **_: Any,
-) -> Tensor | None:
-    """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
-    if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
-        _refuse("an attention_mask with padding", _ABOUT_PADDING)
-    if not allow_is_causal_skip:
-        _refuse(
-            "a mask of the model's own over the causal one, or position_ids of packed documents",
-            "pass the documents' doc_ids to a stage of pipeline_stage",
-        )
-    if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        _refuse(f"chunked attention (chunks of {local_size} tokens)", _OTHER)
-    if local_size is None and mask_function is not causal_mask_function:
-        _refuse("a mask that is not causal", _OTHER)
-    if local_size is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
-        _sliding[id(config)] = config
-    record = None if torch.compiler.is_compiling() else current_record()
-    if record is None:
-        return None
-    return record.make_mask((batch_size, 1, q_length, kv_length), local_size, dtype, device)
-
-
-def _refuse(what: str, remedy: str) -> NoReturn:
-    raise ValueError(f'attn_implementation="{_NAME}" does not support {what}: {remedy}')
-
-
-def _refuse_dropout(kind: str, rate: float) -> None:
-    if rate:
-        _refuse(f"{kind} (here {rate})", "set it to 0 in the config before the model is made, or call eval()")
-
-
-transformers.AttentionInterface.register(_NAME, attention)
-AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def pipeline_stage(
@@ -220,11 +79,11 @@ def pipeline_stage(
     _check_config(model)
     path, layers = _find_layers(model)
     cuts = _cuts(balance, len(layers), num_ranks)
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation(NAME)
     for layer in layers:
         config = getattr(_attentions(layer)[0], "config", None)
         if config is not None:  # it may be a copy of the model's
-            config._attn_implementation = _NAME
+            config._attn_implementation = NAME
 
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
@@ -238,19 +97,19 @@ def pipeline_stage(
         tied = {name: found for name, found in tied.items() if found[0] is not first.weight}
 
     start, stop = cuts[rank], cuts[rank + 1]
-    entry = _Entry() if rank > 0 else None
-    exit = _Exit() if rank < num_ranks - 1 else None
+    entry = Entry() if rank > 0 else None
+    exit = Exit() if rank < num_ranks - 1 else None
     for name, stage in stage_of.items():
         if stage != rank:
-            _set(skeleton, name, _NoEmbedding(entry) if name in before else _Elsewhere())
+            _set(skeleton, name, NoEmbedding(entry) if name in before else Elsewhere())
             continue
         module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
             module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
         if head is not None and name == head.name:
-            module = _Hidden()
+            module = Hidden()
         if embedding is not None and name == embedding.name:
-            module = _NoEmbedding(entry)
+            module = NoEmbedding(entry)
         _set(skeleton, name, module)
     for name in kept:
         _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
@@ -261,7 +120,7 @@ def pipeline_stage(
 
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     copies = {
-        name: next(parameters[other] for other in _names(model, p) if other in parameters)
+        name: next(parameters[other] for other in names_of(model, p) if other in parameters)
         for name, (p, holders) in tied.items()
         if rank in holders
     }
@@ -277,182 +136,6 @@ def pipeline_stage(
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
     return made
-
-
-class CausalLMStage(nn.Module):
-    """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
-
-    The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
-    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
-    Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
-    of :func:`seq1f1b.document_starts`.
-
-    Attributes:
-        causal_lm: this stage's part of the transformers model.
-        peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
-            without adapters. It is no way to run the stage.
-        embedding, head: with ``vocabulary="parallel"`` this rank's shards, which are no part of the stage: give them to
-            the engine as ``embedding`` and ``loss_fn``; else None.
-        tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
-    """
-
-    causal_lm: Any
-    peft_model: Any
-    embedding: VocabularyParallelEmbedding | None
-    head: VocabularyParallelHead | None
-    _dropout = 0.0  # of the attention in training
-
-    def __init__(
-        self,
-        causal_lm: Any,
-        decoder: str,
-        entry: _Entry | None,
-        exit: _Exit | None,
-        tied: dict[str, nn.Parameter],
-        is_first: bool,
-        embedding: VocabularyParallelEmbedding | None = None,
-        head: VocabularyParallelHead | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        # Children and their names are the model's, which is itself not a child.
-        self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=embedding, head=head)
-        for name, child in causal_lm.named_children():
-            self.add_module(name, child)
-        self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
-        self._decoder, self._is_first, self._options = decoder, is_first, options or {}
-        self._tied = {name: _name_of(causal_lm, p) for name, p in tied.items()}
-        self.train(causal_lm.training)
-
-    @property
-    def tied_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: self.get_parameter(own) for name, own in self._tied.items()}
-
-    @property
-    def config(self) -> Any:
-        """The whole model's."""
-        return self.causal_lm.config
-
-    @property
-    def generation_config(self) -> Any:
-        return self.causal_lm.generation_config
-
-    def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""
-        self.causal_lm.activation_checkpointing_enable(**options)
-
-    def materialize(self, device: torch.device | str = "cpu") -> None:
-        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
-
-        Raises:
-            ValueError: the model has adapters of peft, whose initial values transformers does not know.
-        """
-        if self.peft_model is not None:
-            raise ValueError(
-                "materialize would give adapters of peft the initial values of plain layers: give the model memory "
-                "before get_peft_model"
-            )
-        self.to_empty(device=device)
-        for thing in (*self.modules(), *self.parameters(), *self.buffers()):
-            thing.__dict__.pop("_is_hf_initialized", None)
-        self.causal_lm.initialize_weights()
-        for shard in (self.head, self.embedding):
-            if shard is not None:
-                shard.to_empty(device=device)
-                self.causal_lm._init_weights(shard.layer)
-
-    def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
-        assert self.head is not None
-        stand_in: Any = self.get_submodule(self.head.name)
-        hidden: Tensor = stand_in.hidden
-        stand_in.hidden = None
-        if logits is not hidden:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
-                'shard of the vocabulary does not: use vocabulary="whole"'
-            )
-        return hidden
-
-    def train(self, mode: bool = True) -> CausalLMStage:
-        """Raises ValueError for a model that would drop what a stage does not."""
-        if mode:
-            _refuse_dropout("attention dropout", self._dropout)
-            _refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
-        return super().train(mode)
-
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        if doc_ids is None:
-            return self._run(x, positions(x)[None], None)
-        return self._run(x, positions(x, doc_ids=doc_ids), doc_ids.to(torch.int32)[:, None, None])
-
-    def _run(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        arguments: dict[str, Any] = {
-            "input_ids" if self._is_first and self.embedding is None else "inputs_embeds": x,
-            "position_ids": position_ids,
-            "attention_mask": attention_mask,
-            "use_cache": False,
-        }
-        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
-        if entry is not None:
-            entry.hidden = x
-        if exit is None:
-            logits: Tensor = self.causal_lm(**arguments, return_dict=True).logits
-            out = logits if self.head is None else self._hidden_in_place_of(logits)
-        else:
-            self.get_submodule(self._decoder)(**{**self._options, **arguments})
-            out = exit.hidden
-            exit.hidden = None
-        if entry is not None:
-            entry.hidden = None
-        return out
-
-
-class _Hidden(nn.Module):
-    """In the place of a head whose rows lie on all ranks."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.hidden = hidden
-        return hidden
-
-
-class _Elsewhere(nn.Module):
-    """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
-
-    def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
-        return hidden_states if x is None else x
-
-
-class _NoEmbedding(nn.Module):
-    """Stands for an embedding on later stages: zeros of the shape, dtype and device of what the stage is given."""
-
-    def __init__(self, entry: _Entry | None) -> None:
-        super().__init__()
-        self.__dict__["entry"] = entry  # no child
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden: Tensor = self.__dict__["entry"].hidden
-        return hidden.new_zeros(()).expand_as(hidden)
-
-
-class _Entry(nn.Module):
-    """In the place of the layer before a stage's first one: gives the hidden states that came from the stage before."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hidden
-
-
-class _Exit(nn.Module):
-    """In the place of the layer after a stage's last one: takes what goes to the next stage."""
-
-    hidden: Any = None
-
-    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.hidden = hidden_states
-        return hidden_states
 
 
 def _shards(
@@ -666,7 +349,7 @@ def _sample(model: Any) -> Tensor:
 def _no_head(model: Any) -> dict[nn.Module, nn.Module]:
     """What a twin has in place of the head of a model without memory, whose logits would need it."""
     head = model.get_output_embeddings()
-    return {head: _Hidden()} if any(parameter.is_meta for parameter in head.parameters()) else {}
+    return {head: Hidden()} if any(parameter.is_meta for parameter in head.parameters()) else {}
 
 
 def _note(seen: dict[str, bool], name: str, record: Record, *_: Any) -> None:
@@ -735,11 +418,3 @@ def _tied(model: nn.Module, stage_of: dict[str, int]) -> dict[str, tuple[nn.Para
                     "share; make them one parameter, or give each memory of its own"
                 )
     return {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
-
-
-def _names(model: nn.Module, parameter: nn.Parameter) -> list[str]:
-    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-
-
-def _name_of(model: nn.Module, parameter: nn.Parameter) -> str:
-    return _names(model, parameter)[0]

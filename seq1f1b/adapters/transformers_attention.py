@@ -1,0 +1,154 @@
+"""Hugging Face transformers: this package's attention, registered as ``"seq1f1b"``, which needs no masks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from seq1f1b.adapters.transformers_look import AttentionLook, current_record
+from seq1f1b.ops.attention import causal_attention
+
+__all__ = ["NAME", "attention", "refuse_dropout"]
+
+NAME = "seq1f1b"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
+
+    Args:
+        module: the layer's attention; its ``layer_idx`` names the entry of the KV cache.
+        query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, tokens, head_dim). Heads of
+            values may have another size.
+        attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
+            because models hand on such a mask to every layer unchanged.
+        scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
+    Returns:
+        (batch, tokens, heads, head_dim), and None for the attention weights.
+    Raises:
+        ValueError: the model needs dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
+    """
+    for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
+        if others.get(name) is not None:
+            _refuse(f"{text} ({name})", _OTHER)
+    layer: Any = getattr(module, "seq1f1b_layer", None)
+    if isinstance(layer, AttentionLook):
+        asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
+        layer.note(asked | {"window": sliding_window}, attention_mask, dropout, others)
+        attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
+    elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
+        layer = _layer_of(module, sliding_window)
+    elif sliding_window is None:
+        sliding_window = getattr(module, "seq1f1b_window", None)
+    refuse_dropout("attention dropout", dropout)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse("attention that is not causal", _OTHER)
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        _refuse("an attention mask", _ABOUT_PADDING)
+    if others.get("output_attentions"):
+        _refuse("output_attentions: it never forms the weights", "leave it off")
+    if key.shape[2] != query.shape[2]:
+        _refuse(
+            f"a key-value cache of transformers ({key.shape[2]} keys for {query.shape[2]} queries)",
+            "set use_cache=False, or generate with another attn_implementation",
+        )
+    doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
+    out = causal_attention(
+        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
+    )
+    return out[..., :value_dim].transpose(1, 2), None
+
+
+def _layer_of(module: Any, window: int | None) -> int:
+    """Index of the layer of an attention that is not cut. Refuses one that must slide and is given no window."""
+    index: int | None = getattr(module, "layer_idx", None)
+    if index is None:
+        _refuse(f"{type(module).__name__}, which has no layer_idx", _OTHER)
+    config = getattr(module, "config", None)
+    types: Any = getattr(config, "layer_types", None)
+    slides = types[index] == "sliding_attention" if types else _sliding.get(id(config)) is config is not None
+    if slides and window is None:
+        _refuse(
+            "a sliding window that the model tells its mask only", "cut the model by pipeline_stage, which finds it"
+        )
+    return index
+
+
+_sliding: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Configs without layer_types whose models asked for a mask with a window, by id: they have no hash."""
+
+_OTHER = "run the model whole, with another attn_implementation"
+_ABOUT_PADDING = (
+    "pad on the right, where causal attention does not see it, give padding the label -100 and leave attention_mask out"
+)
+
+
+def _no_mask(
+    *,
+    batch_size: int = 1,
+    q_length: int = 1,
+    kv_length: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Tensor | None:
+    """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
+    if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
+        _refuse("an attention_mask with padding", _ABOUT_PADDING)
+    if not allow_is_causal_skip:
+        _refuse(
+            "a mask of the model's own over the causal one, or position_ids of packed documents",
+            "pass the documents' doc_ids to a stage of pipeline_stage",
+        )
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        _refuse(f"chunked attention (chunks of {local_size} tokens)", _OTHER)
+    if local_size is None and mask_function is not causal_mask_function:
+        _refuse("a mask that is not causal", _OTHER)
+    if local_size is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
+        _sliding[id(config)] = config
+    record = None if torch.compiler.is_compiling() else current_record()
+    if record is None:
+        return None
+    return record.make_mask((batch_size, 1, q_length, kv_length), local_size, dtype, device)
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise ValueError(f'attn_implementation="{NAME}" does not support {what}: {remedy}')
+
+
+def refuse_dropout(kind: str, rate: float) -> None:
+    if rate:
+        _refuse(f"{kind} (here {rate})", "set it to 0 in the config before the model is made, or call eval()")
+
+
+transformers.AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,195 @@
+"""A stage of a transformers model: the model's own forward, and what stands in it for the parts on other stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.adapters.transformers_attention import refuse_dropout
+from seq1f1b.ops.attention import positions
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+
+__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "NoEmbedding", "names_of"]
+
+
+class CausalLMStage(nn.Module):
+    """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
+
+    The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
+    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
+    Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
+    of :func:`seq1f1b.document_starts`.
+
+    Attributes:
+        causal_lm: this stage's part of the transformers model.
+        peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
+            without adapters. It is no way to run the stage.
+        embedding, head: with ``vocabulary="parallel"`` this rank's shards, which are no part of the stage: give them to
+            the engine as ``embedding`` and ``loss_fn``; else None.
+        tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
+    """
+
+    causal_lm: Any
+    peft_model: Any
+    embedding: VocabularyParallelEmbedding | None
+    head: VocabularyParallelHead | None
+    _dropout = 0.0  # of the attention in training
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        decoder: str,
+        entry: Entry | None,
+        exit: Exit | None,
+        tied: dict[str, nn.Parameter],
+        is_first: bool,
+        embedding: VocabularyParallelEmbedding | None = None,
+        head: VocabularyParallelHead | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        # Children and their names are the model's, which is itself not a child.
+        self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=embedding, head=head)
+        for name, child in causal_lm.named_children():
+            self.add_module(name, child)
+        self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
+        self._decoder, self._is_first, self._options = decoder, is_first, options or {}
+        self._tied = {name: names_of(causal_lm, p)[0] for name, p in tied.items()}
+        self.train(causal_lm.training)
+
+    @property
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: self.get_parameter(own) for name, own in self._tied.items()}
+
+    @property
+    def config(self) -> Any:
+        """The whole model's."""
+        return self.causal_lm.config
+
+    @property
+    def generation_config(self) -> Any:
+        return self.causal_lm.generation_config
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""
+        self.causal_lm.activation_checkpointing_enable(**options)
+
+    def materialize(self, device: torch.device | str = "cpu") -> None:
+        """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
+
+        Raises:
+            ValueError: the model has adapters of peft, whose initial values transformers does not know.
+        """
+        if self.peft_model is not None:
+            raise ValueError(
+                "materialize would give adapters of peft the initial values of plain layers: give the model memory "
+                "before get_peft_model"
+            )
+        self.to_empty(device=device)
+        for thing in (*self.modules(), *self.parameters(), *self.buffers()):
+            thing.__dict__.pop("_is_hf_initialized", None)
+        self.causal_lm.initialize_weights()
+        for shard in (self.head, self.embedding):
+            if shard is not None:
+                shard.to_empty(device=device)
+                self.causal_lm._init_weights(shard.layer)
+
+    def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
+        assert self.head is not None
+        stand_in: Any = self.get_submodule(self.head.name)
+        hidden: Tensor = stand_in.hidden
+        stand_in.hidden = None
+        if logits is not hidden:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
+                'shard of the vocabulary does not: use vocabulary="whole"'
+            )
+        return hidden
+
+    def train(self, mode: bool = True) -> CausalLMStage:
+        """Raises ValueError for a model that would drop what a stage does not."""
+        if mode:
+            refuse_dropout("attention dropout", self._dropout)
+            refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
+        return super().train(mode)
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        if doc_ids is None:
+            return self._run(x, positions(x)[None], None)
+        return self._run(x, positions(x, doc_ids=doc_ids), doc_ids.to(torch.int32)[:, None, None])
+
+    def _run(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        arguments: dict[str, Any] = {
+            "input_ids" if self._is_first and self.embedding is None else "inputs_embeds": x,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "use_cache": False,
+        }
+        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
+        if entry is not None:
+            entry.hidden = x
+        if exit is None:
+            logits: Tensor = self.causal_lm(**arguments, return_dict=True).logits
+            out = logits if self.head is None else self._hidden_in_place_of(logits)
+        else:
+            self.get_submodule(self._decoder)(**{**self._options, **arguments})
+            out = exit.hidden
+            exit.hidden = None
+        if entry is not None:
+            entry.hidden = None
+        return out
+
+
+class Hidden(nn.Module):
+    """In the place of a head whose rows lie on all ranks."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden
+
+
+class Elsewhere(nn.Module):
+    """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
+
+    def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+        return hidden_states if x is None else x
+
+
+class NoEmbedding(nn.Module):
+    """Stands for an embedding on later stages: zeros of the shape, dtype and device of what the stage is given."""
+
+    def __init__(self, entry: Entry | None) -> None:
+        super().__init__()
+        self.__dict__["entry"] = entry  # no child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden: Tensor = self.__dict__["entry"].hidden
+        return hidden.new_zeros(()).expand_as(hidden)
+
+
+class Entry(nn.Module):
+    """In the place of the layer before a stage's first one: gives the hidden states that came from the stage before."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hidden
+
+
+class Exit(nn.Module):
+    """In the place of the layer after a stage's last one: takes what goes to the next stage."""
+
+    hidden: Any = None
+
+    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.hidden = hidden_states
+        return hidden_states
+
+
+def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:
+    """Every name that a parameter has in a model."""
+    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]
