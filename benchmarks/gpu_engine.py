@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,29 @@ def threads(machine: Machine) -> Iterator[Case]:
 # -- training: steps of a model --------------------------------------------------------------------------------------
 
 
+def step_together(engines: Sequence[Any], tokens: Tensor, target: Tensor) -> float:
+    """A step of every rank, each in a thread; the mean of the last one's losses. Gradients are dropped."""
+    losses: list[Any] = [None] * len(engines)
+
+    def run(index: int) -> None:
+        try:
+            losses[index] = engines[index].step(tokens, target=target)
+            for parameter in engines[index].parameters():
+                parameter.grad = None
+        except BaseException as error:
+            losses[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(engines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in losses:
+        if isinstance(found, BaseException):
+            raise found
+    return float(torch.stack(losses[-1]).mean())
+
+
 def training(machine: Machine) -> Iterator[Case]:
     shape = (
         {"hidden": 2048, "blocks": 8, "vocab": 32000} if machine.is_cuda else {"hidden": 64, "blocks": 1, "vocab": 50}
@@ -330,28 +353,7 @@ def training(machine: Machine) -> Iterator[Case]:
         groups = seq1f1b.LoopbackGroup(num_ranks)
         engines = [rank(groups[index]) for index in range(num_ranks)]
 
-        def step() -> float:
-            losses: list[Any] = [None] * num_ranks
-
-            def run(index: int) -> None:
-                try:
-                    losses[index] = engines[index].step(tokens, target=target)
-                    for parameter in engines[index].parameters():
-                        parameter.grad = None
-                except BaseException as error:
-                    losses[index] = error
-
-            threads = [threading.Thread(target=run, args=(index,)) for index in range(num_ranks)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for found in losses:
-                if isinstance(found, BaseException):
-                    raise found
-            return float(torch.stack(losses[-1]).mean())
-
-        return measured(step)
+        return measured(lambda: step_together(engines, tokens, target))
 
     yield "torch, whole sequences", plain
     for num_ranks, num_segments in ((1, 1), (1, 4), (1, 8), (2, 4)):

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import gpu
@@ -254,34 +254,39 @@ def sweep(machine: Machine) -> Iterator[Case]:
         yield name, functools.partial(one, *shape)
 
 
-def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """What else computes this: each prepares a run of its own, so that one that fails leaves the others.
+Peer = Callable[[], Callable[[], Any]]
+"""Prepares a run of its own, so that one that fails leaves the others."""
 
-    FA2: torch's flash ops. recipe: of the Seq1F1B reference: keys concatenated, variable-length flash, dK and dV added
-    in bf16. cuDNN: where the segment is the whole sequence, since it masks from the first key on.
-    """
-    tokens, end, offset = inputs.q.shape[2], inputs.keys.shape[2], inputs.offset
+
+def dense(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """As torch's flash ops take them: (batch, tokens, heads, head_dim)."""
+    return [t.transpose(1, 2).contiguous() for t in tensors]
+
+
+def packed(machine: Machine, inputs: Segment) -> tuple[list[Tensor], list[Tensor]]:
+    """For variable-length flash: sequences without a batch, and the bounds of queries and keys."""
+    lengths = (inputs.q.shape[2], inputs.keys.shape[2])
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device=machine.device) for n in lengths]
+    return [t[0] for t in dense(inputs.qkv)], bounds
+
+
+def flash_peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[str, Peer]:
+    """FA2: torch's flash ops."""
+    tokens, end = inputs.q.shape[2], inputs.keys.shape[2]
     flash, flash_backward = aten._flash_attention_forward.default, aten._flash_attention_backward.default
     empty = torch.empty(0, dtype=torch.int64, device=machine.device)
 
-    def dense() -> list[Tensor]:
-        return [t.transpose(1, 2).contiguous() for t in inputs.qkv]
-
-    def packed() -> tuple[list[Tensor], list[Tensor]]:
-        bounds = [torch.tensor([0, n], dtype=torch.int32, device=machine.device) for n in (tokens, end)]
-        return [t[0] for t in dense()], bounds
-
-    def fa2_forward() -> Callable[[], Any]:
-        given = dense()
+    def forward() -> Callable[[], Any]:
+        given = dense(inputs.qkv)
         return lambda: flash(*given, None, None, tokens, end, 0.0, True, False)
 
-    def fa2_varlen_forward() -> Callable[[], Any]:
-        given, bounds = packed()
+    def varlen_forward() -> Callable[[], Any]:
+        given, bounds = packed(machine, inputs)
         return lambda: flash(*given, *bounds, tokens, end, 0.0, True, False)
 
-    def fa2_backward() -> Callable[[], Any]:
+    def backward() -> Callable[[], Any]:
         """With the sums over segments in float32 that ours make, too."""
-        given, (dout, of) = dense(), (t.transpose(1, 2).contiguous() for t in (inputs.dout, out))
+        given, (dout, of) = dense(inputs.qkv), dense((inputs.dout, out))
         sums = [torch.zeros(t.shape, device=machine.device) for t in given[1:]]
 
         def run() -> None:
@@ -293,8 +298,17 @@ def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[s
 
         return run
 
-    def recipe_forward() -> Callable[[], Any]:
-        given, bounds = packed()
+    return {"FA2 forward": forward, "FA2 varlen forward": varlen_forward, "FA2 backward + fp32 add": backward}
+
+
+def recipe_peers(machine: Machine, inputs: Segment, out: Tensor) -> dict[str, Peer]:
+    """What the Seq1F1B reference does: keys concatenated, variable-length flash, dK and dV added in bf16."""
+    tokens, end, offset = inputs.q.shape[2], inputs.keys.shape[2], inputs.offset
+    flash, flash_backward = aten._flash_attention_forward.default, aten._flash_attention_backward.default
+    empty = torch.empty(0, dtype=torch.int64, device=machine.device)
+
+    def forward() -> Callable[[], Any]:
+        given, bounds = packed(machine, inputs)
         prefix, new = [t[:offset] for t in given[1:]], [t[offset:] for t in given[1:]]
 
         def run() -> None:
@@ -303,8 +317,8 @@ def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[s
 
         return run
 
-    def recipe_backward() -> Callable[[], Any]:
-        given, bounds = packed()
+    def backward() -> Callable[[], Any]:
+        given, bounds = packed(machine, inputs)
         dout, of = (t.transpose(1, 2)[0].contiguous() for t in (inputs.dout, out))
         of_lse = flash(*given, *bounds, tokens, end, 0.0, True, False)[1]
         before = [torch.zeros_like(t) for t in given[1:]]
@@ -317,6 +331,12 @@ def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[s
                 total += part
 
         return run
+
+    return {"recipe forward": forward, "recipe backward": backward}
+
+
+def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[str, Peer]:
+    """What else computes this. cuDNN: if the segment is the whole sequence, since it masks from the first key on."""
 
     def of_autograd(
         run: Callable[..., Tensor], dout: Tensor, given: Sequence[Tensor]
@@ -336,19 +356,13 @@ def peers(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dict[s
         result = flash_attn_interface.flash_attn_func(*given, causal=True)
         return result[0] if isinstance(result, tuple) else result
 
-    found: dict[str, Callable[[], Callable[[], Any]]] = {
-        "FA2 forward": fa2_forward,
-        "FA2 varlen forward": fa2_varlen_forward,
-        "FA2 backward + fp32 add": fa2_backward,
-        "recipe forward": recipe_forward,
-        "recipe backward": recipe_backward,
-    }
-    if offset == 0:
+    found = {**flash_peers(machine, inputs, out, lse), **recipe_peers(machine, inputs, out)}
+    if inputs.offset == 0:
         found["cuDNN forward"] = lambda: of_autograd(cudnn, inputs.dout, inputs.qkv)[0]
         found["cuDNN backward"] = lambda: of_autograd(cudnn, inputs.dout, inputs.qkv)[1]
     if importlib.util.find_spec("flash_attn_interface") is not None:
-        found["FA3 forward"] = lambda: of_autograd(fa3, inputs.dout.transpose(1, 2), dense())[0]
-        found["FA3 backward"] = lambda: of_autograd(fa3, inputs.dout.transpose(1, 2), dense())[1]
+        found["FA3 forward"] = lambda: of_autograd(fa3, inputs.dout.transpose(1, 2), dense(inputs.qkv))[0]
+        found["FA3 backward"] = lambda: of_autograd(fa3, inputs.dout.transpose(1, 2), dense(inputs.qkv))[1]
     return found
 
 

@@ -53,7 +53,7 @@ from seq1f1b.runtime.report import PipelineReport
 REPORTED = 10  # last steps, of which the one of median time is shown
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -117,6 +117,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument(
         "--profile", type=Path, help="measured costs of this model, by seq1f1b profile: predict the time of a step"
     )
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.checkpoint = None
     if args.resume:
