@@ -29,7 +29,7 @@ class Layout:
             parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
             ``data`` ones; the optimizer's state is sharded over ``data``.
         layers: number of layers of every stage; None: as even as possible, earlier stages have one more.
-        recompute: one of ``seq1f1b.planning.cost.RECOMPUTE``.
+        recompute: one of ``seq1f1b.planning.layout.RECOMPUTE``.
         documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
         head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
             all live segments.

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware
-from seq1f1b.planning.profile import Part, PassSeconds, Profile
+from seq1f1b.planning.layout import check_layout, check_profile
+from seq1f1b.planning.profile import Part, PassSeconds, Profile, pairs_of
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 
-__all__ = ["CostModel", "RankBytes", "Span", "UnitSeconds", "pairs_of"]
-
-RECOMPUTE = ("none", "ffn", "full")
-"""Recomputation inside the backward: nothing, the feed-forward's inner activations, or all but each layer's input."""
+__all__ = ["CostModel", "RankBytes", "Span", "UnitSeconds"]
 
 _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
 
@@ -102,9 +100,9 @@ class CostModel:
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
         self.profile = hardware.profile if isinstance(hardware, ProfiledHardware) else None
-        self._check()
+        check_layout(self.layout, model, num_stages, seq_len)
         if self.profile is not None:
-            self._check_profile(self.profile)
+            check_profile(self.profile, model, self.layout)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
@@ -123,56 +121,6 @@ class CostModel:
             layout = replace(layout, layers=cost.balanced_layers())
             cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
         return cost
-
-    def _check(self) -> None:
-        model, layout = self.model, self.layout
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len is {self.seq_len}, must be at least 1")
-        model.flops(0, self.seq_len)  # raises unless shape and length are sound
-        if self.num_stages < 1 or self.num_stages > model.layers:
-            raise ValueError(f"there are {self.num_stages} stages, must be in 1..{model.layers}, the model's layers")
-        for name in ("tensor", "context", "expert", "data"):
-            degree = getattr(layout, name)
-            if degree < 1:
-                raise ValueError(f"{name} is {degree}, must be at least 1")
-        for degree, name, whole in (
-            (layout.tensor, "tensor", model.heads),
-            (layout.expert, "expert", model.experts),
-            (layout.expert, "expert", layout.data),
-        ):
-            if whole % degree != 0:
-                raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
-        if layout.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute is {layout.recompute!r}, must be one of {', '.join(RECOMPUTE)}")
-        if layout.layers is not None and (
-            len(layout.layers) != self.num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
-        ):
-            raise ValueError(
-                f"layers are {list(layout.layers)}: must be {self.num_stages} numbers, one per stage, "
-                f"that sum to the model's {model.layers}"
-            )
-        documents = layout.documents
-        if documents is not None and (sum(documents) != self.seq_len or min(documents, default=0) < 1):
-            raise ValueError(
-                f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {self.seq_len}"
-            )
-
-    def _check_profile(self, profile: Profile) -> None:
-        wanted, found = (shape._replace(layers=1, tied=False) for shape in (self.model, profile.model))
-        if wanted != found:
-            differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
-            raise ValueError(
-                f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
-                f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
-            )
-        layout = self.layout
-        if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
-            raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
-        if layout.recompute != "none" or layout.copies_prefix:
-            raise ValueError(
-                f"a profile is of stages that recompute nothing and share a cache: recompute is {layout.recompute!r}, "
-                f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
-            )
 
     # -- seconds
 
@@ -264,7 +212,9 @@ class CostModel:
 
     def unit_seconds(self, sizes: Sequence[int]) -> UnitSeconds:
         """Costs of every unit for these segment sizes."""
-        return self.seconds_of([self._span(end - size, end) for size, end in zip(sizes, _ends(sizes), strict=True)])
+        return self.seconds_of(
+            [self._span(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        )
 
     def seconds_of(self, spans: Sequence[Span]) -> UnitSeconds:
         """Costs of units over these tokens, of any rows."""
@@ -523,7 +473,7 @@ class CostModel:
     def _per_unit(self, sizes: Sequence[int], layer: float, head: float = 0.0, prefix: float = 0.0) -> list[list[int]]:
         """[stage][segment] bytes: of a layer per token and per token of its prefix, and of the last stage's head."""
         per_token, last = self.hardware.activation_factor * layer / self._shards, self.num_stages - 1
-        segments = list(zip(sizes, _ends(sizes), strict=True))
+        segments = list(zip(sizes, itertools.accumulate(sizes), strict=True))
         return [
             [
                 math.ceil(layers * (per_token * n + prefix * end) + (head * n if s == last else 0.0))
@@ -647,23 +597,3 @@ class CostModel:
 
 _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 _PIECES = 1024  # of the sequence whose costs a split balances
-_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
-
-
-def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
-    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token that it attends to."""
-    first, pairs = 0, 0.0
-    for length in documents:
-        low, high = max(begin - first, 0), min(end - first, length)
-        if low < high:
-            pairs += (high * (high + 1) - low * (low + 1)) / 2
-        first += length
-    return pairs
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    ends, end = [], 0
-    for size in sizes:
-        end += size
-        ends.append(end)
-    return ends

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -310,3 +311,14 @@ class Profile:
 def visible_pairs(begin: int, end: int) -> float:
     """Pairs of a token of ``[begin, end)`` and a token up to it, itself included."""
     return (end * (end + 1) - begin * (begin + 1)) / 2
+
+
+def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
+    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token that it attends to."""
+    first, pairs = 0, 0.0
+    for length in documents:
+        low, high = max(begin - first, 0), min(end - first, length)
+        if low < high:
+            pairs += visible_pairs(low, high)
+        first += length
+    return pairs

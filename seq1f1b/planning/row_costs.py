@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from seq1f1b import _C
 from seq1f1b.ops.packing import pack_documents
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.cost import CostModel, RankBytes, Span, UnitSeconds, pairs_of
+from seq1f1b.planning.cost import CostModel, RankBytes, Span, UnitSeconds
+from seq1f1b.planning.profile import pairs_of
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 
 __all__ = ["Row", "RowCosts", "padded_rows", "spans_of"]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.cost import RECOMPUTE
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware
+from seq1f1b.planning.layout import RECOMPUTE
 from seq1f1b.planning.pricing import GIB, REMEDIES, Candidate, Found, Pricing, Uncertain, group_lengths
 from seq1f1b.schedule import Family, families
 from seq1f1b.view.table import rounded, table_text
