@@ -573,18 +573,6 @@ static PyObject *executor_set_tier(PyObject *Py_UNUSED(module), PyObject *argume
     Py_RETURN_NONE;
 }
 
-static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
-{
-    const s1f_current_unit *unit = s1f_current_unit_get();
-    return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
-}
-
-static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
-{
-    s1f_current_unit_set_state(state);
-    Py_RETURN_NONE;
-}
-
 PyMethodDef s1f_executor_methods[] = {
     {"executor_create", executor_create, METH_VARARGS,
      "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes, fills) -> handle. fills: whether W "
@@ -607,7 +595,4 @@ PyMethodDef s1f_executor_methods[] = {
      "executor_totals(executor, rank) -> StepTotals of the last step"},
     {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
      "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
-    {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},
-    {"unit_set_state", unit_set_state, METH_O,
-     "unit_set_state(state): an object of the unit that runs on this thread; the caller keeps it until the unit ends"},
     {NULL, NULL, 0, NULL}};

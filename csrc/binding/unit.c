@@ -1,7 +1,9 @@
-/* unit.c - what unit.h says of a unit, for drawings and tests: an order is given by its counts and the passes in it. */
+/* unit.c - what unit.h says of a unit, for drawings and tests: an order is given by its counts and the passes in it.
+ * And what belongs to the unit that runs. */
 #include "binding.h"
 
 #include "../core/unit.h"
+#include "../run/current_unit.h"
 
 static PyObject *names_of(uint32_t bits)
 {
@@ -72,6 +74,18 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
     return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
 }
 
+static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+{
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    return Py_NewRef(unit == NULL || unit->state == NULL ? Py_None : (PyObject *)unit->state);
+}
+
+static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
+{
+    s1f_current_unit_set_state(state);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
      "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit "
@@ -81,4 +95,7 @@ PyMethodDef s1f_unit_methods[] = {
     {"unit_lifetimes", unit_lifetimes, METH_VARARGS,
      "unit_lifetimes(num_segments, passes, unit, cell_kind=0): (takes, frees), the names of what the unit holds from "
      "its start on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."},
+    {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},
+    {"unit_set_state", unit_set_state, METH_O,
+     "unit_set_state(state): an object of the unit that runs on this thread; the caller keeps it until the unit ends"},
     {NULL, NULL, 0, NULL}};
