@@ -6,7 +6,7 @@
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
-#include "../core/program.h"
+#include "simulation.h"
 
 typedef struct {
     /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the
@@ -44,47 +44,11 @@ typedef struct {
     void *progress_context;
 } s1f_costs;
 
-/* How much to keep: each holds what stands above it. */
-typedef enum {
-    S1F_KEEP_TOTALS,   /* makespan and what is told per rank */
-    S1F_KEEP_TIMELINE, /* start and end of every unit of the first step */
-    S1F_KEEP_CAUSES    /* and what critical.h needs */
-} s1f_keep;
-
-/* Why a unit of the first step stands where it does; bits. */
-enum {
-    S1F_CAUSE_MESSAGE = 1, /* it started when its message came; else when the unit before it was through */
-    S1F_CAUSE_CREDIT = 2,  /* its message waited for a place */
-    S1F_CAUSE_LINK = 4     /* its message waited for the one before it on the link */
-};
-
-typedef struct {
-    int32_t rank;
-    int64_t i; /* number in the order of the rank */
-} s1f_numbered_unit;
-
-typedef struct { /* of the first step, but for `period` */
-    int32_t num_ranks;
-    double makespan;         /* first start to last end over all ranks, seconds */
-    double period;           /* last end of the last step less that of the first, per step; 0 for one step */
-    double *span;            /* [rank] first start to last end of the rank */
-    double *busy;            /* [rank] sum of its units */
-    double *wait;            /* [rank] time in WAIT, in SEND before the credit, and for the tier */
-    int64_t *num_units;      /* [rank] */
-    double **start, **end;   /* [rank][i], units in run order; first start of all is 0; NULL: not kept */
-    unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
-    int32_t *completed;      /* the rank of every unit in an order in which each comes after all it waited for */
-    double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL until then */
-    s1f_numbered_unit *path; /* the same */
-    int64_t path_length;
-} s1f_simulation;
-
 /* Time and memory are linear in the number of units.
  * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range.
  * *out is owned by the caller and untouched on error. Pure. */
 s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep,
                                 s1f_simulation **out);
-void s1f_simulation_free(s1f_simulation *simulation); /* NULL is fine */
 /* What jitter multiplies the seconds of a message by, counted over all steps; 1 without. */
 double s1f_message_scale(const s1f_program *program, const s1f_costs *costs, int32_t edge, int64_t message);
 /* The lower of the two stages that an edge joins. */
