@@ -7,6 +7,7 @@
 #include "../run/current_unit.h"
 #include "../run/kv_cache.h"
 #include "../run/layer_keys.h"
+#include "../torch/op_call.h"
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 

@@ -1,8 +1,6 @@
 /* op_call.c - arguments from torch's stack, tensors of a call, and its release. */
 #include "op_call.h"
 
-#include "ops.h"
-
 #include <stdio.h>
 #include <string.h>
 

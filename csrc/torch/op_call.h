@@ -1,4 +1,5 @@
-/* op_call.h - one call of an op: its tensors, what it owns, and how it fails. For the files of the ops alone.
+/* op_call.h - one call of an op: its tensors, what it owns, and how it fails. For the files of the ops, and the
+ * engine, which asks for the last failure.
  *
  * A boxed kernel owns its arguments. s1f_op_run takes them from torch's stack, runs the op's body, puts its outputs
  * there, and releases everything else, however the body ends. */
@@ -36,6 +37,10 @@ typedef struct {
 /* The kernel of an op: `stack` holds its arguments, then its results. Throws torch's exception where the body fails;
  * the failure then waits in s1f_op_failure_take. */
 void s1f_op_run(const s1f_op *op, StableIValue *stack);
+
+/* The last failure of an op on this thread since the last take: its status and text (borrowed until the next failure),
+ * S1F_OK and "" if none. For the engine, which raises it anew by its status: through torch all are RuntimeError. */
+s1f_status s1f_op_failure_take(const char **text);
 
 /* S1F_ERR_SYSTEM, naming the function of libtorch. */
 s1f_status s1f_torch_failed(const char *function);

@@ -27,8 +27,4 @@
 /* Registers the ops with the torch that is bound (s1f_torch_bind). Again is fine. Hold the GIL: the call's lock. */
 s1f_status s1f_ops_register(void);
 
-/* The last failure of an op on this thread since the last take: its status and text (borrowed until the next failure),
- * S1F_OK and "" if none. For the engine, which raises it anew by its status: through torch all are RuntimeError. */
-s1f_status s1f_op_failure_take(const char **text);
-
 #endif
