@@ -17,7 +17,6 @@ from seq1f1b.files import nearest_name
 from seq1f1b.ops.attention import check_part
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan
-from seq1f1b.runtime.blocks import check_blocks
 from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
@@ -146,7 +145,7 @@ class Memory:
     def __post_init__(self) -> None:
         check_units("Memory.recompute", self.recompute)
         _check_bool("Memory.check", self.check)
-        check_blocks(self.blocks)
+        _check_blocks(self.blocks)
         if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
             raise TypeError(f"Memory.offload must be a directory, got {type(self.offload).__name__}")
         if self.units is not None:
@@ -270,6 +269,23 @@ def _check_bool(name: str, value: bool) -> None:
 def _check_callable(name: str, value: object) -> None:
     if not callable(value):
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+
+def _check_blocks(value: Any) -> None:
+    """Raises unless it names a list of blocks, and their share."""
+    if value is None:
+        return
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
+        raise TypeError(f"Memory.blocks is {value!r}, must be the name of a list of blocks and their share")
+    if not callable(value[1]):
+        check_share(value[1])
+
+
+def check_share(share: Any, whose: str = "") -> float:
+    """The share of the blocks that a unit computes again. Raises unless it is a number in 0..1."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
+    return float(share)
 
 
 def _check_sizes(sizes: Sizes, num_segments: int) -> None:

@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from seq1f1b.runtime.arguments import Options, check_share
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.deferred import runs_compiled
 from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.schedule import Unit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.arguments import Options
-    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 
@@ -95,7 +93,7 @@ class Blocks:
         """How many the unit computes again."""
         share = self._share
         if callable(share):
-            share = _checked(share(Unit("F", self._index, microbatch, segment)), f"of F{microbatch}.{segment}")
+            share = check_share(share(Unit("F", self._index, microbatch, segment)), f"of F{microbatch}.{segment}")
         return math.ceil(share * len(self.modules))
 
     @contextmanager
@@ -128,19 +126,3 @@ def _restore(block: nn.Module) -> None:
     own = forward.own if isinstance(forward, _Forward) else forward
     if own is not None and getattr(own, "__func__", None) is not type(block).forward:
         block.__dict__["forward"] = own  # the instance had one of its own
-
-
-def check_blocks(value: Any) -> None:
-    """Raises unless it names a list of blocks, and their share."""
-    if value is None:
-        return
-    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str):
-        raise TypeError(f"Memory.blocks is {value!r}, must be the name of a list of blocks and their share")
-    if not callable(value[1]):
-        _checked(value[1])
-
-
-def _checked(share: Any, whose: str = "") -> float:
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"Memory.blocks: the share {whose}".rstrip() + f" is {share!r}, must be in 0..1")
-    return float(share)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit, live_unit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 

@@ -6,32 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.runtime.backward import input_gradients
-from seq1f1b.runtime.parts import Part, Received
+from seq1f1b.runtime.parts import Received, Sink, Source
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
 
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
-
 __all__: list[str] = []
-
-
-class Source:
-    """Gives the units of a stage their inputs."""
-
-    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        """For F: the module's positional arguments."""
-        raise NotImplementedError
-
-    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
-        """After the backward: what crosses to another rank of their gradients."""
-        return None
 
 
 class FromBatch(Source):
@@ -76,18 +62,6 @@ class FromStage(Source):
             return gradients
         unit.handed = gradients
         return None
-
-
-class Sink(Part):
-    """Takes the outputs of a stage's units."""
-
-    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
-        raise NotImplementedError
-
-    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
-        """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
-        raise NotImplementedError
 
 
 class ToStage(Sink):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.ops.context import enter
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
 from seq1f1b.runtime.divided import split_loss
-from seq1f1b.runtime.ends import Sink, detached
+from seq1f1b.runtime.ends import detached
 from seq1f1b.runtime.findings import WEIGHTING, Finding
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Received
+from seq1f1b.runtime.parts import Received, Sink
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 

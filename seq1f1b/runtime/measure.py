@@ -6,17 +6,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.data_parallel import Fsdp
-from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.parts import Feature, Meter, Received
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 
@@ -114,7 +112,7 @@ class Measuring(Feature):
         return Measure(step) if arguments.training and arguments.is_new and not is_hidden else None
 
 
-class Measure(Part):
+class Measure(Meter):
     """Counts what the graphs of units keep, and what I leaves to W."""
 
     def __init__(self, step: StageStep) -> None:

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,8 @@ from seq1f1b.runtime.lengths import Lengths
 from seq1f1b.runtime.measure import is_compiled
 from seq1f1b.runtime.model_state import uncompiled
 from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 

@@ -11,20 +11,18 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
+from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.measure import SavedBytes
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.transport.group import holders
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.arguments import Options
-    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from seq1f1b.runtime.unit import LiveUnit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.arguments import Options
-    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 
@@ -68,6 +64,42 @@ class Part:
         return {}
 
 
+class Meter(Part):
+    """A part that others tell of the bytes which units hold."""
+
+    def note(self, more: int = 0) -> None:
+        """Units hold more than before, and ``more`` bytes for the moment."""
+        raise NotImplementedError
+
+    def around_head(self, hidden: Tensor) -> AbstractContextManager[Any]:
+        """Around the forward of a head that runs within F."""
+        raise NotImplementedError
+
+
+class Source:
+    """Gives the units of a stage their inputs."""
+
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
+        """For F: the module's positional arguments."""
+        raise NotImplementedError
+
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
+        """After the backward: what crosses to another rank of their gradients."""
+        return None
+
+
+class Sink(Part):
+    """Takes the outputs of a stage's units."""
+
+    def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
+        """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
+        raise NotImplementedError
+
+    def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
+        """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
+        raise NotImplementedError
+
+
 class Feature:
     """One thing that an engine may do around a stage's units. The stage holds it, so it must not hold the stage.
 
@@ -76,10 +108,10 @@ class Feature:
         tier: where units of this rank may move what they saved; None: nowhere.
     """
 
-    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         pass
 
-    def begin(self, step: StageStep) -> Part | None:
+    def begin(self, step: Any) -> Part | None:
         """The part of a step; None: there is nothing to do in this one."""
         raise NotImplementedError
 

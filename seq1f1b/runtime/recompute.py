@@ -9,19 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.ops.context import enter
+from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.arguments import Options
-    from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
 

@@ -18,6 +18,7 @@ from seq1f1b.runtime.backward import import_backward
 from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.explain import explained, unit_text
+from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.findings import look_at_targets, sample_of
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
@@ -66,6 +67,7 @@ class Runner:
                 options,
                 num_stages=pipeline.num_stages,
                 device=pipeline.device,
+                features=FEATURES,
                 tier=pipeline.tier,
                 in_threads=pipeline.group.is_thread,
                 is_whole=is_whole,

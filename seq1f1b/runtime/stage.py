@@ -14,16 +14,11 @@ from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
 from seq1f1b.runtime.data_parallel import data_parallel
-from seq1f1b.runtime.ends import Sink, Source
-from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.findings import Findings
 from seq1f1b.runtime.loss_look import LossLook
-from seq1f1b.runtime.measure import Measure
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.offload import Tier
-from seq1f1b.runtime.parts import Part, Pass, Received, hooks
+from seq1f1b.runtime.parts import Feature, Meter, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
-from seq1f1b.runtime.recompute import one_at_a_time
 from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
@@ -33,6 +28,7 @@ class Stage:
     """A stage of this rank, the same in every step: its module, its place in the pipeline, and what wraps it.
 
     Args:
+        features: what an engine may do around its units.
         tier: where units of this rank may move what they saved.
         in_threads: other ranks are threads that draw from the same generators.
         is_whole: units are whole micro-batches, as outside a step.
@@ -47,7 +43,8 @@ class Stage:
         *,
         num_stages: int,
         device: torch.device,
-        tier: Tier | None = None,
+        features: Sequence[type[Feature]] = (),
+        tier: Any = None,
         in_threads: bool = False,
         is_whole: bool = False,
         tells: bool = True,
@@ -64,7 +61,7 @@ class Stage:
         self.findings = Findings(options.unchecked, tells=tells)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
-        self.features = [make(self, options, tier) for make in FEATURES]
+        self.features = [make(self, options, tier) for make in features]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -145,7 +142,7 @@ class StageStep:
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
         self.parts = [part for feature in stage.features if (part := feature.begin(self)) is not None]
-        self.measure = next((part for part in self.parts if isinstance(part, Measure)), None)
+        self.measure = next((part for part in self.parts if isinstance(part, Meter)), None)
         for parallel in stage.wrappers:
             parallel.begin_step()
 
@@ -159,17 +156,12 @@ class StageStep:
         self._end, self._fill = hooks(parts, "end"), hooks(parts, "fill")
         self._before, self._after = hooks(parts, "before_backward"), hooks(parts, "after_backward")
 
-    def passes(self, *, shares_random: bool) -> dict[str, Pass]:
-        """Methods that run a unit of the stage, by the letter of its pass.
-
-        Args:
-            shares_random: other ranks are threads, and a unit may have to draw the same numbers twice.
-        """
+    def passes(self) -> dict[str, Pass]:
+        """What runs a unit of the stage, by the letter of its pass."""
         found: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
         for part in self.parts:
             found |= part.passes()
-        alone = "FBIWR" if shares_random else ""
-        return {letter: one_at_a_time(run) if letter in alone else run for letter, run in found.items()}
+        return found
 
     def fill(self, cell: int) -> bool:
         """Runs one product of W of a cell, whose I has run; returns whether any is left."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, merge
-from seq1f1b.runtime.ends import FromBatch, FromStage, Sink, Source, ToStage
+from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
-from seq1f1b.runtime.parts import Pass, Received
+from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.rank_order import RankOrder
+from seq1f1b.runtime.recompute import one_at_a_time
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, combine, divide
@@ -135,8 +136,11 @@ class Step:
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:
+        found = part.passes()
         draws_twice = self._order.recomputes or self._options.memory.blocks is not None
-        found = part.passes(shares_random=part.stage.in_threads and draws_twice)
+        for letter in "FBIWR" if draws_twice and part.stage.in_threads else "":  # ranks share torch's generators
+            if letter in found:
+                found[letter] = one_at_a_time(found[letter])
         for shard in (self._head, self._embedding):
             found |= {} if shard is None else shard.passes()
         for letter in _OUTSIDE_AUTOCAST if self._autocast else "":

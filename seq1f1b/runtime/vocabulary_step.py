@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.backward import input_gradients
 from seq1f1b.runtime.data_parallel import data_parallel
-from seq1f1b.runtime.ends import Source, ToStage, detached
-from seq1f1b.runtime.parts import Pass, Received
+from seq1f1b.runtime.ends import ToStage, detached
+from seq1f1b.runtime.parts import Pass, Received, Source
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.vocabulary import embedding_of, head_of
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
 

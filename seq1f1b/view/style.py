@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from seq1f1b import _C
 
 if TYPE_CHECKING:
-    from seq1f1b.schedule import Timeline, Unit
+    from seq1f1b.unit import Timeline, Unit
 
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON

@@ -82,7 +82,7 @@ def train(
 @pytest.mark.parametrize(("schedule", "recompute"), [("seq1f1b", "none"), ("seq1f1b", "all"), ("seq-zb-h1", "none")])
 def test_a_new_feature_sees_every_unit(monkeypatch: pytest.MonkeyPatch, schedule: str, recompute: str) -> None:
     plain = [gradients for _, gradients in run_ranks(P, trainer(schedule, recompute))]
-    monkeypatch.setattr("seq1f1b.runtime.stage.FEATURES", (*FEATURES, Counting))
+    monkeypatch.setattr("seq1f1b.runtime.runner.FEATURES", (*FEATURES, Counting))
     steps = trainer(schedule, recompute)
 
     def run(group: Any) -> Any:
