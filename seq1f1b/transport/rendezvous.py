@@ -15,7 +15,7 @@ from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
 
-_LINGER = 5.0  # seconds in which rank 0 may come after another rank has failed, and still hear why
+_LINGER = 5.0  # seconds in which others may come after a rank has failed, and still hear why
 
 _T = TypeVar("_T")
 _PREFIX = "seq1f1b"
@@ -58,6 +58,7 @@ class Rendezvous:
             late = f"rank 0 has not come to the pipeline's set-up for {self._arrival_s:.0f} s"
             raise _error_of(*self._incarnation.lost or (0, late))
         self.client.store = self.client.store.part(name)
+        self._ask(lambda store: store.set(_here(self.rank), b""))
         self.attempt = self._ask(_begin)
         if self._incarnation.lost is not None:  # as rank 0 found out
             error = _error_of(*self._incarnation.lost)
@@ -98,10 +99,11 @@ class Rendezvous:
     def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
         """Ends this attempt over the group's own connection, if this rank's is gone."""
         try:
-            store = _part_of(self._incarnation, self._group_store, error)
+            store = _part_of(self._incarnation, self._group_store, self.rank, error)
             if store is None:
                 return None
             rank, text = _fail(store, self.attempt or _begin(store), self.rank, error)
+            _linger(store, self.rank, self.size)
         except Exception:
             return None
         return None if rank == self.rank else _error_of(rank, text)
@@ -155,18 +157,32 @@ def refuse(process_group: Any, rank: int, size: int, error: BaseException, since
     Ends this rank's latest attempt, if it has begun one since that one; else a new one. Nobody hears it if rank 0 comes
     much later than this rank: until then, what they share has no name.
     """
-    store = _part_of(Incarnation.of(process_group, rank, size), process_group.get_group_store(), error)
+    store = _part_of(Incarnation.of(process_group, rank, size), process_group.get_group_store(), rank, error)
     if store is not None:
         _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
+        if not isinstance(error, _C.PipelineError):
+            _linger(store, rank, size)
 
 
-def _part_of(incarnation: Incarnation, group_store: Any, error: BaseException) -> SharedStore | None:
+def _linger(store: SharedStore, rank: int, size: int) -> None:
+    """Rank 0 waits a little for those who have not come: what it is sending them by the group goes with its process."""
+    end = time.monotonic() + _LINGER
+    others = [_here(other) for other in range(1, size)]
+    while rank == 0 and not store.has(*others) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _part_of(incarnation: Incarnation, group_store: Any, rank: int, error: BaseException) -> SharedStore | None:
     """The part of the store that the ranks share; None if rank 0 has not come.
 
     A rank that fails by itself waits a little for rank 0.
     """
     name = incarnation.name(0.0 if isinstance(error, _C.PipelineError) else _LINGER)
-    return None if name is None else SharedStore(group_store, _PREFIX).part(name)
+    if name is None:
+        return None
+    store = SharedStore(group_store, _PREFIX).part(name)
+    store.set(_here(rank), b"")
+    return store
 
 
 def _begin(store: SharedStore) -> int:
@@ -179,6 +195,11 @@ def _note_attempt(attempt: int) -> int:
     global _last_attempt
     _last_attempt = max(_last_attempt, attempt)
     return attempt
+
+
+def _here(rank: int) -> str:
+    """Set once a rank knows the name of what the ranks share."""
+    return f"here/{rank}"
 
 
 def _failed(attempt: int) -> str:
