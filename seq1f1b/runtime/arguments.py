@@ -156,7 +156,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what it means.
+    """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what they mean.
 
     The field of an option stands in the group it belongs to, or here. Those that ranks must be given alike say so.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -387,7 +386,7 @@ class PipelineEngine:
         pipeline = self._pipeline = Pipeline(modules, self.device, options, group, self.schedule, agreement)
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
-        builder = None if isinstance(source, Schedule) else partial(build, source)
+        builder = None if isinstance(source, Schedule) else source
         self._runner = Runner(pipeline, options, self.schedule, builder)
         pipeline.connect(pipeline.lower(self.schedule), self._device_edges_class)
         self.edges = pipeline.edges

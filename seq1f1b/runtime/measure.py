@@ -107,9 +107,11 @@ class Measuring(Feature):
 
     def begin(self, step: StageStep) -> Measure | None:
         stage, arguments = step.stage, step.arguments
+        if not (arguments.training and arguments.is_new):
+            return None
         # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
         is_hidden = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules))
-        return Measure(step) if arguments.training and arguments.is_new and not is_hidden else None
+        return None if is_hidden else Measure(step)
 
 
 class Measure(Meter):

@@ -23,7 +23,7 @@ from seq1f1b.runtime.findings import look_at_targets, sample_of
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.rank_order import RankOrder, RankOrders, with_options
+from seq1f1b.runtime.rank_order import RankOrder, RankOrders, build, with_options
 from seq1f1b.runtime.report import StepRecord
 from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
 from seq1f1b.runtime.stage import Stage
@@ -122,12 +122,7 @@ class Runner:
                 "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
             )
         else:
-            schedule = self._build(
-                num_ranks=pipeline.num_ranks,
-                num_microbatches=len(counts),
-                num_segments=counts,
-                stages_per_rank=len(self.stages),
-            )
+            schedule = build(self._build, pipeline.num_ranks, len(counts), counts, len(self.stages))
         found = (schedule.num_ranks, schedule.rank_of_stage)
         expected = (pipeline.num_ranks, pipeline.rank_of_stage)
         if found != expected:
