@@ -127,9 +127,8 @@ class DeviceEdges:
 
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
+        self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
         copies = self.transport == "copy"  # each end uses events, and a sender memory, that the other one owns
-        if copies:
-            self._meet()
         for end in () if copies else self._ends.values():
             _C.nccl_leave(end)
         for end in self._ends.values():

@@ -47,11 +47,6 @@ class StandInEngine(PipelineEngine):
 
     _device_edges_class = StandInEdges
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        edges = self._pipeline.device_edges
-        self._kept = edges.kept if isinstance(edges, StandInEdges) else []  # goes last, after ends and executors
-
     @property
     def num_waits(self) -> int:
         edges = self._pipeline.device_edges
