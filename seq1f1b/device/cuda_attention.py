@@ -1,25 +1,28 @@
 """Attention of CUDA tensors over the slabs of the KV cache, without a copy of the prefix.
 
-The CUDA kernels of this package's ops; those of the CPU are C. Four ways, by what the call needs:
+The CUDA kernels of this package's ops; those of the CPU are C. Five ways, by what the call needs:
 
     own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
-               right and faster (kernel_library.py)
+               right, and faster than what else there is (kernel_library.py)
+    cudnn      as flash, without a window, on Hopper and newer: cuDNN's, for shapes that come often enough to pay for
+               its plan of one
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
     efficient  float32 without a window, head_dim a multiple of 4: ``aten::_efficient_attention_*``
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
-               several times slower, in bounded memory
+               up to 200 times slower, in bounded memory
 
 Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out`` are known, and what the ops
 allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; torch's ops round each range's
 part to q's dtype before. Ours take all keys at once, for they add to the slab themselves.
 
-Nobody has run this on a GPU yet. The tests run all of it on the CPU, with stand-ins for the aten ops that torch's
-dispatcher holds to their schemas.
+benchmarks/gpu.py holds all of it to float64 on a GPU; an H200 has run it (benchmarks/results/gpu-h200.txt). The tests
+run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds to their schemas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +39,14 @@ KEY_RANGE = 8192
 
 PLAIN_LOGITS = 1 << 26
 """Most logits that the plain way holds at once; it keeps a few tensors of that size."""
+
+PLAN_FLOPS = 4e13
+"""Operations that flash computes of a shape before cuDNN makes a plan for it. On an H200 a plan takes 40 to 90 ms, and
+cuDNN then saves 1.3 ms in 1e12 operations: a shape that never comes again has cost no more than twice the best choice.
+"""
+
+MOST_SHAPES = 1024
+"""Shapes that are remembered, and so most plans: with documents of every length few come twice."""
 
 _LSE_ALIGNMENT = 32  # rows of lse that _efficient_attention_backward reads come in multiples of this
 _BOTTOM_RIGHT = 2  # custom_mask_type of the efficient ops: causal, the last query sees the last key
@@ -129,7 +140,7 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 
 
 def way(q: Tensor, options: Options, operation: str = "attention_forward") -> str:
-    """ "own", "flash", "efficient" or "plain"; see the top of this file."""
+    """ "own", "flash" (or cuDNN, see ``PLAN_FLOPS``), "efficient" or "plain"; see the top of this file."""
     return "own" if _own(q, options, operation) is not None else _library_way(q, options)
 
 
@@ -144,13 +155,67 @@ def _library_way(q: Tensor, options: Options) -> str:
 def _own(q: Tensor, options: Options, operation: str) -> kernel_library.Operation | None:
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
-    return kernel_library.choose(operation, q) if _has_flash(q.device) else None
+    if not _has_flash(q.device):
+        return None
+    library = _library_way(q, options)
+    if library == "flash" and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
+        return None
+    return kernel_library.choose(operation, q, is_right_enough=library == "plain")
 
 
 def _has_flash(device: torch.device) -> bool:
     if torch.version.hip:  # other kernels behind the same ops
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention is worth a plan. Its backward adds dQ up in any order, and cannot be told not to."""
+    if device.type != "cuda" or torch.version.hip or torch.are_deterministic_algorithms_enabled():
+        return False
+    is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return is_enabled and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class _Shapes(threading.local):
+    """Of each shape: operations that flash computed, or whether cuDNN takes it. A thread has its own, as of plans."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[Any, ...], float | bool] = {}
+
+
+_shapes = _Shapes()
+
+Calls = Sequence[tuple[Tensor, bool]]
+"""Keys of calls of cuDNN's, and whether each is causal, from the first query and key on."""
+
+
+def _cudnn_takes(q: Tensor, calls: Calls, options: Options, num_products: int) -> bool:
+    """num_products: matrix products of the pass that asks: 2 forward, 5 backward."""
+    if options.window or not _has_cudnn(q.device):
+        return False
+    layouts = [(keys.shape, keys.stride(), is_causal) for keys, is_causal in calls]
+    seen, shape = _shapes.seen, (num_products, q.dtype, q.shape, q.stride(), *layouts)
+    found = seen.get(shape, 0.0)
+    if isinstance(found, bool):
+        return found
+    if len(seen) >= MOST_SHAPES:
+        for other in [other for other, of_other in seen.items() if not isinstance(of_other, bool)]:
+            del seen[other]
+    if len(seen) >= MOST_SHAPES:
+        return False
+    if found < PLAN_FLOPS * len(calls):
+        pairs = sum(keys.shape[2] / (2 if is_causal else 1) for keys, is_causal in calls)
+        seen[shape] = found + num_products * 2 * q.numel() * pairs
+        return False
+    fits = seen[shape] = all(_cudnn_fits(q, keys, is_causal) for keys, is_causal in calls)
+    return fits
+
+
+def _cudnn_fits(q: Tensor, keys: Tensor, is_causal: bool) -> bool:
+    """Whether torch hands such a call to cuDNN."""
+    params = torch.backends.cuda.SDPAParams(q, keys, keys, None, 0.0, is_causal, q.shape[1] != keys.shape[1])
+    return min(q.shape[2], keys.shape[2]) > 1 and torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -177,17 +242,14 @@ def _backward(
     operation = _own(q, options, "attention_backward")
     if operation is not None:
         return _own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store)
-    if store:
-        dk.zero_()
-        dv.zero_()
-    dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv)
+    dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv, store)
     own = slice(keys.shape[2] - q.shape[2], None)
     return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
 
 
 def _library_backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
-    dv: Tensor,
+    dv: Tensor, store: bool,
 ) -> Tensor:  # fmt: skip
     chosen = _library_way(q, options)
     backwards = {"flash": _flash_backward, "efficient": _efficient_backward, "plain": _plain_backward}
@@ -195,13 +257,19 @@ def _library_backward(
     offset = end - tokens
     parts = list(_ranges(offset, end, options.window, _plain_range(q) if chosen == "plain" else None))
     dq = _token_major_zeros(q, lse.dtype) if len(parts) > 1 else None
+    written = 0  # keys before this one have their sums
     for begin, stop, rows in parts:
         part_q, part_k, part_v = backwards[chosen](
             dout[:, :, rows], q[:, :, rows], keys[:, :, begin:stop], values[:, :, begin:stop], out[:, :, rows],
             lse[:, :, rows], _of_range(options, rows, slice(begin, stop)), offset + rows.start, begin,
         )  # fmt: skip
-        dk[:, :, begin:stop] += part_k
-        dv[:, :, begin:stop] += part_v
+        for total, part in ((dk, part_k), (dv, part_v)):
+            if store and begin >= written:
+                total[:, :, written:begin] = 0.0  # hidden by the window
+                total[:, :, begin:stop] = part
+            else:
+                total[:, :, begin:stop] += part
+        written = stop
         if dq is None:
             return _token_major(part_q, q.dtype)
         dq[:, :, rows] += part_q
@@ -213,8 +281,10 @@ def _ranges(offset: int, end: int, window: int, plain: int | None) -> Iterator[t
     """Ranges [begin, stop) of keys that a segment of tokens [offset, end) sees, and the rows of it that do.
 
     The ops mask from the last query and key backwards. So the segment's own keys are one range, and where a window
-    hides a range before them from the last rows, these are left out. The plain way, which takes ranges of ``plain``
-    keys, masks by positions.
+    hides a range before them from the last rows, these are left out. Under a window torch's flash ops take no more
+    queries than keys, and one (they hide keys of the first ones else, whatever the window's right side): rows that
+    see a whole range, and so need no window, are a part of their own where there are more. The plain way, which takes
+    ranges of ``plain`` keys, masks by positions.
     """
     start = max(0, offset - window + 1) if window else 0
     longest, limit = (plain, end) if plain else (KEY_RANGE, offset)
@@ -222,6 +292,9 @@ def _ranges(offset: int, end: int, window: int, plain: int | None) -> Iterator[t
     for begin, stop in bounds if plain else [*bounds, (offset, end)]:
         first = max(begin, offset) if plain else offset
         last = min(end, stop + window - 1) if window else end
+        if window and not plain and last - first > stop - begin + 1 and begin + window < last:
+            yield begin, stop, slice(first - offset, begin + window - offset)
+            first = begin + window
         yield begin, stop, slice(first - offset, last - offset)
 
 
@@ -314,6 +387,10 @@ def _own_backward(
 
 
 def _flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    offset = keys.shape[2] - q.shape[2]
+    calls = [(keys[:, :, offset:], True), (keys[:, :, :offset], False)]
+    if _cudnn_takes(q, calls[: 2 if offset else 1], options, 2):
+        return _cudnn_forward(q, keys, values, options)
     left, right = (options.window - 1, 0) if options.window else (None, None)
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
         _bshd(q), _bshd(keys), _bshd(values), None, None, q.shape[2], keys.shape[2], 0.0, True, False,
@@ -328,7 +405,10 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of queries that begin at token ``query`` over keys that begin at token ``key``."""
     behind = (query + q.shape[2]) - (key + keys.shape[2])  # tokens from the last key to the last query
-    left, right = (options.window - 1 - behind, behind) if options.window else (None, None)
+    if _cudnn_takes(q, [(keys, behind == 0)], options, 5):
+        return _cudnn_backward(dout, q, keys, values, out, lse, options, behind == 0)
+    hides = options.window and behind + keys.shape[2] > options.window  # the first key from the last query
+    left, right = (options.window - 1 - behind, behind) if hides else (None, None)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
         _bshd(dout), _bshd(q), _bshd(keys), _bshd(values), _bshd(out), lse.contiguous(), None, None, q.shape[2],
@@ -336,6 +416,39 @@ def _flash_backward(
         scale=options.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+# -- cuDNN: it masks from the first query and key on, so a segment's own keys and those before are a call each ---------
+
+
+def _cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    (q,), (keys, values) = _aligned(q), _aligned(keys, values)
+
+    def attend(part: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, keys[:, :, part], values[:, :, part], None, True, 0.0, is_causal, False, scale=options.scale
+        )
+        return out, lse.view(q.shape[:3])
+
+    offset = keys.shape[2] - q.shape[2]
+    out, lse = attend(slice(offset, None), True)
+    if not offset:
+        return out, lse
+    before, of_before = attend(slice(0, offset), False)
+    share = torch.sigmoid(lse - of_before)[..., None]  # of the own keys
+    return (out * share).addcmul_(before, 1.0 - share), torch.logaddexp(lse, of_before)
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, keys, values, out = _aligned(dout, q, keys, values, out)
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        dout, q, keys, values, out, lse.contiguous()[..., None], unused, unused, None, None, None, q.shape[2],
+        keys.shape[2], 0.0, is_causal, scale=options.scale,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 # -- memory-efficient: as many heads of keys as of queries, so one call per query head of a group --------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,6 +77,85 @@ def test_segments_equal_the_formula(
     plain |= dtype == torch.float32 and name.startswith("window")
     family = "_efficient" if dtype == torch.float32 else "_flash"
     assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
+
+
+# -- cuDNN -----------------------------------------------------------------------------------------------------------
+
+CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
+
+
+@pytest.fixture
+def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """cuDNN takes every shape that torch would hand to it, from its first call on."""
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: not torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(cuda_attention, "_shapes", cuda_attention._Shapes())
+    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 0.0)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+def test_cudnn_equals_the_formula(heads: int, kv_heads: int, dtype: torch.dtype, cudnn_calls: list[Call]) -> None:
+    """The own keys and those before, added up; a token or a key alone, which cuDNN does not take, by flash."""
+    qkv, dout = (random_qkv(heads, kv_heads, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
+    for sizes, flash_forwards in ([5, 2, 5], 0), ([5, 2, 4, 1], 1), ([1, 11], 2):
+        cudnn_calls.clear()
+        check(segmented(sizes, {"scale": 0.3}, [qkv], [dout[0]])[0], {"scale": 0.3}, qkv, dout[0])
+        names = [name for name, *_ in cudnn_calls]
+        assert names.count(FLASH) == flash_forwards
+        assert names.count(CUDNN) == 2 * (len(sizes) - flash_forwards) - (flash_forwards < 2)
+        assert f"{CUDNN}_backward" in names
+    whole = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0])
+    check(whole, {}, qkv, dout[0])
+
+
+@pytest.mark.parametrize("name", ["window 5", "softcap", "documents"])
+def test_cudnn_takes_no_options(name: str, cudnn_calls: list[Call]) -> None:
+    options = {"window": 5} if name == "window 5" else OPTIONS[name]
+    qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
+    assert not [call for call in cudnn_calls if call[0].startswith(CUDNN)]
+
+
+def test_a_plan_is_made_for_a_shape_that_comes_often(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape on its own, and anew in each thread; under deterministic algorithms for none."""
+    qkv = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 2.5 * 2 * 2 * qkv[0].numel() * 12 / 2)
+
+    def ways(tokens: int, times: int) -> list[bool]:
+        cudnn_calls.clear()
+        for _ in range(times):
+            causal_attention(*(t[:, :, :tokens].contiguous() for t in qkv), layer=0)
+        return [call[0] == CUDNN for call in cudnn_calls]
+
+    assert ways(12, 5) == [False] * 3 + [True] * 2
+    assert ways(11, 4) == [False] * 3 + [True]
+    assert ways(12, 2) == [True] * 2
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(ways, 12, 4).result() == [False] * 3 + [True]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ways(12, 2) == [False] * 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_shapes_that_come_once_are_forgotten(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = random_qkv(4, 2, tokens=60, head_dim=8, dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda_attention, "MOST_SHAPES", 8)
+    causal_attention(*(t[:, :, :60] for t in qkv), layer=0)
+    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 1e12)
+    for tokens in range(2, 50):
+        causal_attention(*(t[:, :, :tokens] for t in qkv), layer=0)
+    seen = cuda_attention._shapes.seen
+    assert len(seen) <= 8 and list(seen.values()).count(True) == 1
+    cudnn_calls.clear()
+    causal_attention(*(t[:, :, :60] for t in qkv), layer=0)
+    assert [name for name, *_ in cudnn_calls] == [CUDNN]
+
+
+# -- each way's own ---------------------------------------------------------------------------------------------------
 
 
 def test_float32_rows_that_the_efficient_op_cannot_read_go_the_plain_way(calls: list[Call]) -> None:

@@ -65,8 +65,16 @@ def _backward(
 
 
 def _flash_window(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
-    left, right = (-1 if side is None or side >= k.shape[1] else side for side in (left, right))
-    return _visible(q.shape[1], k.shape[1], left, 0 if causal and q.shape[1] > 1 else right)
+    """As the kernels read a window: a side of as many tokens as there are keys counts as none, and beside another side
+    none is again as many tokens as there are keys, which hides keys from the first of more queries than keys."""
+    keys = k.shape[1]
+    left, right = (-1 if side is None or side >= keys else side for side in (left, right))
+    right = 0 if causal and q.shape[1] > 1 else right
+    if left >= 0 > right:
+        right = keys
+    if right > 0 > left:
+        left = keys
+    return _visible(q.shape[1], keys, left, right)
 
 
 def _check_flash(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
@@ -159,11 +167,55 @@ def _efficient_backward(
     return dq.float(), dk.float(), dv.float(), torch.empty(0)
 
 
+def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *absent: Any) -> Tensor:
+    """Which keys a query sees: causal from the top left."""
+    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
+    assert q.shape[3] % 8 == 0 and q.shape[1] % k.shape[1] == 0 and min(q.shape[2], k.shape[2]) > 1
+    assert all(argument is None for argument in absent)
+    _check_rows(*(t.transpose(1, 2) for t in (q, k, v)))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return seen.tril() if is_causal else seen
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(batch, heads, tokens, head_dim), unlike the flash ops."""
+    seen = _check_cudnn(q, k, v, is_causal, attn_bias)
+    assert compute_log_sumexp and dropout_p == 0.0 and not return_debug_mask
+    out, lse = _forward(*(t.transpose(1, 2) for t in (q, k, v)), seen, q.shape[3] ** -0.5 if scale is None else scale)
+    nothing = torch.empty(0)
+    sizes = q.shape[2], k.shape[2]
+    result = torch.empty_like(q).copy_(out.transpose(1, 2))
+    return result, lse.float()[..., None], nothing, nothing.clone(), *sizes, *(nothing.clone() for _ in range(3))
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, philox_seed: Tensor,
+    philox_offset: Tensor, attn_bias: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    seen = _check_cudnn(q, k, v, is_causal, attn_bias, cum_seq_q, cum_seq_k)
+    assert (max_q, max_k, dropout_p) == (q.shape[2], k.shape[2], 0.0)
+    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
+    assert lse.shape == (*q.shape[:3], 1) and lse.dtype == torch.float32 and lse.is_contiguous()
+    _check_rows(dout.transpose(1, 2), out.transpose(1, 2))
+    rows = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+    grads = _backward(*rows, lse[..., 0], seen, q.shape[3] ** -0.5 if scale is None else scale)
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    dk, dv = (g.unflatten(1, (k.shape[1], group)).sum(2) for g in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
 _OPS = {
     "_flash_attention_forward": _flash_forward,
     "_flash_attention_backward": _flash_backward,
     "_efficient_attention_forward": _efficient_forward,
     "_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
 }
 
 
@@ -208,6 +260,15 @@ SCHEMAS = {
         "grad_out_ query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k logsumexp dropout_p "
         "philox_seed philox_offset custom_mask_type bias_requires_grad",
         "scale", 4,
+    ),
+    "_scaled_dot_product_cudnn_attention": (
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
+        "scale", 9,
+    ),
+    "_scaled_dot_product_cudnn_attention_backward": (
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal",
+        "scale", 3,
     ),
 }  # fmt: skip
 
