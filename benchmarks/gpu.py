@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -150,9 +151,19 @@ def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, lim
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and others that are named beside them
-    "attention_forward": (("FA2 forward", "FA2 varlen forward"), ("cuDNN forward", "FA3 forward"), "own forward"),
-    "attention_backward": (("FA2 backward + fp32 add",), ("cuDNN backward", "FA3 backward"), "own backward"),
+    "attention_forward": (
+        ("FA2 forward", "FA2 varlen forward"),
+        ("cuDNN in segments forward", "cuDNN forward", "FA3 forward"),
+        "own forward",
+    ),
+    "attention_backward": (
+        ("FA2 backward + fp32 add",),
+        ("cuDNN in segments backward", "cuDNN backward", "FA3 backward"),
+        "own backward",
+    ),
 }
+SPEED = "times as fast as torch"  # of a record of a verified kernel
+NOT_FLASH = "documents, soft cap"  # what torch's flash ops do not take
 MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
 TRANSPORTS = {"shm": "messages over host memory", "copy": 'transport="copy"', "nccl": 'transport="nccl"'}
 
@@ -196,26 +207,31 @@ def ratios(found: Cases, operation: str, head_dim: int) -> list[float | None]:
     return [min(t) / o[0] if t and o else None for t, o in pairs]
 
 
+def speed_ratio(found: Cases, operation: str, head_dim: int) -> float | None:
+    """Ours beside torch's flash op by geometric mean; None if a cell has no time of both, or less than 0.85 of it."""
+    of_cells = ratios(found, operation, head_dim)
+    measured = [ratio for ratio in of_cells if ratio is not None]
+    if not measured or len(measured) < len(of_cells) or min(measured) < 0.85:
+        return None
+    return round(geometric_mean(measured), 3)
+
+
 def verified_kernels(records: list[Record]) -> list[Record]:
     """Records for seq1f1b/presets/kernels/verified.json, by which a kernel of ours becomes the default.
 
-    Right: see ``is_right``; what was not measured closer is no flaw. Faster: over all cells of its head size, each of
-    which was checked in the same call, by geometric mean, and in none less than 0.85 times as fast.
+    Right: see ``is_right``; what was not measured closer is no flaw. That is enough where torch's flash ops do not go;
+    where they do, ours has to be faster over all cells of its head size, each of which was checked in the same call.
     """
     found = latest_cases(records)
     doctor = found.get("doctor", {})
     entries = []
     for operation, of_library in doctor.get("own kernels", {}).items():
-        for head_dim in (64, 128) if operation in PEERS else ():
-            of_cells = ratios(found, operation, head_dim)
-            measured = [ratio for ratio in of_cells if ratio is not None]
-            if not measured or len(measured) < len(of_cells) or is_right(found, "bfloat16", head_dim) != "yes":
-                continue
-            if min(measured) >= 0.85 and geometric_mean(measured) > 1:
+        for dtype, head_dim in itertools.product(("bfloat16", "float16"), (64, 128)) if operation in PEERS else ():
+            if is_right(found, dtype, head_dim) == "yes":
                 entries.append({
-                    "architecture": doctor["device"]["architecture"], "operation": operation, "dtype": "bfloat16",
+                    "architecture": doctor["device"]["architecture"], "operation": operation, "dtype": dtype,
                     "head_dim": head_dim, "source": of_library["source"], "compiler": of_library["compiler"],
-                    "times as fast as torch": round(geometric_mean(measured), 3), "cells": len(measured),
+                    SPEED: speed_ratio(found, operation, head_dim) if dtype == "bfloat16" else None,
                     "device": doctor["device"].get("device", ""), "torch": doctor["versions"]["torch"],
                 })  # fmt: skip
     return entries
@@ -247,7 +263,9 @@ def speed_text(found: Cases, operation: str, head_dim: int) -> str:
 def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
     """Part, right, fast, default."""
     found = latest_cases(records)
-    defaults = {(entry["operation"], entry["head_dim"]) for entry in verified_kernels(records)}
+    verified = {
+        (entry["operation"], entry["dtype"], entry["head_dim"]): entry[SPEED] for entry in verified_kernels(records)
+    }
 
     def right(stage: str, begin: str = "") -> str:
         return state_of(case for name, case in found.get(stage, {}).items() if name.startswith(begin))
@@ -255,11 +273,11 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
     rows = [("attention by torch's ops", right("library"), "", "yes")]
     for operation in PEERS:
         for head_dim in (128, 64):
-            part, is_default = f"{operation} bfloat16 d{head_dim}", (operation, head_dim) in defaults
-            fast = speed_text(found, operation, head_dim)
-            rows.append((part, is_right(found, "bfloat16", head_dim), fast, "yes" if is_default else "no"))
-    for head_dim in (128, 64):
-        rows.append((f"own kernels float16 d{head_dim}", is_right(found, "float16", head_dim), "", "no"))
+            for dtype in ("bfloat16", "float16"):
+                key = operation, dtype, head_dim
+                default = "no" if key not in verified else "yes" if (verified[key] or 0) > 1 else NOT_FLASH
+                fast = speed_text(found, operation, head_dim) if dtype == "bfloat16" else ""
+                rows.append((f"{operation} {dtype} d{head_dim}", is_right(found, dtype, head_dim), fast, default))
     rows.append(("engine: one rank", right("ranks", "one rank"), "", "yes"))
     for transport, part in TRANSPORTS.items():
         figures = [

@@ -43,11 +43,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB")
     if not torch.cuda.is_available():
         print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
-    print("attention on CUDA: torch's own ops; never yet run on a GPU (see benchmarks/gpu.py)")
+    print(
+        "attention on CUDA: torch's ops, or our kernels where they are verified; run on an H200 (see benchmarks/gpu.py)"
+    )
     for line in importlib.import_module("seq1f1b.device.kernel_library").describe():
         print(line)
     print(f"NCCL: {found_nccl()}")
-    print("messages between GPUs: through host memory; transport='nccl' and 'copy' never yet run on a GPU")
+    print("messages between GPUs: through host memory, or transport='copy' or 'nccl'; never yet run between two GPUs")
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
         print(f"{package}: {'found' if found else 'not found: ' + loss}")

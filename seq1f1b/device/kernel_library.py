@@ -1,8 +1,8 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
 By default a kernel runs only where ``presets/kernels/verified.json`` says so: checked on this architecture against
-float64 and found faster there than torch's ops, with the very source and compiler that the library at hand was built
-from.
+float64, with the very source and compiler that the library at hand was built from, and found faster there than torch's
+flash ops; for calls that these do not take, which go by matrix products up to 200 times slower, right is enough.
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call; ``library``
 never.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class Operation(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A record that an operation is right and faster than torch's ops, on one architecture and from one library."""
+    """A record that an operation is right, on one architecture and from one library."""
 
     architecture: str  # "sm_90"
     operation: str
@@ -50,17 +51,26 @@ class Verified(NamedTuple):
     compiler: str
 
 
-def verified(path: Path = VERIFIED) -> frozenset[Verified]:
-    """Raises:
-    ValueError: the file is not as benchmarks/gpu.py writes it.
+SPEED = "times as fast as torch"
+"""Of a record: beside torch's flash op, by geometric mean; None: not timed."""
+
+
+def verified(path: Path = VERIFIED) -> dict[Verified, bool]:
+    """Whether each verified operation is faster than torch's flash op.
+
+    Raises:
+        ValueError: the file is not as benchmarks/gpu.py writes it.
     """
 
-    def parse(text: str) -> frozenset[Verified]:
+    def parse(text: str) -> dict[Verified, bool]:
         records: list[dict[str, Any]] = json.loads(text)
         try:
-            return frozenset(Verified(*(record[name] for name in Verified._fields)) for record in records)
+            return {
+                Verified(*(record[name] for name in Verified._fields)): (record[SPEED] or 0.0) > 1.0
+                for record in records
+            }
         except (KeyError, TypeError) as error:
-            raise ValueError(f"each record needs {', '.join(Verified._fields)}: {error!r}") from None
+            raise ValueError(f"each record needs {', '.join([*Verified._fields, SPEED])}: {error!r}") from None
 
     return read(path, parse)
 
@@ -92,8 +102,11 @@ def preference() -> str:
     return wish
 
 
-def choose(name: str, q: Tensor) -> Operation | None:
+def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | None:
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
+
+    Args:
+        is_right_enough: it need not be faster than torch's flash op, which does not take this call.
 
     Raises:
         RuntimeError: ours are asked for by the environment, and there is no library of them.
@@ -110,7 +123,22 @@ def choose(name: str, q: Tensor) -> Operation | None:
     if operation is None or not any((k.dtype, k.head_dim) == (dtype, head_dim) for k in operation.kernels):
         return None
     key = Verified(architecture(q.device), name, dtype, head_dim, operation.source, operation.compiler)
-    return operation if wish == "own" or key in _verified() else None
+    is_faster = _verified().get(key)
+    if wish == "own" or is_faster or (is_right_enough and is_faster is not None):
+        return operation
+    if is_right_enough and q.is_cuda:
+        _warn_of_products(key.architecture, dtype, head_dim)
+    return None
+
+
+@functools.cache
+def _warn_of_products(architecture: str, dtype: str, head_dim: int) -> None:
+    warnings.warn(
+        f"attention with documents or a soft cap goes by matrix products here, up to 200 times slower than by this "
+        f"package's kernels, which nobody has verified on {architecture} in {dtype} with heads of {head_dim}: "
+        "SEQ1F1B_CUDA_KERNELS=own takes them all the same, and benchmarks/gpu.py verifies them",
+        stacklevel=2,
+    )
 
 
 def architecture(device: torch.device) -> str:
@@ -172,11 +200,20 @@ def describe() -> list[str]:
     lines = []
     for operation in found.values():
         shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
-        records = [r for r in _verified() if (r.operation, r.source) == (operation.name, operation.source)]
-        where = ", ".join(sorted({f"{r.architecture} {r.dtype} d{r.head_dim}" for r in records}))
+        key = operation.name, operation.source, operation.compiler
+        uses = {"default": True, "for documents and soft caps": False}
+        on = {
+            use: sorted(
+                f"{r.architecture} {r.dtype} d{r.head_dim}"
+                for r, is_faster in _verified().items()
+                if (r.operation, r.source, r.compiler) == key and is_faster == faster
+            )
+            for use, faster in uses.items()
+        }
+        said = [f"{use} on {', '.join(where)}" for use, where in on.items() if where]
         lines.append(
             f"own CUDA kernel {operation.name}: {', '.join(shapes)}; {operation.architectures}, nvcc "
             f"{operation.compiler}; "
-            + (f"default on {where}" if where else "on no architecture verified, so torch's ops are the default")
+            + ("; ".join(said) or "on no architecture verified, so torch's ops are the default")
         )
     return lines

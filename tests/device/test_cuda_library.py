@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,8 +62,8 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
     return torch.zeros(2, 4, 5, head_dim, dtype=dtype)
 
 
-def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified) -> None:
-    monkeypatch.setattr(kernel_library, "_verified", lambda: frozenset(records))
+def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified, is_faster: bool = True) -> None:
+    monkeypatch.setattr(kernel_library, "_verified", lambda: dict.fromkeys(records, is_faster))
 
 
 RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.88")
@@ -70,7 +71,8 @@ RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.8
 # -- which kernel ----------------------------------------------------------------------------------------------------
 
 
-def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL) -> None:
+def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify(monkeypatch)
     assert kernel_library.choose("attention_forward", queries()) is None
     assert kernel_library.operations.cache_info().currsize == 0  # nor is the library opened
 
@@ -81,6 +83,38 @@ def test_a_verified_kernel_is_the_default(stand_in: ctypes.CDLL, monkeypatch: py
     assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
     assert kernel_library.choose("attention_forward", queries()) is None
+
+
+def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
+    stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix products, which are there for the rest, are several times slower. Where cuDNN takes a call, which is the
+    fastest, ours never does."""
+    empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
+    options = cuda_attention.Options(empty, empty, empty, 0.125, 0, 0.0)
+    harder = [options._replace(softcap=20.0), options._replace(docs=docs, key_docs=docs)]
+    for is_faster in (True, False):
+        verify(monkeypatch, RECORD, is_faster=is_faster)
+        assert [cuda_attention.way(queries(), each) for each in harder] == ["own"] * 2
+        ours = "own" if is_faster else "flash"
+        assert cuda_attention.way(queries(), options) == ours
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
+            assert cuda_attention.way(queries(), options) == "flash"
+            assert cuda_attention.way(queries(), options._replace(window=3)) == ours
+            patch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+            assert cuda_attention.way(queries(), options) == "own"
+
+
+def test_a_slow_way_is_told_once() -> None:
+    kernel_library._warn_of_products.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"nobody has verified on sm_80 in bfloat16 with heads of 128: SEQ1F1B_CUDA_KER"
+    ):
+        kernel_library._warn_of_products("sm_80", "bfloat16", 128)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel_library._warn_of_products("sm_80", "bfloat16", 128)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +160,15 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "_verified", frozenset)
+    monkeypatch.setattr(kernel_library, "_verified", dict)
     (line,) = kernel_library.describe()
     assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; on no architecture verified" in line
     verify(monkeypatch, RECORD._replace(architecture="sm_90"))
     assert kernel_library.describe()[0].endswith("default on sm_90 bfloat16 d64")
+    verify(monkeypatch, RECORD._replace(architecture="sm_90"), is_faster=False)
+    assert kernel_library.describe()[0].endswith("13.0.88; for documents and soft caps on sm_90 bfloat16 d64")
+    verify(monkeypatch, RECORD._replace(compiler="12.9"))
+    assert "on no architecture verified" in kernel_library.describe()[0]
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
