@@ -13,7 +13,7 @@ import kernel_table
 import probes
 import torch
 import warpgroup_probes
-from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operations, watched
+from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operations, use_cudnn, watched
 from torch import Tensor
 
 import seq1f1b
@@ -25,11 +25,12 @@ from seq1f1b.device.placement import step_on
 
 def attention_errors(
     machine: Machine, dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any],
-    kernels: str, key_range: int = cuda_attention.KEY_RANGE,
+    kernels: str, key_range: int = cuda_attention.KEY_RANGE, by_cudnn: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
     os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
     heads, cuda_attention.KEY_RANGE = 8, key_range
+    use_cudnn(by_cudnn)
     options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
     qkv, (dout, *_) = (
         [
@@ -93,6 +94,9 @@ def library(machine: Machine) -> Iterator[Case]:
         yield text, functools.partial(attention_errors, *arguments)
         if sizes == odd and head_dim == 64:
             yield f"{text}, backward by {few_keys} keys", functools.partial(attention_errors, *arguments, few_keys)
+        if name == "" and dtype in (bf16, fp16):
+            cudnn = functools.partial(attention_errors, *arguments, by_cudnn=True)
+            yield f"{text}, cuDNN where it takes the shape", cudnn
 
 
 # -- the package's own kernels ---------------------------------------------------------------------------------------

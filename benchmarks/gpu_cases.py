@@ -18,7 +18,7 @@ import gpu
 import torch
 from torch import Tensor
 
-from seq1f1b.device import kernel_library
+from seq1f1b.device import cuda_attention, kernel_library
 
 STAGES_SCRIPT = str(Path(__file__).resolve().parent / "gpu_stages.py")
 Case = tuple[str, Callable[[], dict[str, Any]]]
@@ -94,6 +94,12 @@ def own_operations(machine: Machine) -> dict[str, kernel_library.Operation]:
     if not found:
         raise Unmeasured(f"there is no {kernel_library.LIBRARY.name}: it was not built")
     return found
+
+
+def use_cudnn(is_used: bool) -> None:
+    """Whether cuDNN computes all that it takes, or nothing: else it begins with shapes that came often."""
+    cuda_attention.PLAN_FLOPS = 0.0 if is_used else float("inf")
+    cuda_attention._shapes = cuda_attention._Shapes()
 
 
 def stage_command(machine: Machine, stage: str, out: Path) -> list[str]:

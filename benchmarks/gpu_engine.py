@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import model as benchmark_model
 import processes
 import tiny_model
 import torch
-from gpu_cases import Case, Machine, Unmeasured
+from gpu_cases import Case, Machine, Unmeasured, use_cudnn
 from torch import Tensor, nn
 
 import seq1f1b
@@ -273,26 +274,19 @@ def threads(machine: Machine) -> Iterator[Case]:
 # -- training: steps of a model --------------------------------------------------------------------------------------
 
 
-def step_together(engines: Sequence[Any], tokens: Tensor, target: Tensor) -> float:
-    """A step of every rank, each in a thread; the mean of the last one's losses. Gradients are dropped."""
-    losses: list[Any] = [None] * len(engines)
+def step_together(
+    engines: Sequence[Any], threads: Sequence[ThreadPoolExecutor], tokens: Tensor, target: Tensor
+) -> float:
+    """A step of every rank, each in its thread; the mean of the last one's losses. Gradients are dropped."""
 
-    def run(index: int) -> None:
-        try:
-            losses[index] = engines[index].step(tokens, target=target)
-            for parameter in engines[index].parameters():
-                parameter.grad = None
-        except BaseException as error:
-            losses[index] = error
+    def run(engine: Any) -> Any:
+        losses = engine.step(tokens, target=target)
+        for parameter in engine.parameters():
+            parameter.grad = None
+        return losses
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(engines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for found in losses:
-        if isinstance(found, BaseException):
-            raise found
+    steps = [thread.submit(run, engine) for engine, thread in zip(engines, threads, strict=True)]
+    losses = [step.result() for step in steps]
     return float(torch.stack(losses[-1]).mean())
 
 
@@ -339,8 +333,9 @@ def training(machine: Machine) -> Iterator[Case]:
 
         return measured(step)
 
-    def pipelined(num_ranks: int, num_segments: int, kernels: str = "library") -> dict[str, Any]:
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+    def pipelined(num_ranks: int, num_segments: int, kernels: str = "cuDNN") -> dict[str, Any]:
+        os.environ["SEQ1F1B_CUDA_KERNELS"] = "own" if kernels == "own" else "library"
+        use_cudnn(kernels == "cuDNN")  # as it is after some steps
 
         def rank(group: Any) -> Any:
             with machine.device:
@@ -353,9 +348,12 @@ def training(machine: Machine) -> Iterator[Case]:
         groups = seq1f1b.LoopbackGroup(num_ranks)
         engines = [rank(groups[index]) for index in range(num_ranks)]
 
-        return measured(lambda: step_together(engines, tokens, target))
+        with ExitStack() as stack:  # a rank keeps its thread, as a plan of cuDNN's is of one
+            threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in engines]
+            return measured(lambda: step_together(engines, threads, tokens, target))
 
     yield "torch, whole sequences", plain
     for num_ranks, num_segments in ((1, 1), (1, 4), (1, 8), (2, 4)):
         yield f"{num_ranks} ranks, {num_segments} segments", functools.partial(pipelined, num_ranks, num_segments)
-    yield "1 ranks, 4 segments, own kernels", functools.partial(pipelined, 1, 4, "own")
+    for kernels in ("flash", "own"):
+        yield f"1 ranks, 4 segments, {kernels} kernels", functools.partial(pipelined, 1, 4, kernels)

@@ -13,7 +13,7 @@ from typing import Any
 import gpu
 import torch
 import torch.nn.functional as F
-from gpu_cases import Case, Machine, Unmeasured, own_operations, random, watched
+from gpu_cases import Case, Machine, Unmeasured, own_operations, random, use_cudnn, watched
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,6 +21,7 @@ import seq1f1b
 from seq1f1b.device import cuda_attention, kernel_library
 
 aten = torch.ops.aten
+IN_SEGMENTS = "cuDNN in segments"  # as cuda_attention goes by it
 
 
 # -- ceilings --------------------------------------------------------------------------------------------------------
@@ -84,8 +85,10 @@ class Segment:
 
 def speed(machine: Machine) -> Iterator[Case]:
     def cell(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
-        """ms and TFLOP/s of the library path, of our kernels where they are right, and of torch's ops alone."""
+        """ms and TFLOP/s of the library path by flash and by cuDNN, of our kernels where they are right, and of torch's
+        ops alone."""
         os.environ["SEQ1F1B_CUDA_KERNELS"] = "library"
+        use_cudnn(False)
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
         options = inputs.options
         out, lse = cuda_attention._forward(*inputs.qkv, options)
@@ -109,9 +112,17 @@ def speed(machine: Machine) -> Iterator[Case]:
             return cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, options, inputs.dk, inputs.dv)
 
         timed("backward", lambda: backward)
+        found["backward MB"] = round(machine.peak_bytes(backward) / 1e6)
+        if cuda_attention._has_cudnn(machine.device):
+            use_cudnn(True)
+            by_cudnn, _ = cuda_attention._forward(*inputs.qkv, options)
+            check_close("out by cuDNN and by flash", by_cudnn, out)
+            timed(f"{IN_SEGMENTS} forward", lambda: lambda: cuda_attention._forward(*inputs.qkv, options))
+            timed(f"{IN_SEGMENTS} backward", lambda: backward)
+            found["backward MB by cuDNN"] = round(machine.peak_bytes(backward) / 1e6)
+            use_cudnn(False)
         for name, prepare in peers(machine, inputs, out, lse).items():
             timed(name, prepare)
-        found["backward MB"] = round(machine.peak_bytes(backward) / 1e6)
         if without:
             found["not timed"] = without
         if wrong or (without and not machine.is_cuda):
@@ -122,8 +133,64 @@ def speed(machine: Machine) -> Iterator[Case]:
         name = f"{heads}/{kv_heads} heads of {head_dim}, {tokens} tokens of {end}"
         yield name, functools.partial(cell, heads, kv_heads, head_dim, tokens, end)
 
+    def with_options(options: dict[str, Any]) -> dict[str, Any]:
+        """Our kernels and the library path over 8192 tokens, where attention is not over all keys before."""
+        shape = (32, 8, 128, 8192, 8192) if machine.is_cuda else SMALL
+        inputs, found = Segment(machine, *shape), {}
+        chosen = inputs.options._replace(**options)
+        results = []
+        for kernels in ("library", "own"):
+            os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+            out, lse = cuda_attention._forward(*inputs.qkv, chosen)
+            results.append(out)
+
+            def backward(out: Tensor = out, lse: Tensor = lse) -> Any:
+                return cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, chosen, inputs.dk, inputs.dv)
+
+            way = cuda_attention.way(inputs.q, chosen)
+            forward = functools.partial(cuda_attention._forward, *inputs.qkv, chosen)
+            for name, run in (("forward", forward), ("backward", backward)):
+                found[f"{way} {name}"] = f"{machine.seconds(run, budget=0.12) * 1e3:.3f} ms"
+        check_close("out of own kernels and of the library path", *results)
+        return found
+
+    end = 8192 if machine.is_cuda else SMALL[4]
+    docs = torch.arange(end, device=machine.device, dtype=torch.int32)[None] * 5 // end
+    tokens = 8192 if machine.is_cuda else SMALL[3]
+    options: dict[str, dict[str, Any]] = {
+        "a window of an eighth": {"window": end // 8}, "a soft cap": {"softcap": 20.0},
+        "five documents": {"docs": docs[:, end - tokens :], "key_docs": docs},
+    }  # fmt: skip
+    for name, of_name in options.items():
+        yield f"{name}, 32/8 heads of 128, 8192 tokens", functools.partial(with_options, of_name)
+
+    def plans() -> dict[str, Any]:
+        """Milliseconds that cuDNN takes for the first call of a shape, beside the second."""
+        machine.need_cuda()
+        if not cuda_attention._has_cudnn(machine.device):
+            raise Unmeasured("cuDNN's attention is for Hopper and newer")
+        os.environ["SEQ1F1B_CUDA_KERNELS"] = "library"
+        use_cudnn(True)
+        found: dict[str, list[float]] = {"forward": [], "backward": []}
+        for end in (9008, 9016, 9001, 9024):
+            inputs = Segment(machine, 32, 8, 128, 1024, end)
+            for _ in range(2):
+                machine.sync()
+                start = time.perf_counter()
+                out, lse = cuda_attention._forward(*inputs.qkv, inputs.options)
+                machine.sync()
+                between = time.perf_counter()
+                cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, inputs.options, inputs.dk, inputs.dv)
+                machine.sync()
+                found["forward"].append(round((between - start) * 1e3, 1))
+                found["backward"].append(round((time.perf_counter() - between) * 1e3, 1))
+        return found
+
+    yield "cuDNN's plans", plans
+
     def key_ranges() -> dict[str, Any]:
         """Time and memory of the backward of 4096 tokens behind 61440, over the most keys that one call takes."""
+        use_cudnn(False)
         inputs = Segment(machine, *(32, 8, 128, 4096, 65536) if machine.is_cuda else SMALL)
         out, lse = cuda_attention._forward(*inputs.qkv, inputs.options)
         found, usual = {}, cuda_attention.KEY_RANGE

@@ -100,7 +100,7 @@ def make_head(hidden: int, vocab: int) -> nn.Sequential:
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
 
 class HeadLoss(nn.Module):
