@@ -114,10 +114,13 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """A run of blocks; the first stage also embeds tokens (B, S), the last may turn hidden states into logits."""
 
+    frequencies: Tensor
+
     def __init__(self, config: Config, blocks: range, *, embed: bool, head: bool, attend: Attend) -> None:
         super().__init__()
         head_dim = config.hidden // config.heads
-        self.frequencies = config.rope_base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        frequencies = config.rope_base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.embedding = nn.Embedding(config.vocab, config.hidden) if embed else None
         self.blocks = nn.ModuleDict({str(i): Block(config, i, attend) for i in blocks})
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6) if head else None

@@ -68,6 +68,17 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def device(kind: str) -> torch.device:
+    """What this process computes on: "cuda" is the machine's GPUs in turn."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlaceError("--device cuda: torch sees no GPU here")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 def restarted() -> bool:
     """Whether torchrun has started this run again; every rank calls it, as each machine counts by itself."""
     return total(float(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))) > 0

@@ -8,6 +8,7 @@ https://ui.perfetto.dev), tokenizer.json and checkpoints; runs/data holds the te
 writes text with what was learned.
 
     --documents     trains on documents of their own lengths: short ones share a row, long ones are cut into segments
+    --device cuda   trains on this machine's GPUs, several processes on one if there are fewer
     --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
     --profile       predicts the time of a step from a file of seq1f1b profile, and prints it beside the measured one
@@ -102,6 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
         default="float32",
         help="of products and attention; bfloat16 is torch.autocast, weights and optimizer stay float32 (%(default)s)",
     )
+    training.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the GPUs of this machine in turn (%(default)s)"
+    )
     training.add_argument("--threads", type=int, default=0, help="per process; 0: its share of the cores")
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, default=Path("runs/gpt"), help="run folder (%(default)s)")
@@ -143,6 +147,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.batch % (args.microbatches * args.data_parallel):
         times = f" times --data-parallel {args.data_parallel}" if args.data_parallel > 1 else ""
         parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
+    if args.device == "cuda" and (args.compare or args.data_parallel > 1 or args.offload):
+        parser.error("--device cuda: leave out --compare, --data-parallel and --offload")
     if args.compare and args.data_parallel > 1:
         parser.error("--compare takes one replica: leave out --data-parallel")
     if args.profile is not None and not args.documents and args.batch != args.microbatches * args.data_parallel:
@@ -237,7 +243,7 @@ class Trainer:
 
 
 def autocast(args: argparse.Namespace) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16")
+    return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 def mean(losses: list[Tensor]) -> float:
@@ -259,15 +265,18 @@ def train(args: argparse.Namespace) -> bool:
         raise checkpoint.CheckpointError(f"{args.checkpoint} is at step {start} already: ask for more with --steps")
     ranks.on_first_rank(lambda: open_run_folder(args, folder))
 
+    device = ranks.device(args.device)
+    stage = build_stage(config, place.stage, place.num_stages, head=False, seed=args.seed).to(device)
+    loss = HeadLoss(config, seed=args.seed).to(device) if place.stage == place.num_stages - 1 else None
     engine = seq1f1b.PipelineEngine(
-        place.sharded(build_stage(config, place.stage, place.num_stages, head=False, seed=args.seed)),
+        place.sharded(stage),
         schedule=args.schedule,
         num_microbatches=args.microbatches,
         num_segments=args.segments,
         segment_sizes=None if args.even else config.shape,
         arg_rules={"doc_ids": "slice"},
         memory=seq1f1b.Memory(recompute="all" if args.recompute else "none", offload=args.offload),
-        loss_fn=place.sharded(HeadLoss(config, seed=args.seed)) if place.stage == place.num_stages - 1 else None,
+        loss_fn=None if loss is None else place.sharded(loss),
         group=place.group,
     )
     cost = cost_of(args, config, engine)
@@ -278,9 +287,9 @@ def train(args: argparse.Namespace) -> bool:
     )
     trainers = [Trainer(engine, dict(engine.named_parameters()), place, args, "log.jsonl", start)]
     if args.compare:
-        stage = build_stage(config, place.stage, place.num_stages, seed=args.seed, attend=of_whole_sequences)
-        pipeline = compare.TorchPipeline(stage, num_microbatches=args.microbatches, loss_fn=cross_entropy)
-        trainers.append(Trainer(pipeline, dict(stage.named_parameters()), place, args, "log_torch.jsonl", start))
+        theirs = build_stage(config, place.stage, place.num_stages, seed=args.seed, attend=of_whole_sequences)
+        pipeline = compare.TorchPipeline(theirs, num_microbatches=args.microbatches, loss_fn=cross_entropy)
+        trainers.append(Trainer(pipeline, dict(theirs.named_parameters()), place, args, "log_torch.jsonl", start))
     run = {"arguments": remembered(args), "model": asdict(config)}
 
     with closing(engine):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("torch", reason="the examples train torch modules")
 pytest.importorskip("tokenizers", reason="the examples tokenise text")
@@ -204,6 +205,14 @@ def test_documents_go_on_on_another_number_of_ranks_and_replicas(tmp_path: Path)
     assert codes == [1] and "--documents: seed is 1, the state has 0: give the same" in err
     codes, _, err = finish(start(half, 2, "--documents", "--compare"))
     assert codes == [2, 2] and "--compare trains on sequences of one length" in err
+
+
+def test_gpus_are_asked_for_in_vain(tmp_path: Path) -> None:
+    codes, _, err = finish(start(tmp_path, 1, *SHORT, "--device", "cuda", "--compare"))
+    assert codes == [2] and "--device cuda: leave out --compare, --data-parallel and --offload" in err
+    if not torch.cuda.is_available():
+        codes, _, err = finish(start(tmp_path, 1, *SHORT, "--device", "cuda"))
+        assert codes == [1] and "train_gpt: --device cuda: torch sees no GPU here" in err
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(half_run: Path) -> None:
