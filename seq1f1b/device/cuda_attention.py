@@ -178,7 +178,7 @@ def _has_cudnn(device: torch.device) -> bool:
 
 
 class _Shapes(threading.local):
-    """Of each shape: operations that flash computed, or whether cuDNN takes it. A thread has its own, as of plans."""
+    """Operations that flash computed of each shape, or whether cuDNN takes it; a thread has its own, as of plans."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[Any, ...], float | bool] = {}

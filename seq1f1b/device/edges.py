@@ -1,8 +1,8 @@
 """Edges whose payloads stay in the memory of GPUs: by NCCL, or by copies between ranks of one host.
 
 Only set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and
-credits go over the edges of host memory that :mod:`seq1f1b.transport` opens. Nobody has run this on a GPU yet: tests
-run it over stand-ins for the CUDA driver and for NCCL.
+credits go over the edges of host memory that :mod:`seq1f1b.transport` opens. Processes of one GPU
+have run this, never two GPUs; tests run it over stand-ins for the CUDA driver and for NCCL.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Verified(NamedTuple):
 
 
 SPEED = "times as fast as torch"
-"""Of a record: beside torch's flash op, by geometric mean; None: not timed."""
+"""A record's speed beside torch's flash op, by geometric mean; None: not timed."""
 
 
 def verified(path: Path = VERIFIED) -> dict[Verified, bool]:

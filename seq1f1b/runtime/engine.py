@@ -80,7 +80,7 @@ class PipelineEngine:
             that names the argument and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; ``"shm"`` or
             ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
-            within a host, leave them on the GPUs: these two have run over stand-ins only, never on a GPU.
+            within a host, leave them on the GPUs: these two have run between processes of one GPU, never between two.
             ``engine.edges`` says which one carries each.
         limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
