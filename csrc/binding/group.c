@@ -126,6 +126,15 @@ static PyObject *group_begin_step(PyObject *Py_UNUSED(module), PyObject *argumen
     Py_RETURN_NONE;
 }
 
+static PyObject *group_end_step(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_group *group;
+    if (!s1f_to_group(handle, &group))
+        return NULL;
+    s1f_group_end_step(group);
+    Py_RETURN_NONE;
+}
+
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
 
 static PyObject *group_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -170,13 +179,15 @@ static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
     s1f_group *group;
     int rank;
     const char *text, *unit = NULL, *edge = NULL;
-    if (!PyArg_ParseTuple(arguments, "O&is|zz", s1f_to_group, &group, &rank, &text, &unit, &edge))
+    int64_t step = 0;
+    if (!PyArg_ParseTuple(arguments, "O&is|zzO&", s1f_to_group, &group, &rank, &text, &unit, &edge, s1f_to_int64,
+                          &step))
         return NULL;
-    if (unit == NULL && edge == NULL) {
+    if (unit == NULL && edge == NULL && step == 0) {
         s1f_group_fail(group, rank, text);
         Py_RETURN_NONE;
     }
-    s1f_failure failure = {.rank = rank};
+    s1f_failure failure = {.rank = rank, .step = step};
     strncpy(failure.text, text, sizeof failure.text - 1);
     strncpy(failure.unit, unit == NULL ? "" : unit, sizeof failure.unit - 1);
     strncpy(failure.edge, edge == NULL ? "" : edge, sizeof failure.edge - 1);
@@ -202,7 +213,8 @@ static PyObject *group_failure(PyObject *Py_UNUSED(module), PyObject *handle)
     s1f_group_failure(group, &failure);
     if (failure.rank < 0)
         Py_RETURN_NONE;
-    return Py_BuildValue("(iNss)", (int)failure.rank, decode(failure.text), failure.unit, failure.edge);
+    return Py_BuildValue("(iNssL)", (int)failure.rank, decode(failure.text), failure.unit, failure.edge,
+                         (long long)failure.step);
 }
 
 static PyObject *group_clear(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -272,15 +284,19 @@ PyMethodDef s1f_group_methods[] = {
     {"group_set_limits", group_set_limits, METH_VARARGS,
      "group_set_limits(group, timeout_s, spin_us): longest silence of a peer; how long to spin before sleeping."},
     {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): enters a step."},
+    {"group_end_step", group_end_step, METH_O, "group_end_step(group): leaves the step, which went well."},
     {"group_progress", group_progress, METH_VARARGS, "group_progress(group, what): says what this rank does now."},
     {"group_set_progress", group_set_progress, METH_VARARGS,
      "group_set_progress(group, rank, what, age_s, waiting_for): says what a watcher has learnt of another rank."},
     {"group_get_progress", group_get_progress, METH_VARARGS,
      "group_get_progress(group, rank): (what, age_s or -1, rank it waits for or -1)."},
     {"group_fail", group_fail, METH_VARARGS,
-     "group_fail(group, rank, text, unit=None, edge=None): ends the step on every rank; the first call wins."},
-    {"group_check", group_check, METH_O, "group_check(group): raises PipelineError once a rank has failed."},
-    {"group_failure", group_failure, METH_O, "group_failure(group): (rank, text, unit, edge), None if no rank failed."},
+     "group_fail(group, rank, text, unit=None, edge=None, step=0): ends a step, and those after it, on every rank; 0: "
+     "the one that this rank is in. The first call wins."},
+    {"group_check", group_check, METH_O,
+     "group_check(group): raises PipelineError once a failure ends the step that this rank is in."},
+    {"group_failure", group_failure, METH_O,
+     "group_failure(group): (rank, text, unit, edge, first step that it ends), None if this rank's step goes on."},
     {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure."},
     {"group_gather", group_gather, METH_VARARGS,
      "group_gather(group, epoch, round, recovering, data, hangup_fds): (bytes of every rank in rank order, epoch); the "

@@ -30,12 +30,19 @@ typedef struct { /* what a rank does; one cache line, written by that rank (or i
 
 _Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
 
-/* One rank's contribution to a gather. It has two buffers: a rank that writes round g + 2 has seen every rank's g + 1,
- * so all have read round g. */
+typedef struct {                                    /* to one round of a gather */
+    _Alignas(CACHE_LINE) _Atomic uint64_t position; /* (epoch, round + 1); 0: being written */
+    int32_t bytes;
+    char data[S1F_GATHER_BYTES];
+} contribution;
+
+/* What a rank gives to gathers. It has two buffers for rounds: a rank that writes round g + 2 has seen every rank's
+ * g + 1, so all have read round g. A rank may leave an epoch's last rounds behind, fail in the next step and meet in
+ * the next epoch while another one still reads them: so there are two more for that. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
-    int32_t bytes[2];
-    _Alignas(CACHE_LINE) char data[2][S1F_GATHER_BYTES];
+    _Atomic uint32_t stepped_in;           /* the last epoch in which it entered a step */
+    contribution buffers[2][2];            /* by epoch and by round */
 } mailbox;
 
 enum { FAILURE_NONE = 0, FAILURE_BEING_WRITTEN, FAILURE_STANDS };
@@ -44,6 +51,7 @@ typedef struct {
     _Atomic uint32_t failed;
     _Atomic int32_t lost; /* rank + 1 that died: never forgotten */
     s1f_failure failure;
+    _Atomic int64_t step; /* the first that ends; 0: none */
 } failure_block;
 
 enum { FAILURE_BLOCK_BYTES = (sizeof(failure_block) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE };
@@ -54,6 +62,8 @@ struct s1f_group {
     mailbox *mailboxes;
     int32_t num_ranks, rank;
     int64_t step, timeout_ns, spin_ns;
+    uint32_t epoch;       /* of this rank's last gather */
+    _Atomic int64_t turn; /* the step that this rank is in, or enters next: a failure of it, or before it, ends it */
     s1f_status (*interrupted)(void *context);
     void *context;
 };
@@ -97,6 +107,7 @@ s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_st
     group->mailboxes = (mailbox *)(memory + FAILURE_BLOCK_BYTES + (size_t)num_ranks * sizeof(progress_row));
     group->num_ranks = num_ranks;
     group->rank = rank;
+    group->turn = 1;
     group->timeout_ns = INT64_C(300) * 1000000000;
     group->spin_ns = 20 * 1000;
     group->interrupted = interrupted;
@@ -119,9 +130,15 @@ void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
 void s1f_group_begin_step(s1f_group *group, int64_t step)
 {
     char what[S1F_WHAT_BYTES];
-    group->step = step;
+    group->step = group->turn = step;
+    atomic_store(&group->mailboxes[group->rank].stepped_in, group->epoch);
     snprintf(what, sizeof what, "the start of step %lld", (long long)step);
     s1f_group_progress(group, what);
+}
+
+void s1f_group_end_step(s1f_group *group)
+{
+    group->turn = group->step + 1;
 }
 
 int64_t s1f_group_step(const s1f_group *group)
@@ -185,14 +202,25 @@ void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_
 
 /* -- failure ----------------------------------------------------------------------------------------------------- */
 
+/* The failure that stands, or is being written, ends this step, too. */
+static void end_from(failure_block *block, int64_t step)
+{
+    int64_t first = atomic_load(&block->step);
+    while ((first == 0 || step < first) && !atomic_compare_exchange_weak(&block->step, &first, step))
+        continue;
+}
+
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure)
 {
+    failure_block *block = group->failure;
     uint32_t none = FAILURE_NONE;
-    if (!atomic_compare_exchange_strong(&group->failure->failed, &none, FAILURE_BEING_WRITTEN))
-        return 0;
-    group->failure->failure = *failure;
-    atomic_store_explicit(&group->failure->failed, FAILURE_STANDS, memory_order_release);
-    return 1;
+    int is_first = atomic_compare_exchange_strong(&block->failed, &none, FAILURE_BEING_WRITTEN);
+    if (is_first)
+        block->failure = *failure;
+    end_from(block, failure->step > 0 ? failure->step : group->turn);
+    if (is_first)
+        atomic_store_explicit(&block->failed, FAILURE_STANDS, memory_order_release);
+    return is_first;
 }
 
 /* %.*s: the compiler knows that it fits */
@@ -219,20 +247,17 @@ void s1f_group_fail(s1f_group *group, int32_t rank, const char *text)
     fail_on_edge(group, rank, "", text);
 }
 
-static int failure_stands(const s1f_group *group)
-{
-    return atomic_load_explicit(&group->failure->failed, memory_order_acquire) == FAILURE_STANDS;
-}
-
 int s1f_group_has_failed(const s1f_group *group)
 {
-    return failure_stands(group);
+    return atomic_load_explicit(&group->failure->failed, memory_order_acquire) == FAILURE_STANDS &&
+           atomic_load(&group->failure->step) <= group->turn;
 }
 
 void s1f_group_failure(const s1f_group *group, s1f_failure *out)
 {
-    if (failure_stands(group)) {
+    if (s1f_group_has_failed(group)) {
         *out = group->failure->failure;
+        out->step = atomic_load(&group->failure->step);
         out->unit[sizeof out->unit - 1] = out->edge[sizeof out->edge - 1] = out->text[sizeof out->text - 1] = '\0';
         return;
     }
@@ -242,7 +267,7 @@ void s1f_group_failure(const s1f_group *group, s1f_failure *out)
 
 s1f_status s1f_group_check(const s1f_group *group)
 {
-    if (!failure_stands(group))
+    if (!s1f_group_has_failed(group))
         return S1F_OK;
     s1f_failure failure;
     s1f_group_failure(group, &failure);
@@ -251,6 +276,7 @@ s1f_status s1f_group_check(const s1f_group *group)
 
 void s1f_group_clear(s1f_group *group)
 {
+    atomic_store(&group->failure->step, 0); /* first: whoever fails from here on finds none */
     atomic_store(&group->failure->failed, FAILURE_NONE);
 }
 
@@ -313,7 +339,7 @@ static void describe_seconds(int64_t ns, char *text, size_t bytes)
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
 {
-    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && failure_stands(group))
+    if (!fail_on_edge(group, rank, reason->edge, text) && !reason->recovering && s1f_group_has_failed(group))
         return s1f_group_check(group);
     return s1f_fail(status, "%s", text);
 }
@@ -466,22 +492,49 @@ s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void 
 
 /* -- small collectives ------------------------------------------------------------------------------------------- */
 
-static uint32_t epoch_of(mailbox *box)
+static contribution *contribution_of(s1f_group *group, int32_t rank, uint32_t epoch, uint32_t round)
 {
-    return (uint32_t)(atomic_load_explicit(&box->given.position, memory_order_acquire) >> 32);
+    return &group->mailboxes[rank].buffers[epoch % 2][round % 2];
 }
 
-/* Copies what a rank gave to this round. A rank that left may write its next contribution meanwhile: its epoch, which
- * it raises before it writes, then tells. */
-static s1f_status take(s1f_group *group, int32_t rank, uint32_t round, char *out, int32_t *out_bytes)
+static uint64_t position_in(uint32_t epoch, uint32_t round)
 {
-    const mailbox *box = &group->mailboxes[rank];
-    int32_t bytes = box->bytes[round % 2];
-    if (bytes < 0 || bytes > S1F_GATHER_BYTES)
-        return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)bytes);
-    memcpy(out + (size_t)rank * S1F_GATHER_BYTES, box->data[round % 2], (size_t)bytes);
-    out_bytes[rank] = bytes;
+    return ((uint64_t)epoch << 32) + round + 1;
+}
+
+static void give(s1f_group *group, uint32_t epoch, uint32_t round, const void *data, int32_t bytes)
+{
+    contribution *own = contribution_of(group, group->rank, epoch, round);
+    uint64_t position = position_in(epoch, round);
+    atomic_store_explicit(&own->position, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    own->bytes = bytes;
+    memcpy(own->data, data, (size_t)bytes);
+    atomic_store_explicit(&own->position, position, memory_order_release);
+    s1f_signal_raise(&group->mailboxes[group->rank].given, position);
+}
+
+/* Copies what a rank gave to this round. *is_there becomes 0 if it gave nothing, or writes over it already. */
+static s1f_status take(s1f_group *group, int32_t rank, uint32_t epoch, uint32_t round, char *out, int32_t *out_bytes,
+                       int *is_there)
+{
+    const contribution *theirs = contribution_of(group, rank, epoch, round);
+    uint64_t position = position_in(epoch, round);
+    out_bytes[rank] = 0;
+    *is_there = atomic_load_explicit(&theirs->position, memory_order_acquire) == position;
+    if (!*is_there)
+        return S1F_OK;
+    int32_t bytes = theirs->bytes;
+    int is_sound = bytes >= 0 && bytes <= S1F_GATHER_BYTES;
+    if (is_sound)
+        memcpy(out + (size_t)rank * S1F_GATHER_BYTES, theirs->data, (size_t)bytes);
     atomic_thread_fence(memory_order_acquire);
+    *is_there = atomic_load_explicit(&theirs->position, memory_order_relaxed) == position;
+    if (!*is_there)
+        return S1F_OK;
+    if (!is_sound)
+        return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)bytes);
+    out_bytes[rank] = bytes;
     return S1F_OK;
 }
 
@@ -491,14 +544,8 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, i
     if (bytes < 0 || bytes > S1F_GATHER_BYTES)
         return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
                         (int)bytes);
-    uint64_t start = (uint64_t)*epoch << 32, target = start + round + 1;
-    mailbox *own = &group->mailboxes[group->rank];
-    if (epoch_of(own) < *epoch)
-        s1f_signal_raise(&own->given, start);
-    atomic_thread_fence(memory_order_release);
-    own->bytes[round % 2] = bytes;
-    memcpy(own->data[round % 2], data, (size_t)bytes);
-    s1f_signal_raise(&own->given, target);
+    group->epoch = *epoch;
+    give(group, *epoch, round, data, bytes);
     for (int32_t rank = 0; rank < group->num_ranks; rank++) {
         mailbox *box = &group->mailboxes[rank];
         s1f_wait_reason reason = {.peer_rank = rank,
@@ -507,22 +554,19 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, i
                                   .purpose = "waiting for",
                                   .edge = "all ranks to meet",
                                   .sequence = -1};
-        s1f_status status = s1f_group_wait(group, &box->given, target, &reason);
+        int is_there = 0;
+        s1f_status status = s1f_group_wait(group, &box->given, position_in(*epoch, round), &reason);
         if (status == S1F_OK)
-            status = take(group, rank, round, out, out_bytes);
-        if (recovering && epoch_of(box) > *epoch && (status == S1F_OK || status == S1F_ERR_STATE)) {
-            *epoch = epoch_of(box);
+            status = take(group, rank, *epoch, round, out, out_bytes, &is_there);
+        uint32_t latest = (uint32_t)(atomic_load_explicit(&box->given.position, memory_order_acquire) >> 32);
+        if (status == S1F_OK && recovering && latest > *epoch && atomic_load(&box->stepped_in) < *epoch) {
+            *epoch = latest;
             return S1F_OK;
         }
-        if (!recovering && status == S1F_ERR_STATE && s1f_group_has_failed(group))
-            return s1f_group_check(group);
+        if (status == S1F_OK && !recovering && !is_there) /* it has left for a later epoch */
+            status = s1f_group_check(group);
         if (status != S1F_OK)
             return status;
     }
-    /* A rank that left because of a failure may write its next round while it is read here; then the failure stands. A
-     * failure of what comes after this gather is not one of the gather. */
-    for (int32_t rank = 0; !recovering && rank < group->num_ranks; rank++)
-        if (epoch_of(&group->mailboxes[rank]) != *epoch)
-            return s1f_group_check(group);
     return S1F_OK;
 }

@@ -37,6 +37,8 @@ void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
 /* The step that this rank enters; 1 or more, agreed by all ranks, rising. Positions on edges are (step, sequence), so
  * that nothing a failed step left behind is mistaken for the new one. */
 void s1f_group_begin_step(s1f_group *group, int64_t step);
+/* Leaves the step, which went well. What follows belongs to the next one: code between steps, and its collectives. */
+void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
 
 /* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
@@ -47,17 +49,22 @@ void s1f_group_set_progress(s1f_group *group, int32_t rank, const char *what, in
 void s1f_group_get_progress(const s1f_group *group, int32_t rank, char what[S1F_WHAT_BYTES], int64_t *age_ns,
                             int32_t *waiting_for);
 
-/* Ends the step on every rank: the first failure wins; waiters find it within 20 ms. The unit is what
- * the failed rank last reported. */
+/* Ends the step that this rank is in, on every rank: the first failure wins; waiters find it within 20 ms. The unit is
+ * what the failed rank last reported.
+ *
+ * A failure ends its step and those after it. A rank that is still in an earlier step does not see it: whoever failed
+ * has left that one, and has given the others all that they need to leave it, too. If a rank fails in an earlier step
+ * while a failure stands, the failure that stands ends that step as well. */
 void s1f_group_fail(s1f_group *group, int32_t rank, const char *text);
 typedef struct {
     int32_t rank;                                                                  /* that failed first, -1: nobody */
     char unit[S1F_WHAT_BYTES], edge[S1F_EDGE_TEXT_BYTES], text[S1F_FAILURE_BYTES]; /* "" where unknown */
+    int64_t step; /* the first that it ends; to fail_with, 0: the one that this rank is in */
 } s1f_failure;
-/* Ends the step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came
+/* Ends a step with all that is known of the failure, as learnt by a watcher. Returns 0 if another failure came
  * first. */
 int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
-/* S1F_ERR_PEER with rank and text once somebody failed. */
+/* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);
 int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
@@ -65,10 +72,11 @@ void s1f_group_failure(const s1f_group *group, s1f_failure *out);
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);
 void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have left the step */
 
-/* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
- * (epoch, round) is the same on all ranks and rises; rounds of an epoch count from 0. Needs a block that all ranks
- * share. recovering: goes on while a failure stands; if a rank has come in a later epoch, which it then will not leave
- * without this one, *epoch becomes that, out is of no use, and the caller begins there. hangup_fds[num_ranks]: as of an
+/* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank], 0 of
+ * a rank that meets in a later epoch and gave nothing to this round. (epoch, round) is the same on all ranks and rises;
+ * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: goes on while a failure stands; if a
+ * rank has come in a later epoch without having entered a step in this one, *epoch becomes that one, which the rank
+ * will not leave without this one; out is of no use then, and the caller begins there. hangup_fds[num_ranks]: as of an
  * arena end, or NULL. Blocks. */
 s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);

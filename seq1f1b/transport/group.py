@@ -88,8 +88,9 @@ class Superseded(Exception):
 class RankGroup(ABC):
     """One rank's membership in a pipeline: progress, failures, edges and small collectives.
 
-    A step that fails on one rank ends on all: everyone gets one :class:`PipelineError`. The next :meth:`begin_step`
-    waits until all ranks have left the failed step, then goes on.
+    A step that fails on one rank ends on all: everyone gets one :class:`PipelineError`. A rank that is still in the
+    step before leaves that one well first. The next :meth:`begin_step` waits until all ranks have left the failed step,
+    then goes on.
     """
 
     is_thread = False  # True: the ranks are threads of one process
@@ -121,7 +122,10 @@ class RankGroup(ABC):
         _C.group_set_limits(self.group, timeout_s, spin_us)
 
     def fail(self, text: str) -> None:
-        """Ends the step on every rank, in this rank's name; the first failure wins."""
+        """Ends this rank's step on every rank, in this rank's name; between two steps, the next one.
+
+        The first failure wins.
+        """
         _C.group_fail(self.group, self.rank, text)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
@@ -147,7 +151,7 @@ class RankGroup(ABC):
         return error
 
     def check(self) -> None:
-        """Raises PipelineError once any rank failed."""
+        """Raises PipelineError once a failure ends the step that this rank is in, or enters next."""
         _C.group_check(self.group)
 
     # -- steps
@@ -176,6 +180,8 @@ class RankGroup(ABC):
             if _C.group_failure(self.group) is None:
                 self.fail("left the step without a reason")
             self._acknowledged = True
+        else:
+            _C.group_end_step(self.group)
         _C.group_progress(self.group, f"code after step {self.step}")
 
     @property

@@ -105,11 +105,16 @@ class StoreRank(ProcessRank):
         self._store.set(self._key(f"progress/{self.rank}"), pack(_C.group_get_progress(self.group, self.rank)))
 
     def _exchange_failure(self) -> None:
-        """Publishes this process's failure, or learns of another's; the first one in the store stays."""
+        """Publishes this process's failure, or learns of another's; the first one in the store stays.
+
+        It ends the earliest step that any rank failed in.
+        """
         key = self._key(f"failure/{self._epoch}")
         failure = _C.group_failure(self.group)
         if failure is not None:
-            self._store.set_first(key, pack(failure))
+            *first, step = unpack(self._store.set_first(key, pack(failure)))
+            if failure[-1] < step:  # where two ranks do so at once, the earlier step is written at the next look
+                self._store.set(key, pack((*first, failure[-1])))
         elif self._store.has(key):
             _C.group_fail(self.group, *unpack(self._store.get(key)))
 

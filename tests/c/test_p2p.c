@@ -456,6 +456,35 @@ static void test_failure_ends_waits(void)
     free_pipeline(&p);
 }
 
+/* A failure ends its step and those after it. A rank that is still in the step before goes on. */
+static void test_failure_of_a_later_step(void)
+{
+    pipeline p = make_pipeline(3, -1);
+    s1f_failure failure;
+    for (int32_t rank = 0; rank < 3; rank++)
+        s1f_group_begin_step(p.groups[rank], 7);
+    s1f_group_end_step(p.groups[0]);
+    s1f_group_fail(p.groups[0], 0, "ValueError: no such token");
+    CHECK_STATUS(s1f_group_check(p.groups[0]), S1F_ERR_PEER, "no such token");
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_OK, "");
+    s1f_group_failure(p.groups[1], &failure);
+    CHECK(failure.rank == -1 && !s1f_group_has_failed(p.groups[1]));
+    s1f_group_end_step(p.groups[1]);
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
+    s1f_group_failure(p.groups[1], &failure);
+    CHECK(failure.rank == 0 && failure.step == 8 && s1f_group_has_failed(p.groups[1]));
+    CHECK_STATUS(s1f_group_check(p.groups[2]), S1F_OK, "");
+    CHECK(!s1f_group_fail_with(p.groups[1], &(s1f_failure){.rank = 1, .step = 7}));
+    CHECK_STATUS(s1f_group_check(p.groups[2]), S1F_ERR_PEER,
+                 "no such token"); /* which cannot leave its step any more */
+    s1f_group_failure(p.groups[0], &failure);
+    CHECK(failure.step == 7);
+    s1f_group_clear(p.groups[0]);
+    s1f_group_fail(p.groups[1], 1, "another");
+    CHECK_STATUS(s1f_group_check(p.groups[2]), S1F_OK, "");
+    free_pipeline(&p);
+}
+
 static s1f_status interrupt(void *context)
 {
     (*(int *)context)++;
@@ -514,6 +543,125 @@ static void test_gather(void)
     CHECK_STATUS(s1f_group_gather(p.groups[0], &epoch, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
                  "4033");
     free_pipeline(&p);
+}
+
+/* Rank 1 of two, which stops as it waits for rank 0, until rank 0 is where the test wants it. */
+typedef struct {
+    void *block;
+    s1f_group *groups[2];
+    atomic_int stops, may_go;
+    uint32_t epoch, epoch_after; /* before and after rank 1's gather */
+    int32_t recovering;
+} late_rank;
+
+static s1f_status stop(void *context)
+{
+    late_rank *late = context;
+    atomic_store(&late->stops, 1);
+    while (!atomic_load(&late->may_go))
+        sleep_ms(1);
+    return S1F_OK;
+}
+
+static void gather_ok(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const char *mine,
+                      const char *theirs, uint32_t epoch_after)
+{
+    char out[2 * S1F_GATHER_BYTES];
+    int32_t bytes[2];
+    uint32_t found = epoch;
+    CHECK_STATUS(s1f_group_gather(group, &found, round, recovering, mine, 4, NULL, out, bytes), S1F_OK, "");
+    CHECK(found == epoch_after);
+    int32_t other = memcmp(mine, "of 0", 4) == 0;
+    if (found == epoch)
+        CHECK(bytes[other] == 4 && memcmp(out + other * S1F_GATHER_BYTES, theirs, 4) == 0);
+}
+
+static void *gather_late(void *context)
+{
+    late_rank *late = context;
+    gather_ok(late->groups[1], late->epoch, 0, late->recovering, "of 1", "of 0", late->epoch_after);
+    return NULL;
+}
+
+static void *meet_in_epoch(void *context)
+{
+    late_rank *late = context;
+    for (uint32_t round = 0; round < 2; round++)
+        gather_ok(late->groups[0], late->epoch + 1, round, 1, "of 0", "of 1", late->epoch + 1);
+    return NULL;
+}
+
+static late_rank *make_late_rank(void)
+{
+    late_rank *late = calloc(1, sizeof *late);
+    late->block = aligned_alloc(64, s1f_group_block_bytes(2));
+    memset(late->block, 0, s1f_group_block_bytes(2));
+    for (int32_t rank = 0; rank < 2; rank++) {
+        CHECK(s1f_group_create(late->block, 2, rank, rank == 1 ? stop : NULL, late, &late->groups[rank]) == S1F_OK);
+        s1f_group_set_limits(late->groups[rank], 30 * SECOND, 0);
+        s1f_group_begin_step(late->groups[rank], 1);
+    }
+    return late;
+}
+
+static void free_late_rank(late_rank *late)
+{
+    s1f_group_free(late->groups[0]);
+    s1f_group_free(late->groups[1]);
+    free(late->block);
+    free(late);
+}
+
+/* Rank 0 gives to the last gather of a step, fails in the next one and meets in the next epoch, before rank 1 has read
+ * what it gave. Rank 1 leaves the step well and hears of the failure in the next one. */
+static void test_gather_of_a_step_that_another_has_left(void)
+{
+    late_rank *late = make_late_rank();
+    pthread_t gathering, meeting;
+    pthread_create(&gathering, NULL, gather_late, late);
+    while (!atomic_load(&late->stops))
+        sleep_ms(1);
+    gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1", 0);
+    s1f_group_end_step(late->groups[0]);
+    s1f_group_begin_step(late->groups[0], 2);
+    s1f_group_fail(late->groups[0], 0, "ValueError: no such token");
+    pthread_create(&meeting, NULL, meet_in_epoch, late);
+    sleep_ms(100); /* it waits in the next epoch */
+    atomic_store(&late->may_go, 1);
+    pthread_join(gathering, NULL);
+    CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_OK, "");
+    s1f_group_end_step(late->groups[1]);
+    CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
+    gather_ok(late->groups[1], 1, 0, 1, "of 1", "of 0", 1);
+    gather_ok(late->groups[1], 1, 1, 1, "of 1", "of 0", 1);
+    pthread_join(meeting, NULL);
+    free_late_rank(late);
+}
+
+/* All meet after a failure. Rank 0 meets anew before rank 1 has read what it gave to the first meeting.
+ *
+ * has_stepped: rank 0 has failed again in the step that follows. Rank 1 enters that step, too: else its calls and those
+ * of rank 0 would pair off by one. Otherwise rank 0 has given up the first meeting, and rank 1 does so as well. */
+static void meet_a_rank_that_has_left(int has_stepped)
+{
+    late_rank *late = make_late_rank();
+    pthread_t gathering, meeting;
+    late->epoch = late->recovering = 1;
+    late->epoch_after = has_stepped ? 1 : 2;
+    pthread_create(&gathering, NULL, gather_late, late);
+    while (!atomic_load(&late->stops))
+        sleep_ms(1);
+    gather_ok(late->groups[0], 1, 0, 1, "of 0", "of 1", 1);
+    if (has_stepped)
+        s1f_group_begin_step(late->groups[0], 2);
+    pthread_create(&meeting, NULL, meet_in_epoch, late);
+    sleep_ms(100);
+    atomic_store(&late->may_go, 1);
+    pthread_join(gathering, NULL);
+    gather_ok(late->groups[1], 2, 0, 1, "of 1", "of 0", 2);
+    gather_ok(late->groups[1], 2, 1, 1, "of 1", "of 0", 2);
+    pthread_join(meeting, NULL);
+    free_late_rank(late);
 }
 
 /* -- relay: two private arenas, and a thread that carries messages between them ------------------------------------ */
@@ -624,8 +772,12 @@ int main(void)
     test_chain_of_waits();
     test_dead_peer();
     test_failure_ends_waits();
+    test_failure_of_a_later_step();
     test_interruption();
     test_gather();
+    test_gather_of_a_step_that_another_has_left();
+    meet_a_rank_that_has_left(1);
+    meet_a_rank_that_has_left(0);
     test_relay();
     return check_failures();
 }

@@ -50,8 +50,12 @@ static void gather(s1f_group *group, char *block, int32_t recovering)
     static char out[NUM_RANKS * S1F_GATHER_BYTES];
     size_t mailboxes = s1f_group_block_bytes(0) + NUM_RANKS * 64,
            mailbox = s1f_group_block_bytes(1) - s1f_group_block_bytes(0) - 64;
-    for (size_t rank = 1; rank < NUM_RANKS; rank++)
-        atomic_store(&((s1f_signal *)(block + mailboxes + rank * mailbox))->position, UINT64_C(1) << 32 | 1);
+    /* A mailbox has a cache line, and then room for two rounds of an even epoch and two of an odd one. */
+    for (size_t rank = 1; rank < NUM_RANKS; rank++) {
+        char *theirs = block + mailboxes + rank * mailbox;
+        atomic_store(&((s1f_signal *)theirs)->position, UINT64_C(1) << 32 | 1);
+        atomic_store((_Atomic uint64_t *)(theirs + 64 + (mailbox - 64) / 2), UINT64_C(1) << 32 | 1);
+    }
     int32_t out_bytes[NUM_RANKS];
     uint32_t epoch = 1;
     s1f_status status = s1f_group_gather(group, &epoch, 0, recovering, "12345678", 8, NULL, out, out_bytes);

@@ -52,7 +52,8 @@ class Trapped(nn.Module):
         y = self.stage(x)
         if self.at == f"F{unit}":
             self.trap()
-        y.register_hook(lambda grad: self.work(self.at == f"B{unit}"))
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.work(self.at == f"B{unit}"))
         self.work(False)
         return y
 
@@ -237,6 +238,119 @@ def test_an_interrupt_during_a_wait(tmp_path: Path, kind: str) -> None:
     assert last[0] == "KeyboardInterrupt" and last[3] - sent < AT_ONCE
     assert first[0] == "PipelineError" and first[2][0] == 2 and "KeyboardInterrupt" in first[1]
     assert first[3] - sent < AT_ONCE
+
+
+# -- an error of the next step -----------------------------------------------------------------------------------------
+
+
+def endings(count: int, before: Callable[[int], None], call: Callable[[], Any]) -> Any:
+    """Names and texts of what so many calls end with, ``before(n)`` each of them."""
+    found = []
+    for n in range(count):
+        before(n)
+        found.append(outcome(call)[:2])
+    return found
+
+
+def ahead_by_an_error(results: list[Any]) -> None:
+    """The first call goes well on every rank, the second one ends with rank 0's error, the third one goes well."""
+    text = "[0]F0.0: ValueError: no such token"
+    assert results[0] == [("", ""), ("ValueError", "[0]F0.0: no such token"), ("", "")]
+    for found in results[1:]:
+        assert found == [("", ""), ("PipelineError", f"rank 0 ended the step: {text}"), ("", "")]
+
+
+def raise_error() -> None:
+    raise ValueError("no such token")
+
+
+def fail_while_another_is_stopped(rank: int, pipe: Connection, kind: str) -> Any:
+    """Rank 0 is late in the first step, whose last collective the others then wait in."""
+    stage = Trapped(rank, None, lambda: None)
+    engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+
+    def wait() -> None:
+        pipe.send(("waits", 0))
+        pipe.recv()
+
+    def before(n: int) -> None:
+        stage.calls, stage.at = 0, None
+        if rank == 0 and n < 2:
+            stage.at, stage.trap = (f"B{M - 1}.0", wait) if n == 0 else ("F0.0", raise_error)
+        elif n == 0:
+            pipe.send(("pid", os.getpid()))
+        elif rank == 0:
+            pipe.send(("meets", 0))
+
+    found = endings(3, before, lambda: engine.step(TOKENS, target=TARGET))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_an_error_ends_no_collective_of_the_step_before(tmp_path: Path, kind: str) -> None:
+    """Rank 0 gives to the last collective of a step, fails in the next one and meets again before rank 1 looks."""
+    with running(fail_while_another_is_stopped, tmp_path, kind) as ranks:
+        _, pid, _ = [ranks.result(rank) for rank in range(P)]
+        time.sleep(0.5)  # so that it waits in the collective
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ranks.pipes[0].send("go")
+            ranks.result(0)
+            time.sleep(0.5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        ahead_by_an_error([ranks.result(rank) for rank in range(P)])
+
+
+def fail_while_another_works(rank: int, pipe: Connection, kind: str, late: str) -> Any:
+    """Rank 1 is late in the first evaluation, which rank 0 has left then, and in which rank 2 waits for rank 1."""
+    stage = Trapped(rank, None, lambda: None)
+    engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+    engine.eval(TOKENS, target=TARGET)
+
+    def wait() -> None:
+        pipe.recv()
+        if late == "raises":
+            raise ValueError("too late")
+
+    def before(n: int) -> None:
+        stage.calls, stage.at = 0, None
+        if rank == 0 and n == 1:
+            stage.at, stage.trap = "F0.0", raise_error
+        elif rank == 1 and n == 0:
+            stage.at, stage.trap = f"F{M - 1}.{K - 1}", wait
+        elif rank == 0 and n == 2:
+            pipe.send(("failed", 0))
+
+    count = 2 if rank and late == "raises" else 3  # the second one meets rank 0's third one
+    found = endings(count, before, lambda: engine.eval(TOKENS, target=TARGET))
+    engine.close()
+    return found
+
+
+def let_rank_0_fail_first(ranks: PipedProcesses) -> list[Any]:
+    ranks.result(0)
+    time.sleep(0.3)  # rank 2 learns of it as it waits
+    ranks.pipes[1].send("go")
+    return [ranks.result(rank) for rank in range(P)]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_an_error_ends_no_unit_of_the_step_before(tmp_path: Path, kind: str) -> None:
+    with running(fail_while_another_works, tmp_path, kind, "returns") as ranks:
+        ahead_by_an_error(let_rank_0_fail_first(ranks))
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_an_error_that_comes_after_one_of_the_next_step(tmp_path: Path, kind: str) -> None:
+    """It ends its step on every rank that is still there. The next calls of all ranks meet."""
+    with running(fail_while_another_works, tmp_path, kind, "raises") as ranks:
+        first, second, third = let_rank_0_fail_first(ranks)
+    assert [name for name, _ in first[:2]] == ["", "ValueError"]
+    assert second[0] == ("ValueError", f"[1]F{M - 1}.{K - 1}: too late")
+    assert third[0] == ("PipelineError", "rank 0 ended the step: [0]F0.0: ValueError: no such token")
+    assert first[2] == second[1] == third[1] == ("", "")
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------
