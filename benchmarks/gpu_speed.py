@@ -67,7 +67,7 @@ class Segment:
         wide = torch.promote_types(dtype, torch.float32)
         self.dk, self.dv = (torch.zeros_like(self.keys, dtype=wide) for _ in range(2))
         empty = self.q.new_empty(0)
-        self.options = cuda_attention.Options(empty, empty, empty, head_dim**-0.5, 0, 0.0)
+        self.options = cuda_attention.Options(empty, empty, empty, empty, head_dim**-0.5, 0, 0.0)
         self.flops = 4 * heads * head_dim * (tokens * self.offset + tokens * (tokens + 1) / 2)
 
     def own_backward(

@@ -102,10 +102,16 @@ static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
     return &s1f_attention_reference;
 }
 
-s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+s1f_status s1f_attention_forward_with_sinks(const s1f_attention_args *args, const void *sinks,
+                                            const s1f_attention_context *context)
 {
     s1f_status status = s1f_attention_check(args);
-    return status == S1F_OK ? kernels_for(args)->forward(args, context) : status;
+    return status == S1F_OK ? kernels_for(args)->forward(args, sinks, context) : status;
+}
+
+s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    return s1f_attention_forward_with_sinks(args, NULL, context);
 }
 
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context)

@@ -164,7 +164,8 @@ static void prepare_piece(const attention_job *job, const row_group *to, int64_t
             sum = VEC_DOT(VEC_FIRST(VEC_LOAD(dout_row + c), job->depth - c, VEC_ALL(0)),
                           VEC_FIRST(VEC_LOAD(out_row + c), job->depth - c, VEC_ALL(0)), sum);
         delta[row] = sum_of_lanes(sum);
-        lse[row] = (float)((double)from[row] * LOG2_E);
+        double powers = (double)from[row] * LOG2_E; /* finite, also where a sink is next to float's largest */
+        lse[row] = (float)(powers > -(double)LOWEST ? -(double)LOWEST : powers);
     }
 }
 

@@ -46,11 +46,12 @@ typedef struct {                 /* backward: how the keys of some kv heads are 
 
 struct attention_job {
     const s1f_attention_args *args;
-    int64_t dim;     /* head_dim, rounded up to whole vectors */
-    int64_t depth;   /* the same in operands */
-    int64_t rows;    /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
-    int64_t chunks;  /* forward: of the segment */
-    key_cut cuts[2]; /* backward: of the first of (B, Hkv), and of the last */
+    const void *sinks; /* forward */
+    int64_t dim;       /* head_dim, rounded up to whole vectors */
+    int64_t depth;     /* the same in operands */
+    int64_t rows;      /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
+    int64_t chunks;    /* forward: of the segment */
+    key_cut cuts[2];   /* backward: of the first of (B, Hkv), and of the last */
     int64_t main_tasks;
     float *shared; /* backward: row groups of the heads that are cut, in their order */
 

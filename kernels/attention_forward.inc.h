@@ -3,7 +3,8 @@
  * A task is a chunk of rows of all the query heads that share a kv head. It walks its keys in blocks; each
  * block is packed once for the whole chunk, and then, for a few rows at a time,
  *   S = Q K^T,   m' = max(m, rowmax X),   P = 2^(X - m'),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P V
- * with exponents X = scale log2(e) S, or what the options make of S (attention_options.inc.h). */
+ * with exponents X = scale log2(e) S, or what the options make of S (attention_options.inc.h). At the end a sink's
+ * power is added to l, and out is O / l. */
 
 enum { CHUNK_ROWS = 1024 /* of a task, over its heads: they share packed keys and stay in L2 */ };
 
@@ -107,10 +108,16 @@ static void forward_store(const attention_job *job, int64_t batch, int64_t head,
                           float highest, const float *sums)
 {
     const s1f_attention_args *args = job->args;
-    float sum = sum_of_lanes(VEC_LOAD(sums));
-    narrow_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim, 1 / sum, out);
-    ((float *)args->lse)[(batch * args->heads + head) * args->segment_len + row] =
-        (float)(((double)highest + log2((double)sum)) * LN_2);
+    double sum = (double)sum_of_lanes(VEC_LOAD(sums)), top = (double)highest, shrink = 1;
+    if (job->sinks) {
+        double sink = s1f_sink(args->dtype, job->sinks, head) * LOG2_E;
+        top = fmax(top, sink);
+        shrink = exp2((double)highest - top);
+        sum = sum * shrink + exp2(sink - top);
+    }
+    narrow_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim,
+               (float)(shrink / sum), out);
+    ((float *)args->lse)[(batch * args->heads + head) * args->segment_len + row] = (float)((top + log2(sum)) * LN_2);
 }
 
 /* A chunk of rows of one kv head's query heads. Later rows see more keys, so the last chunks come first. */
@@ -163,7 +170,7 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
         }
 }
 
-static s1f_status forward(const s1f_attention_args *args, const s1f_attention_context *context)
+static s1f_status forward(const s1f_attention_args *args, const void *sinks, const s1f_attention_context *context)
 {
     attention_job job = forward_job(args, threads_of(context));
     void *scratch, *owned;
@@ -171,6 +178,7 @@ static s1f_status forward(const s1f_attention_args *args, const s1f_attention_co
         s1f_attention_scratch(context, forward_scratch_bytes(args, threads_of(context)), &scratch, &owned);
     if (status != S1F_OK)
         return status;
+    job.sinks = sinks;
     job.scratch = scratch;
     job.workers = num_workers(&job, threads_of(context));
     run_tasks(&job, context, job.main_tasks, forward_task);

@@ -3,6 +3,7 @@
 #define S1F_ATTENTION_INTERNAL_H
 
 #include "attention.h"
+#include "attention_sinks.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -11,7 +12,7 @@
 typedef struct {
     const char *name;
     int (*covers)(const s1f_attention_args *args); /* 0: the truth must do it */
-    s1f_status (*forward)(const s1f_attention_args *args, const s1f_attention_context *context);
+    s1f_status (*forward)(const s1f_attention_args *args, const void *sinks, const s1f_attention_context *context);
     s1f_status (*backward)(const s1f_attention_args *args, const s1f_attention_context *context);
     int64_t (*scratch_bytes)(const s1f_attention_args *args, int32_t num_threads, int backward);
 } s1f_attention_kernels;
@@ -22,6 +23,11 @@ extern const s1f_attention_kernels s1f_attention_avx2, s1f_attention_avx512, s1f
 #elif defined(__aarch64__)
 extern const s1f_attention_kernels s1f_attention_neon;
 #endif
+
+static inline double s1f_sink(int32_t dtype, const void *sinks, int64_t head)
+{
+    return dtype == S1F_FLOAT64 ? ((const double *)sinks)[head] : (double)((const float *)sinks)[head];
+}
 
 /* S1F_ERR_ARG, with the numbers, on sizes, dtype or options that no kernel can take. */
 s1f_status s1f_attention_check(const s1f_attention_args *args);

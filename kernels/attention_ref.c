@@ -4,6 +4,7 @@
  * stored in. Backward takes the probabilities from lse and rowsum(dout * out) from out, as they were stored:
  *   p = exp(logit - lse)    dv[j] = sum_i p dout[i]    ds = p (dout[i].v[j] - dout[i].out[i]) d logit / d(scale q.k)
  *   dq[i] = scale sum_j ds k[j]     dk[j] = scale sum_i ds q[i]
+ *   dsink = -sum_i exp(sink - lse) dout[i].out[i]
  * It goes over the pairs twice, by rows for dq and by columns for dk and dv, so every sum has one owner and one order.
  * A row that sees nothing does not exist: a token always sees itself. Rows of k and v from T on are never read. */
 #include "attention_internal.h"
@@ -15,7 +16,9 @@ enum { CHUNK = 64 }; /* columns of a result summed at a time, on the stack */
 
 typedef struct {
     const s1f_attention_args *args;
+    const void *sinks;
     double *scratch;
+    void *dsinks;
 } ref_job;
 
 /* ---- elements ---- */
@@ -165,7 +168,8 @@ static double row_delta(const s1f_attention_args *args, int64_t batch, int64_t h
 
 /* ---- forward ---- */
 
-static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, double *weights)
+static void forward_row(const s1f_attention_args *args, const void *sinks, int64_t batch, int64_t head, int64_t row,
+                        double *weights)
 {
     int64_t num_keys = args->q_start + row + 1;
     double highest = -INFINITY, sum = 0, unused;
@@ -173,6 +177,11 @@ static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t h
     for (int64_t key = 0; key < num_keys; key++) {
         weights[key] = visible(args, batch, row, key) ? logit(args, batch, head, row, key, &unused) : -INFINITY;
         highest = weights[key] > highest ? weights[key] : highest;
+    }
+    if (sinks) {
+        double sink = s1f_sink(args->dtype, sinks, head);
+        highest = fmax(highest, sink);
+        sum = exp(sink - highest);
     }
     for (int64_t key = 0; key < num_keys; key++) {
         weights[key] = visible(args, batch, row, key) ? exp(weights[key] - highest) : 0;
@@ -202,7 +211,7 @@ static void forward_heads(int64_t begin, int64_t end, void *context)
     const s1f_attention_args *args = job->args;
     for (int64_t bh = begin; bh < end; bh++)
         for (int64_t row = 0; row < args->segment_len; row++)
-            forward_row(args, bh / args->heads, bh % args->heads, row,
+            forward_row(args, job->sinks, bh / args->heads, bh % args->heads, row,
                         job->scratch + bh * (args->q_start + args->segment_len));
 }
 
@@ -286,6 +295,19 @@ static void key_gradients(int64_t begin, int64_t end, void *context)
     }
 }
 
+static void sink_gradients(int64_t begin, int64_t end, void *context)
+{
+    const ref_job *job = context;
+    const s1f_attention_args *args = job->args;
+    for (int64_t head = begin; head < end; head++) {
+        double sum = 0, sink = s1f_sink(args->dtype, job->sinks, head);
+        for (int64_t batch = 0; batch < args->batch; batch++)
+            for (int64_t row = 0; row < args->segment_len; row++)
+                sum -= exp(sink - lse_of(args, batch, head, row)) * row_delta(args, batch, head, row);
+        store(s1f_dtype_of_sums(args->dtype), job->dsinks, head, &sum, 1, 1);
+    }
+}
+
 /* ---- entry points ---- */
 
 static int covers_everything(const s1f_attention_args *args)
@@ -302,7 +324,8 @@ static int64_t ref_scratch_bytes(const s1f_attention_args *args, int32_t num_thr
     return (int64_t)sizeof(double) * s1f_max(by_rows, by_columns);
 }
 
-s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+s1f_status s1f_attention_ref_forward_with_sinks(const s1f_attention_args *args, const void *sinks,
+                                                const s1f_attention_context *context)
 {
     void *scratch, *owned;
     s1f_status status = s1f_attention_check(args);
@@ -310,9 +333,25 @@ s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_a
         status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 0), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    ref_job job = {args, scratch};
+    ref_job job = {.args = args, .sinks = sinks, .scratch = scratch};
     s1f_run(context, args->batch * args->heads, forward_heads, &job);
     free(owned);
+    return S1F_OK;
+}
+
+s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
+{
+    return s1f_attention_ref_forward_with_sinks(args, NULL, context);
+}
+
+s1f_status s1f_attention_sink_gradients(const s1f_attention_args *args, const void *sinks, void *dsinks,
+                                        const s1f_attention_context *context)
+{
+    s1f_status status = s1f_attention_check(args);
+    if (status != S1F_OK)
+        return status;
+    ref_job job = {.args = args, .sinks = sinks, .dsinks = dsinks};
+    s1f_run(context, args->heads, sink_gradients, &job);
     return S1F_OK;
 }
 
@@ -324,7 +363,7 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
         status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 1), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    ref_job job = {args, scratch};
+    ref_job job = {.args = args, .scratch = scratch};
     s1f_run(context, args->batch * args->heads, query_gradients, &job);
     s1f_run(context, args->batch * args->kv_heads, key_gradients, &job);
     free(owned);
@@ -332,5 +371,5 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
 }
 
 const s1f_attention_kernels s1f_attention_reference = {
-    "reference", covers_everything, s1f_attention_ref_forward, s1f_attention_ref_backward, ref_scratch_bytes,
+    "reference", covers_everything, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, ref_scratch_bytes,
 };

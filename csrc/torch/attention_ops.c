@@ -1,6 +1,6 @@
 /* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on
  * torch's threads. */
-#include "../../kernels/attention.h"
+#include "../../kernels/attention_sinks.h"
 #include "op_table.h"
 #include "segment_rows.h"
 
@@ -103,6 +103,22 @@ static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_te
     return status;
 }
 
+/* The heads' sinks, NULL if the tensor is empty. */
+static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, const s1f_attention_args *args, const void **out)
+{
+    int64_t stride = 1;
+    *out = NULL;
+    if (sinks->numel == 0)
+        return S1F_OK;
+    s1f_status status = s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
+                                           sinks->sizes[0] == args->heads,
+                                       "sinks", sinks, "must be (heads) of float32, float64 for float64");
+    if (status == S1F_OK)
+        status = s1f_op_restride(call, sinks, &stride);
+    *out = sinks->data;
+    return status;
+}
+
 /* -- kernels ------------------------------------------------------------------------------------------------------ */
 
 static _Thread_local int parallel_failed;
@@ -129,7 +145,8 @@ static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *c
 }
 
 /* Runs the kernel on torch's threads. cache: of the step that the call is part of, NULL outside. */
-static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, s1f_kv_cache *cache, int backward)
+static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache,
+                             int backward)
 {
     uint32_t num_threads = 1;
     if (s1f_torch.torch_get_num_threads(&num_threads) != 0)
@@ -140,7 +157,10 @@ static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, 
     if (status != S1F_OK)
         return status;
     parallel_failed = 0;
-    status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
+    status =
+        backward ? s1f_attention_backward(args, &context) : s1f_attention_forward_with_sinks(args, sinks, &context);
+    if (status == S1F_OK && backward && sinks != NULL)
+        status = s1f_attention_sink_gradients(args, sinks, call->outputs[3].data, &context);
     return status == S1F_OK && parallel_failed ? s1f_torch_failed("torch_parallel_for") : status;
 }
 
@@ -151,7 +171,7 @@ static s1f_status new_output(s1f_op_call *call, int index, const s1f_attention_a
     return s1f_op_new_tensor(args->dtype, 4, sizes, strides, &call->outputs[index]);
 }
 
-static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
+static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache)
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     s1f_row_major(3, lse_sizes, lse_strides);
@@ -164,18 +184,21 @@ static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_k
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
-    return run_kernel(call, args, cache, 0);
+    return run_kernel(call, args, sinks, cache, 0);
 }
 
-static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
+static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache)
 {
     s1f_op_tensor *dq = &call->outputs[0];
+    int64_t num_sinks = sinks != NULL ? args->heads : 0, stride = 1;
     s1f_status status = new_output(call, 0, args, args->heads);
+    if (status == S1F_OK)
+        status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, &stride, &call->outputs[3]);
     if (status != S1F_OK)
         return status;
     args->dq = dq->data;
     args->dq_strides = strides_of(dq);
-    return run_kernel(call, args, cache, 1);
+    return run_kernel(call, args, sinks, cache, 1);
 }
 
 /* The outputs dk and dv, alike in strides. */
@@ -224,19 +247,25 @@ static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor 
 s1f_status s1f_op_causal_attention(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *slopes = &t[3], *docs = &t[4];
+    const void *sinks = NULL;
     s1f_attention_args args;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
+        status = take_sinks(call, &t[5], &args, &sinks);
+    if (status == S1F_OK)
         status = take_whole(call, k, v, docs, &args);
-    return status == S1F_OK ? run_forward(call, &args, NULL) : status;
+    return status == S1F_OK ? run_forward(call, &args, sinks, NULL) : status;
 }
 
 s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *k = &t[2], *v = &t[3], *out = &t[4], *lse = &t[5];
     s1f_op_tensor *slopes = &t[6], *docs = &t[7], *dk = &call->outputs[1], *dv = &call->outputs[2];
+    const void *sinks = NULL;
     s1f_attention_args args;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_sinks(call, &t[8], &args, &sinks);
     if (status == S1F_OK)
         status = take_whole(call, k, v, docs, &args);
     if (status == S1F_OK)
@@ -259,7 +288,7 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
     args.dv = dv_sum.data;
     args.dkv_strides = strides_of(&dk_sum);
     args.store_kv_grads = 1;
-    return status == S1F_OK ? run_backward(call, &args, NULL) : status;
+    return status == S1F_OK ? run_backward(call, &args, sinks, NULL) : status;
 }
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------- */
@@ -283,7 +312,10 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_kv_rows rows;
+    const void *sinks = NULL;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_sinks(call, &t[6], &args, &sinks);
     if (status == S1F_OK)
         status = take_keys(k, v, &args);
     if (status == S1F_OK)
@@ -301,7 +333,7 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
     if (status != S1F_OK)
         return status;
     attend_to_rows(&args, unit, &rows);
-    return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
+    return status == S1F_OK ? run_forward(call, &args, sinks, unit->cache) : status;
 }
 
 s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
@@ -314,7 +346,10 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     s1f_layer_shape shape;
     s1f_kv_rows rows;
     s1f_kv_grads grads;
+    const void *sinks = NULL;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
+    if (status == S1F_OK)
+        status = take_sinks(call, &t[7], &args, &sinks);
     if (status == S1F_OK)
         status = take_results(call, dout, out, lse, &args);
     if (status == S1F_OK)
@@ -334,5 +369,5 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     args.dkv_strides = args.kv_strides;
     args.store_kv_grads = grads.first;
     status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
-    return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
+    return status == S1F_OK ? run_backward(call, &args, sinks, unit->cache) : status;
 }

@@ -8,7 +8,7 @@
 
 #include "torch_abi.h"
 
-enum { S1F_OP_MAX_INPUTS = 8, S1F_OP_MAX_OUTPUTS = 6, S1F_OP_MAX_TEMPORARIES = 12 };
+enum { S1F_OP_MAX_INPUTS = 9, S1F_OP_MAX_OUTPUTS = 6, S1F_OP_MAX_TEMPORARIES = 12 };
 
 typedef struct {
     AtenTensorHandle handle;

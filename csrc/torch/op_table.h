@@ -4,18 +4,18 @@
 
 #include "op_call.h"
 
-/* The options of attention: two tensors, then three numbers.
+/* The options of attention: three tensors, then three numbers.
  * X(name, tensors, which come first in the schema, outputs, 1: for any device, schema) */
-#define S1F_OPTIONS "Tensor slopes, Tensor doc_ids, float scale, SymInt window, float softcap"
+#define S1F_OPTIONS "Tensor slopes, Tensor doc_ids, Tensor sinks, float scale, SymInt window, float softcap"
 #define S1F_OPS(X)                                                                                                     \
-    X(causal_attention, 5, 2, 0, "(Tensor q, Tensor k, Tensor v, " S1F_OPTIONS ") -> (Tensor, Tensor)")                \
-    X(causal_attention_backward, 8, 3, 0,                                                                              \
+    X(causal_attention, 6, 2, 0, "(Tensor q, Tensor k, Tensor v, " S1F_OPTIONS ") -> (Tensor, Tensor)")                \
+    X(causal_attention_backward, 9, 4, 0,                                                                              \
       "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " S1F_OPTIONS                               \
-      ") -> (Tensor, Tensor, Tensor)")                                                                                 \
-    X(segment_attention, 6, 2, 0, "(Tensor q, Tensor k, Tensor v, Tensor layer, " S1F_OPTIONS ") -> (Tensor, Tensor)") \
-    X(segment_attention_backward, 7, 3, 0,                                                                             \
+      ") -> (Tensor, Tensor, Tensor, Tensor)")                                                                         \
+    X(segment_attention, 7, 2, 0, "(Tensor q, Tensor k, Tensor v, Tensor layer, " S1F_OPTIONS ") -> (Tensor, Tensor)") \
+    X(segment_attention_backward, 8, 4, 0,                                                                             \
       "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, " S1F_OPTIONS                                     \
-      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor)")                                                                \
+      ", SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor)")                                                        \
     X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")          \
     X(cache_read, 2, 6, 1,                                                                                             \
       "(Tensor q, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")                 \

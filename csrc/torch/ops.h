@@ -1,10 +1,11 @@
 /* ops.h - the ops that torch's dispatcher knows under the namespace seq1f1b.
  *
- *   causal_attention(q, k, v, slopes, doc_ids, scale, window, softcap) -> (out, lse)
- *   causal_attention_backward(dout, q, k, v, out, lse, slopes, doc_ids, scale, window, softcap) -> (dq, dk, dv)
- *   segment_attention(q, k, v, layer, slopes, doc_ids, scale, window, softcap) -> (out, lse)
- *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, scale, window, softcap, kv_heads)
- *     -> (dq, dk, dv)
+ *   causal_attention(q, k, v, slopes, doc_ids, sinks, scale, window, softcap) -> (out, lse)
+ *   causal_attention_backward(dout, q, k, v, out, lse, slopes, doc_ids, sinks, scale, window, softcap)
+ *     -> (dq, dk, dv, dsinks)
+ *   segment_attention(q, k, v, layer, slopes, doc_ids, sinks, scale, window, softcap) -> (out, lse)
+ *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, sinks, scale, window, softcap, kv_heads)
+ *     -> (dq, dk, dv, dsinks)
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
  *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and
  *     dv have tokens whose sums they hold: all, to be added to, or before the first contribution none

@@ -13,7 +13,8 @@ The CUDA kernels of this package's ops; those of the CPU are C. Five ways, by wh
 
 Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out`` are known, and what the ops
 allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; torch's ops round each range's
-part to q's dtype before. Ours take all keys at once, for they add to the slab themselves.
+part to q's dtype before. Ours take all keys at once, for they add to the slab themselves. Sinks are no business of a
+way: out and lse get them at the end of a forward, and a backward that takes these two needs nothing else.
 
 benchmarks/gpu.py holds all of it to float64 on a GPU; an H200 has run it (benchmarks/results/gpu-h200.txt). The tests
 run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds to their schemas.
@@ -58,6 +59,7 @@ class Options(NamedTuple):
     key_docs: Tensor  # (batch, keys), int32
     slopes: Tensor  # (heads) or (batch, heads), float32
     docs: Tensor  # (batch, tokens) of the queries, int32
+    sinks: Tensor  # (heads), float32 or float64 as the sums
     scale: float
     window: int
     softcap: float
@@ -72,7 +74,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Te
 
 def causal_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dk, dv = (t.new_empty(t.transpose(1, 2).shape, dtype=lse.dtype).transpose(1, 2) for t in (k, v))
     return _backward(dout, q, k, v, out, lse, Options(options[1], *options), dk, dv, store=True)
 
@@ -84,7 +86,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: 
 
 def segment_attention_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, *options_and_heads: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *options, kv_heads = options_and_heads
     keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
     chosen = Options(key_docs, *options)
@@ -225,26 +227,42 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
     """
     operation = _own(q, options, "attention_forward")
     if operation is not None:
-        return _own_forward(operation, q, keys, values, options)
+        return _with_sinks(*_own_forward(operation, q, keys, values, options), options.sinks, q.dtype)
     forwards = {"flash": _flash_forward, "efficient": _efficient_forward, "plain": _plain_forward}
     out, lse = forwards[_library_way(q, options)](q, keys, values, options)
-    return _token_major(out, q.dtype), lse.contiguous()
+    return _with_sinks(out, lse, options.sinks, q.dtype)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both as if each row had seen a key of the sink's logit and of value 0."""
+    if sinks.numel():
+        out = out * torch.sigmoid(lse - sinks[:, None])[..., None]
+        lse = torch.logaddexp(lse, sinks[:, None])
+    return _token_major(out, dtype), lse.contiguous()
+
+
+def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    if not sinks.numel():
+        return lse.new_empty(0)
+    delta = (dout.to(lse.dtype) * out).sum(-1)
+    return -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2))
 
 
 def _backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
     dv: Tensor, store: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64, or stores; returns dq, and dk and dv of
     the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All
-    token-major in memory.
+    token-major in memory. Last the gradients of the sinks.
     """
+    dsinks = _sink_gradients(dout, out, lse, options.sinks)
     operation = _own(q, options, "attention_backward")
     if operation is not None:
-        return _own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store)
+        return *_own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store), dsinks
     dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv, store)
     own = slice(keys.shape[2] - q.shape[2], None)
-    return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype)
+    return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype), dsinks
 
 
 def _library_backward(

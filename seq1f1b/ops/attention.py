@@ -52,6 +52,7 @@ def causal_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     doc_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the current segment over itself and everything before it.
 
@@ -69,6 +70,8 @@ def causal_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
+        sinks: (heads), floating; of each head a logit that takes part in the softmax's sum and has no value, with
+            gradient. Soft cap and scale do not apply to it.
     Returns:
         (batch, heads, tokens, head_dim) of q's dtype, in memory (batch, tokens, heads, head_dim).
     Raises:
@@ -78,18 +81,20 @@ def causal_attention(
     Source: Seq1F1B, arXiv:2406.03488.
     """
     _check_tensors(q=q, k=k, v=v)
-    _check_tensors(optional=True, alibi_slopes=alibi_slopes, doc_ids=doc_ids)
+    _check_tensors(optional=True, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
     q, k, v = _autocast(q, k, v)
-    _check(q, k, v, alibi_slopes, doc_ids)
+    _check(q, k, v, alibi_slopes, doc_ids, sinks)
     if not isinstance(layer, Tensor):
         _check_layer(layer)
-    # Two tensors for "none": dynamo refuses one tensor in two places of an autograd.Function.
+    # A tensor each for "none": dynamo refuses one tensor in two places of an autograd.Function.
     slopes = q.new_empty(0) if alibi_slopes is None else alibi_slopes.to(torch.float32)
     docs = q.new_empty(0) if doc_ids is None else _ids(doc_ids)
-    options = (slopes, docs, *_options(q, scale, window, softcap))
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    extra = q.new_empty(0) if sinks is None else sinks.to(sums)
+    options = (slopes, docs, extra, *_options(q, scale, window, softcap))
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, extra))
     if not torch.compiler.is_compiling():
-        _check_tangents(q=q, k=k, v=v)
+        _check_tangents(q=q, k=k, v=v, sinks=extra)
     if stepping if torch.compiler.is_compiling() else _in_segments():
         handle = layer if isinstance(layer, Tensor) else layer_handle(layer)
         if records:
@@ -191,18 +196,19 @@ def check_part(part: tuple[int, int]) -> tuple[int, int]:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, *options: Any) -> Tensor:
-        out, lse = _ops.causal_attention.default(q, k, v, slopes, docs, *options)
-        ctx.save_for_backward(q, k, v, out, lse, slopes, docs)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor, sinks: Tensor, *options: Any
+    ) -> Tensor:
+        out, lse = _ops.causal_attention.default(q, k, v, slopes, docs, sinks, *options)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, docs, sinks)
         ctx.options = options
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, slopes, docs = ctx.saved_tensors
-        grads = _ops.causal_attention_backward.default(dout, q, k, v, out, lse, slopes, docs, *ctx.options)
-        return (*grads, None, None, None, None, None)
+        *grads, dsinks = _ops.causal_attention_backward.default(dout, *ctx.saved_tensors, *ctx.options)
+        return (*grads, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None)
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -210,10 +216,11 @@ class _SegmentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, *options: Any
-    ) -> Tensor:
-        out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, *options)
-        ctx.save_for_backward(_compact(q), out, lse, layer, slopes, docs)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: Tensor, slopes: Tensor, docs: Tensor, sinks: Tensor,
+        *options: Any,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _ops.segment_attention.default(q, k, v, layer, slopes, docs, sinks, *options)
+        ctx.save_for_backward(_compact(q), out, lse, layer, slopes, docs, sinks)
         ctx.options = options
         ctx.kv_heads = k.shape[1]
         return out  # type: ignore[no-any-return]
@@ -221,11 +228,8 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse, layer, slopes, docs = ctx.saved_tensors
-        grads = _ops.segment_attention_backward.default(
-            dout, q, out, lse, layer, slopes, docs, *ctx.options, ctx.kv_heads
-        )
-        return (*grads, None, None, None, None, None, None)
+        *grads, dsinks = _ops.segment_attention_backward.default(dout, *ctx.saved_tensors, *ctx.options, ctx.kv_heads)
+        return (*grads, None, None, None, dsinks if ctx.needs_input_grad[6] else None, None, None, None)
 
 
 def _compact(q: Tensor) -> Tensor:
@@ -252,7 +256,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cast(q), cast(k), cast(v)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor | None, sinks: Tensor | None) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ValueError(f"{name} is {_text(t)}, must be (batch, heads, tokens, head_dim)")
@@ -264,7 +268,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         raise TypeError(f"q is {q.dtype}, must be float64, float32, bfloat16 or float16")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-    for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs)):
+    for name, other in (("k", k), ("v", v), ("alibi_slopes", slopes), ("doc_ids", docs), ("sinks", sinks)):
         if other is not None and other.device != q.device:
             raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
     _check_shapes(q, k, v)
@@ -272,6 +276,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         _check_slopes(slopes, q)
     if docs is not None:
         _check_doc_ids(docs, q)
+    if sinks is not None:
+        _check_sinks(sinks, q)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -303,6 +309,13 @@ def _check_doc_ids(docs: Tensor, q: Tensor) -> None:
         raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
     if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
         raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks is {sinks.dtype}, must be a floating type")
+    if sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks is {_text(sinks)}, must be ({q.shape[1]}): one of each query head")
 
 
 def _check_tensors(*, optional: bool = False, **values: Any) -> None:
@@ -369,9 +382,9 @@ def _fake_forward(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, *_: Any
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    _check_devices(q, k, v, slopes, doc_ids)
+    _check_devices(q, k, v, slopes, doc_ids, sinks)
     return _fake_forward(q)
 
 
@@ -380,18 +393,21 @@ def _fake_segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *opt
 
 
 def _fake_causal_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids)
-    return _token_major(q, q.shape[1]), _token_major(k, k.shape[1]), _token_major(k, k.shape[1])
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor, doc_ids: Tensor,
+    sinks: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
+    dsinks = lse.new_empty(sinks.shape)
+    return _token_major(q, q.shape[1]), _token_major(k, k.shape[1]), _token_major(k, k.shape[1]), dsinks
 
 
 def _fake_segment_attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_devices(dout, q, out, lse, slopes, doc_ids)
-    kv_heads = others[-1]
-    return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads)
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
+    kv_heads, dsinks = others[-1], lse.new_empty(sinks.shape)
+    return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads), dsinks
 
 
 def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:

@@ -29,6 +29,7 @@ def ulysses_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     doc_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention if the N ranks of a group each hold 1/N of the segment's tokens.
 
@@ -41,7 +42,9 @@ def ulysses_attention(
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
         k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads.
         group: the ranks that hold the same stage. None: this rank holds all tokens, as in a model run whole.
-        layer, scale, window, softcap, alibi_slopes: as in ``causal_attention``; slopes of all heads.
+        layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads.
+            A rank's gradient of the sinks is that of its own heads, 0 elsewhere; the ranks' gradients add up, as those
+            of other parameters do.
         doc_ids: (batch, tokens), or those of the whole segment, (batch, N * tokens), which saves a gather per call.
     Returns:
         (batch, heads, tokens, head_dim), this rank's tokens of all heads.
@@ -54,11 +57,11 @@ def ulysses_attention(
     if group is None:
         return causal_attention(
             q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-            doc_ids=doc_ids,
+            doc_ids=doc_ids, sinks=sinks,
         )  # fmt: skip
     size = dist.get_world_size(group)
     q, k, v = _autocast(q, k, v)
-    _check(q, k, v, alibi_slopes, None)
+    _check(q, k, v, alibi_slopes, None, sinks)
     _check_shards(q, doc_ids, size)
     heads, kv_heads = q.shape[1], k.shape[1]
     copies = next(c for c in range(1, size + 1) if kv_heads * c % size == 0)
@@ -72,11 +75,14 @@ def ulysses_attention(
     q, k, v = torch.split(whole, [own, own_kv, own_kv], 1)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.narrow(-1, dist.get_rank(group) * own, own)
+    if sinks is not None:
+        sinks = sinks.narrow(0, dist.get_rank(group) * own, own)
     if doc_ids is not None and doc_ids.shape[1] != q.shape[2]:
         doc_ids = _all_to_all(doc_ids.to(torch.int32).t().expand(size, -1, -1), group).flatten(0, 1).t()
     out = causal_attention(
-        q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, doc_ids=doc_ids
-    )
+        q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, doc_ids=doc_ids,
+        sinks=sinks,
+    )  # fmt: skip
     blocks = _in_parts(out.permute(2, 0, 1, 3), 0, size)
     return _all_to_all(blocks, group).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 

@@ -92,6 +92,14 @@ void clear_results(sequence *x)
     fill(s1f_dtype_of_sums(x->s.dtype), x->dk, x->kv_elements, NAN);
     fill(s1f_dtype_of_sums(x->s.dtype), x->dv, x->kv_elements, NAN);
     fill(s1f_dtype_of_sums(x->s.dtype), x->lse, x->s.batch * x->s.heads * x->s.length, NAN);
+    if (x->dsinks)
+        fill(s1f_dtype_of_sums(x->s.dtype), x->dsinks, x->s.heads * x->s.length, 0);
+}
+
+static double sink(const shape *s, int64_t head)
+{
+    static const double far[] = {3e38, -INFINITY, -3e38, 50};
+    return s->sinks == FAR_SINKS ? far[head % 4] : 0.7 * (double)head - 0.4;
 }
 
 static int32_t document(const shape *s, int64_t batch, int64_t row)
@@ -145,13 +153,20 @@ sequence sequence_new(shape s)
             for (int64_t row = 0; row < s.length; row++)
                 x.docs[b * s.length + row] = document(&s, b, row);
     }
+    if (s.sinks != NO_SINKS) {
+        x.sinks = allocate(s.heads * sum_bytes);
+        x.dsinks = allocate(s.heads * s.length * sum_bytes);
+        for (int64_t h = 0; h < s.heads; h++)
+            put(s1f_dtype_of_sums(s.dtype), x.sinks, h, sink(&s, h));
+    }
     clear_results(&x);
     return x;
 }
 
 void sequence_free(sequence *x)
 {
-    void *all[] = {x->q, x->k, x->v, x->out, x->dout, x->dq, x->dk, x->dv, x->lse, x->slopes, x->docs};
+    void *all[] = {x->q,  x->k,   x->v,      x->out,  x->dout,  x->dq,    x->dk,
+                   x->dv, x->lse, x->slopes, x->docs, x->sinks, x->dsinks};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -259,7 +274,8 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
     int64_t q_head = (b * s->heads + h) * N * D, kv_head = (b * s->kv_heads + kv) * N * D;
 
     for (int64_t i = s->first; i < N; i++) {
-        double total = 0, highest = -INFINITY, mean = 0;
+        double extra = x->sinks ? get(s1f_dtype_of_sums(s->dtype), x->sinks, h) : -INFINITY;
+        double total = 0, highest = extra, mean = 0;
         for (int64_t j = 0; j <= i; j++) {
             p[j] = scale_of(s) * product(q + i * D, k + j * D, D);
             chain[j] = 1;
@@ -275,6 +291,7 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
         }
         for (int64_t j = 0; j <= i; j++)
             total += exp(p[j] - highest);
+        total += exp(extra - highest);
         r->lse[(b * s->heads + h) * N + i] = highest + log(total);
         for (int64_t j = 0; j <= i; j++) {
             p[j] = exp(p[j] - highest) / total;
@@ -291,6 +308,7 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
         }
         if (is_half(s->dtype))
             mean = product(dout + i * D, stored_out + i * D, D);
+        r->dsinks[h] -= exp(extra - highest) / total * mean;
         for (int64_t j = 0; j <= i; j++) {
             double ds = p[j] * (dp[j] - mean) * chain[j] * scale_of(s);
             for (int64_t c = 0; c < D; c++) {
@@ -317,7 +335,8 @@ naive_results naive_new(const sequence *x)
                        .lse = zeros(rows),
                        .dq = zeros(q_elements),
                        .dk = zeros(kv_elements),
-                       .dv = zeros(kv_elements)};
+                       .dv = zeros(kv_elements),
+                       .dsinks = zeros(s->heads)};
     if (rounds_products(s)) {
         r.out_terms = zeros(q_elements);
         r.dq_terms = zeros(q_elements);
@@ -332,7 +351,8 @@ naive_results naive_new(const sequence *x)
 
 void naive_free(naive_results *r)
 {
-    double *all[] = {r->out, r->lse, r->dq, r->dk, r->dv, r->out_terms, r->dq_terms, r->dk_terms, r->dv_terms};
+    double *all[] = {r->out,       r->lse,      r->dq,       r->dk,       r->dv,
+                     r->out_terms, r->dq_terms, r->dk_terms, r->dv_terms, r->dsinks};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -344,11 +364,11 @@ const char *describe(const shape *s, const char *what)
     static char text[400];
     snprintf(text, sizeof text,
              "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, layout %d, window %lld, softcap %g, "
-             "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, isa %s",
+             "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, sinks %d, isa %s",
              what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
              (long long)s->first, (long long)s->length, (long long)s->head_dim, s->tokens_outside, (long long)s->window,
              s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys, (int)s->scaling,
-             s1f_attention_isa());
+             (int)s->sinks, s1f_attention_isa());
     return text;
 }
 
@@ -411,6 +431,18 @@ difference lse_difference(const sequence *x, const double *want)
     return d;
 }
 
+difference sink_difference(const sequence *x, const double *want)
+{
+    difference d = {0, 0};
+    for (int64_t h = 0; h < x->s.heads && x->dsinks; h++) {
+        double got = 0;
+        for (int64_t row = 0; row < x->s.length; row++)
+            got += get(s1f_dtype_of_sums(x->s.dtype), x->dsinks, row * x->s.heads + h);
+        compare(&d, got, want[h], 0);
+    }
+    return d;
+}
+
 int spare_rows_untouched(const sequence *x)
 {
     const void *all[] = {x->dk, x->dv};
@@ -433,14 +465,21 @@ int64_t cut(const shape *s, int64_t parts, int64_t i)
     return s->first + (s->length - s->first) * i / parts;
 }
 
-void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context)
+void run_segments(sequence *x, int64_t parts, kernel_with_sinks forward, kernel backward,
+                  const s1f_attention_context *context)
 {
     for (int64_t i = 0; i < parts; i++) {
         s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), 0);
-        check(forward(&args, context) == S1F_OK, describe(&x->s, "forward refused"));
+        check(forward(&args, x->sinks, context) == S1F_OK, describe(&x->s, "forward refused"));
     }
     for (int64_t i = parts - 1; i >= 0; i--) {
         s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), i == parts - 1);
         check(backward(&args, context) == S1F_OK, describe(&x->s, "backward refused"));
+        if (x->dsinks) {
+            char *dsinks =
+                (char *)x->dsinks + args.q_start * args.heads * s1f_dtype_bytes(s1f_dtype_of_sums(args.dtype));
+            check(s1f_attention_sink_gradients(&args, x->sinks, dsinks, context) == S1F_OK,
+                  describe(&x->s, "gradients of sinks refused"));
+        }
     }
 }

@@ -17,6 +17,7 @@ typedef struct {
     int docs_return;               /* there are two ids, by turns */
     int same_keys;                 /* all rows of k are one */
     enum { BY_HEAD_DIM, NEGATIVE, ZERO } scaling;
+    enum { NO_SINKS, SINKS, FAR_SINKS } sinks; /* far: -infinity, and next to the ends of fp32 */
     int64_t parts; /* segments, 0 for 3 of about equal length; else `cuts` says where each ends */
     const int64_t *cuts;
 } shape;
@@ -29,12 +30,13 @@ typedef struct {
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
     float *slopes;
     int32_t *docs;
+    void *sinks, *dsinks; /* (Hq); (rows, Hq): of a segment at its first row, 0 elsewhere */
 } sequence;
 
 enum { SPARE_ROWS = 5 };
 
-typedef struct { /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
-    double *out, *lse, *dq, *dk, *dv;
+typedef struct {                               /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
+    double *out, *lse, *dq, *dk, *dv, *dsinks; /* dsinks (Hq) */
     /* For products of bf16, the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
      * multiplied, each by up to 2^-8 of itself, so that a sum is off by up to 2^-8 of this. */
     double *out_terms, *dq_terms, *dk_terms, *dv_terms;
@@ -46,6 +48,7 @@ typedef struct {
 } difference;
 
 typedef s1f_status (*kernel)(const s1f_attention_args *, const s1f_attention_context *);
+typedef s1f_status (*kernel_with_sinks)(const s1f_attention_args *, const void *, const s1f_attention_context *);
 
 void check(int ok, const char *what);
 void *allocate(int64_t bytes);
@@ -73,12 +76,15 @@ difference kv_difference(const sequence *x, const void *got, const double *want,
                          double plus);
 /* lse of the one segment [first, N). */
 difference lse_difference(const sequence *x, const double *want);
+/* dsinks, over all segments; no difference without sinks. */
+difference sink_difference(const sequence *x, const double *want);
 /* Rows from the length on were never written. */
 int spare_rows_untouched(const sequence *x);
 /* Begin of segment i of `parts`, and the end of the one before. */
 int64_t cut(const shape *s, int64_t parts, int64_t i);
 /* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all
  * rows it sees, the others add, as a stage does. */
-void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context);
+void run_segments(sequence *x, int64_t parts, kernel_with_sinks forward, kernel backward,
+                  const s1f_attention_context *context);
 
 #endif

@@ -13,6 +13,7 @@
 
 int64_t fail_allocation(int64_t n); /* allocation.c; here it only counts */
 
+static const int32_t dtypes[] = {S1F_FLOAT64, S1F_FLOAT32, S1F_BFLOAT16, S1F_FLOAT16};
 static int small, medium; /* slices: small is part of medium */
 
 static void *copy_of(const void *x, int64_t bytes)
@@ -69,19 +70,21 @@ static void test_truth(shape s)
     sequence x = sequence_new(s);
     double eps = result_tolerance(s.dtype), sums = s.dtype == S1F_FLOAT64 ? eps : 1e-6;
 
-    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    run_segments(&x, 1, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, NULL);
     naive_results want = naive_new(&x);
     check_difference(&x, "truth out", q_difference(&x, x.out, want.out, want.out_terms), eps);
     check_difference(&x, "truth lse", lse_difference(&x, want.lse), sums);
     check_difference(&x, "truth dq", q_difference(&x, x.dq, want.dq, want.dq_terms), eps);
     check_difference(&x, "truth dk", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums);
     check_difference(&x, "truth dv", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums);
+    check_difference(&x, "truth dsinks", sink_difference(&x, want.dsinks), sums);
     check(spare_rows_untouched(&x), describe(&s, "truth wrote rows from T on"));
 
     s1f_attention_args again = segment_args(&x, s.first, s.length, 0);
     s1f_attention_ref_backward(&again, NULL);
     check_difference(&x, "truth dk added", kv_difference(&x, x.dk, want.dk, want.dk_terms, 2, 0), sums);
-    run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward,
+                 NULL);
     test_own_rows(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_backward);
     naive_free(&want);
     sequence_free(&x);
@@ -92,7 +95,7 @@ static double loss_of(sequence *x)
 {
     double loss = 0;
     s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
-    s1f_attention_ref_forward(&args, NULL);
+    s1f_attention_ref_forward_with_sinks(&args, x->sinks, NULL);
     for (int64_t b = 0; b < x->s.batch; b++)
         for (int64_t h = 0; h < x->s.heads; h++)
             for (int64_t row = x->s.first; row < x->s.length; row++)
@@ -106,7 +109,7 @@ static void test_finite_differences(shape s)
 {
     enum { ELEMENTS = 24 };
     sequence x = sequence_new(s);
-    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
+    run_segments(&x, 1, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, NULL);
     for (int n = 0; n < ELEMENTS; n++) {
         int which = n % 3;
         int64_t b = random_bits() % s.batch, c = random_bits() % s.head_dim;
@@ -122,6 +125,17 @@ static void test_finite_differences(shape s)
         *place = value;
         difference d = {fabs(slope - gradient), fabs(gradient)};
         check_difference(&x, "finite difference", d, 1e-7);
+    }
+    for (int64_t h = 0; s.sinks != NO_SINKS && h < s.heads; h++) {
+        double *place = (double *)x.sinks + h, value = *place, step = 1e-5, slope;
+        double gradient = ((const double *)x.dsinks)[s.first * s.heads + h];
+        *place = value + step;
+        slope = loss_of(&x);
+        *place = value - step;
+        slope = (slope - loss_of(&x)) / (2 * step);
+        *place = value;
+        difference d = {fabs(slope - gradient), fabs(gradient)};
+        check_difference(&x, "finite difference of a sink", d, 1e-7);
     }
     sequence_free(&x);
 }
@@ -179,7 +193,7 @@ static void four_threads(int64_t begin, int64_t end, int64_t grain, s1f_parallel
 /* ---- the chosen path, on whatever instruction set is set ---- */
 
 typedef struct {
-    void *out, *lse, *dq, *dk, *dv;
+    void *out, *lse, *dq, *dk, *dv, *dsinks;
 } results_copy;
 
 static int same_results(const sequence *x, const results_copy *r)
@@ -187,8 +201,10 @@ static int same_results(const sequence *x, const results_copy *r)
     size_t q = (size_t)(x->q_elements * s1f_dtype_bytes(x->s.dtype));
     size_t kv = (size_t)(x->kv_elements * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
     size_t rows = (size_t)(x->s.batch * x->s.heads * x->s.length * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
+    size_t sinks = (size_t)(x->s.heads * x->s.length * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
     return memcmp(x->out, r->out, q) == 0 && memcmp(x->dq, r->dq, q) == 0 && memcmp(x->lse, r->lse, rows) == 0 &&
-           memcmp(x->dk, r->dk, kv) == 0 && memcmp(x->dv, r->dv, kv) == 0;
+           memcmp(x->dk, r->dk, kv) == 0 && memcmp(x->dv, r->dv, kv) == 0 &&
+           (!x->dsinks || memcmp(x->dsinks, r->dsinks, sinks) == 0);
 }
 
 /* Reruns, with scratch that holds NaN and on pools of every kind, give the same bits, and allocate nothing. */
@@ -197,9 +213,12 @@ static void test_same_bits(sequence *x)
     static const s1f_parallel_for pools[] = {NULL, one_by_one, from_the_end, by_threes, four_threads};
     int64_t q = x->q_elements * s1f_dtype_bytes(x->s.dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype));
     s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
-    results_copy first = {copy_of(x->out, q), copy_of(x->lse, x->s.batch * x->s.heads * x->s.length * sum),
-                          copy_of(x->dq, q), copy_of(x->dk, x->kv_elements * sum),
-                          copy_of(x->dv, x->kv_elements * sum)};
+    results_copy first = {copy_of(x->out, q),
+                          copy_of(x->lse, x->s.batch * x->s.heads * x->s.length * sum),
+                          copy_of(x->dq, q),
+                          copy_of(x->dk, x->kv_elements * sum),
+                          copy_of(x->dv, x->kv_elements * sum),
+                          x->dsinks ? copy_of(x->dsinks, x->s.heads * x->s.length * sum) : NULL};
     for (size_t i = 0; i < sizeof pools / sizeof *pools; i++) {
         s1f_attention_context context = {.parallel_for = pools[i], .num_threads = (int32_t)(1 + i)};
         int64_t bytes = s1f_max(s1f_attention_scratch_bytes(&args, context.num_threads, 0),
@@ -209,7 +228,7 @@ static void test_same_bits(sequence *x)
         memset(context.scratch, 0xff, (size_t)context.scratch_bytes);
         clear_results(x);
         (void)fail_allocation(-1);
-        run_segments(x, 1, s1f_attention_forward, s1f_attention_backward, &context);
+        run_segments(x, 1, s1f_attention_forward_with_sinks, s1f_attention_backward, &context);
         int64_t allocated = fail_allocation(-1);
         check(allocated == 0 || pools[i] == four_threads, describe(&x->s, "a kernel with scratch allocated"));
         check(same_results(x, &first), describe(&x->s, "not bit-equal over pools"));
@@ -220,6 +239,7 @@ static void test_same_bits(sequence *x)
     free(first.dq);
     free(first.dk);
     free(first.dv);
+    free(first.dsinks);
 }
 
 /* Errors of the fast path: against the naive values, beside those of the truth. */
@@ -236,13 +256,14 @@ static void test_chosen(shape s, int bits)
     /* If all keys are one, dq is that key times the sum of ds, which is about 0: the error is that of its terms. */
     double cancelled = s.same_keys && s.logits > 1 ? sqrt(s.logits) : 1;
 
-    run_segments(&x, 1, s1f_attention_forward, s1f_attention_backward, NULL);
+    run_segments(&x, 1, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
     naive_results want = naive_new(&x);
     check_difference(&x, "out", q_difference(&x, x.out, want.out, want.out_terms), rounded);
     check_difference(&x, "lse", lse_difference(&x, want.lse), lse_tolerance);
     check_difference(&x, "dq", q_difference(&x, x.dq, want.dq, want.dq_terms), cancelled * rounded);
     check_difference(&x, "dk", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
     check_difference(&x, "dv", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
+    check_difference(&x, "dsinks", sink_difference(&x, want.dsinks), sums + stretch);
     check(spare_rows_untouched(&x), describe(&s, "wrote rows from T on"));
     if (bits)
         test_same_bits(&x);
@@ -286,7 +307,7 @@ static void test_chosen(shape s, int bits)
     /* Split into segments: the same sums, each row of dk and dv rounded once more per segment. */
     int64_t parts = s.parts > 0 ? s.parts : s1f_min(3, s.length - s.first);
     clear_results(&x);
-    run_segments(&x, parts, s1f_attention_forward, s1f_attention_backward, NULL);
+    run_segments(&x, parts, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
     if (is_half(s.dtype)) { /* it depends on the stored out */
         naive_free(&want);
         want = naive_new(&x);
@@ -295,6 +316,7 @@ static void test_chosen(shape s, int bits)
     check_difference(&x, "dq of segments", q_difference(&x, x.dq, want.dq, want.dq_terms), cancelled * rounded);
     check_difference(&x, "dk of segments", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
     check_difference(&x, "dv of segments", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
+    check_difference(&x, "dsinks of segments", sink_difference(&x, want.dsinks), sums + stretch);
     test_own_rows(&x, parts, s1f_attention_backward);
     naive_free(&want);
     sequence_free(&x);
@@ -343,7 +365,7 @@ static void test_far_strides(int32_t dtype)
     enum { NUM_PLACES = sizeof places / sizeof *places };
     mapping maps[NUM_PLACES];
 
-    run_segments(&near, 2, s1f_attention_forward, s1f_attention_backward, NULL);
+    run_segments(&near, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
     x.q_strides = x.kv_strides = far;
     for (int i = 0; i < NUM_PLACES; i++) {
         maps[i] = map_far(far, s.heads, s.length, i < 6 ? dtype : sums);
@@ -354,7 +376,7 @@ static void test_far_strides(int32_t dtype)
     same_rows(&x, dtype, s.heads, s.length, x.v, far, near.v, near.kv_strides, 1);
     same_rows(&x, dtype, s.heads, s.length, x.dout, far, near.dout, near.q_strides, 1);
     x.lse = allocate(s.heads * s.length * s1f_dtype_bytes(sums));
-    run_segments(&x, 2, s1f_attention_forward, s1f_attention_backward, NULL);
+    run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
 
     int same = same_rows(&x, dtype, s.heads, s.length, x.out, far, near.out, near.q_strides, 0) &&
                same_rows(&x, dtype, s.heads, s.length, x.dq, far, near.dq, near.q_strides, 0) &&
@@ -421,8 +443,40 @@ static void test_refusals(void)
     check(s1f_attention_ref_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: truth backward");
     check(s1f_attention_forward(&good, &context) == S1F_ERR_ARG, "scratch too small: forward");
     check(s1f_attention_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: backward");
+    args = good;
+    args.heads = 3;
+    check(s1f_attention_sink_gradients(&args, tight, tight, NULL) == S1F_ERR_ARG, "gradients of sinks of bad sizes");
     check(s1f_attention_set_isa("6502") == S1F_ERR_ARG, "an instruction set that no machine here has");
     sequence_free(&x);
+}
+
+/* A sink at -infinity is none, to the bit. */
+static void test_no_sinks(void)
+{
+    for (int d = 0; d < 4; d++) {
+        shape s = {dtypes[d], .batch = 2, .heads = 4, .kv_heads = 2, .first = 9, .length = 70, .head_dim = 24};
+        sequence x = sequence_new(s);
+        run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+        int64_t q = x.q_elements * s1f_dtype_bytes(s.dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(s.dtype));
+        results_copy without = {copy_of(x.out, q),
+                                copy_of(x.lse, s.batch * s.heads * s.length * sum),
+                                copy_of(x.dq, q),
+                                copy_of(x.dk, x.kv_elements * sum),
+                                copy_of(x.dv, x.kv_elements * sum),
+                                zeros(s.heads * s.length)};
+        x.sinks = allocate(s.heads * sum);
+        x.dsinks = allocate(s.heads * s.length * sum);
+        fill(s1f_dtype_of_sums(s.dtype), x.sinks, s.heads, -INFINITY);
+        clear_results(&x);
+        run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+        for (int64_t i = 0; i < s.heads * s.length; i++) /* no -0 */
+            put(s1f_dtype_of_sums(s.dtype), x.dsinks, i, 0 + get(s1f_dtype_of_sums(s.dtype), x.dsinks, i));
+        check(same_results(&x, &without), describe(&s, "sinks of -infinity change something"));
+        void *all[] = {without.out, without.lse, without.dq, without.dk, without.dv, without.dsinks};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+            free(all[i]);
+        sequence_free(&x);
+    }
 }
 
 /* Heads that are not cut into ranges of keys share the scratch of whoever works on them. */
@@ -440,7 +494,6 @@ static void test_scratch_of_backward(void)
 
 /* ---- what is run ---- */
 
-static const int32_t dtypes[] = {S1F_FLOAT64, S1F_FLOAT32, S1F_BFLOAT16, S1F_FLOAT16};
 static const struct {
     int64_t heads, kv_heads;
 } head_counts[] = {{1, 1}, {4, 4}, {4, 2}, {4, 1}};
@@ -461,7 +514,8 @@ static void test_truths(void)
                            .window = options & 1 ? 6 : 0,
                            .softcap = options & 2 ? 1.5 : 0,
                            .alibi = options & 4 ? 0.3 : 0,
-                           .num_docs = options & 8 ? 3 : 0};
+                           .num_docs = options & 8 ? 3 : 0,
+                           .sinks = options % 3 == 1 ? SINKS : NO_SINKS};
                 test_truth(s);
                 if (dtypes[d] == S1F_FLOAT64)
                     test_finite_differences(s);
@@ -492,6 +546,10 @@ static void test_options(int isa)
         {.same_keys = 1},
         {.same_keys = 1, .logits = 1e4, .window = 100},
         {.logits = 1e4, .num_docs = 4},
+        {.sinks = SINKS},
+        {.sinks = SINKS, .num_docs = 3, .window = 100, .softcap = 1.5, .alibi = 0.3},
+        {.sinks = SINKS, .logits = 1e4},
+        {.sinks = FAR_SINKS, .window = 250},
     };
     static const int64_t head_dims[] = {8, 24, 8, 20};
     static const struct {
@@ -591,6 +649,7 @@ int main(int argc, char **argv)
         }
         test_shapes((int)i);
         test_options((int)i);
+        test_no_sinks();
         test_scratch_of_backward();
         printf("%-10s %lld checks\n", names[i], (long long)(num_checks - before));
     }

@@ -203,6 +203,27 @@ def test_microbatches_do_not_mix_and_reruns_are_equal(name: str, calls: list[Cal
         assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_sinks_in_every_way(name: str, calls: list[Call]) -> None:
+    """Their gradients in segments against the formula's in float64; and none of infinity or far away leaves a NaN."""
+    dtype = WAYS[name]
+    qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    sinks, exact = (torch.tensor([0.5, -1.25, 2.0, -0.75], dtype=t, requires_grad=True) for t in (sums, torch.float64))
+    formula(*(t.double() for t in qkv), sinks=exact).backward(dout[0].double())
+    segmented([5, 2, 4, 1], {"sinks": sinks}, [qkv], [dout[0]])
+    assert sinks.grad is not None and exact.grad is not None
+    bound = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(sinks.grad.double(), exact.grad, rtol=bound, atol=bound * float(exact.grad.abs().max()))
+
+    far = torch.tensor([-float("inf"), -3e38, 1e4, 3e38], dtype=sums, requires_grad=True)
+    plain = segmented([5, 7], {}, [qkv], [dout[0]])[0]
+    found = segmented([5, 7], {"sinks": far}, [qkv], [dout[0]])[0]
+    assert far.grad is not None and not far.grad.any()
+    assert torch.equal(found[0][:, :2], plain[0][:, :2]) and not found[0][:, 2:].any()
+    assert all(bool(t.isfinite().all()) for t in found)
+
+
 def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
     """No copy of the prefix: each forward reads the slab from its start, with its strides."""
     qkv, dout = (random_qkv(4, 2, tokens=40, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
@@ -263,13 +284,13 @@ def test_layouts_are_those_of_the_fake_kernels(calls: list[Call]) -> None:
     for dtype in WAYS.values():
         qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
         ops, none = torch.ops.seq1f1b, torch.empty(0)
-        real = ops.causal_attention(*qkv, none, none, 0.5, 0, 0.0)
-        real = *real, *ops.causal_attention_backward(dout[0], *qkv, *real, none, none, 0.5, 0, 0.0)
+        real = ops.causal_attention(*qkv, none, none, none, 0.5, 0, 0.0)
+        real = *real, *ops.causal_attention_backward(dout[0], *qkv, *real, none, none, none, 0.5, 0, 0.0)
         with FakeTensorMode() as mode:
             fake_qkv, fake_dout = [mode.from_tensor(t) for t in qkv], mode.from_tensor(dout[0])
-            fake = ops.causal_attention(*fake_qkv, torch.empty(0), torch.empty(0), 0.5, 0, 0.0)
+            fake = ops.causal_attention(*fake_qkv, torch.empty(0), torch.empty(0), torch.empty(0), 0.5, 0, 0.0)
             grads = ops.causal_attention_backward(
-                fake_dout, *fake_qkv, *fake, torch.empty(0), torch.empty(0), 0.5, 0, 0.0
+                fake_dout, *fake_qkv, *fake, torch.empty(0), torch.empty(0), torch.empty(0), 0.5, 0, 0.0
             )
         for a, b in zip(real, (*fake, *grads), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

@@ -91,7 +91,7 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
     """Matrix products, which are there for the rest, are several times slower. Where cuDNN takes a call, which is the
     fastest, ours never does."""
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
-    options = cuda_attention.Options(empty, empty, empty, 0.125, 0, 0.0)
+    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
     harder = [options._replace(softcap=20.0), options._replace(docs=docs, key_docs=docs)]
     for is_faster in (True, False):
         verify(monkeypatch, RECORD, is_faster=is_faster)
@@ -136,7 +136,7 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
     assert kernel_library.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
     assert kernel_library.choose("attention_backward", queries()) is None
     empty = torch.empty(0)
-    options = cuda_attention.Options(empty, empty, empty, 0.125, 0, 0.0)
+    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
     assert cuda_attention.way(queries(), options) == "own"
     for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
         assert cuda_attention.way(queries(), other) != "own"

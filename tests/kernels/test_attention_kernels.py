@@ -56,6 +56,7 @@ def documents(*lengths: int) -> Tensor:
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.015625])
+SINKS = torch.tensor([0.5, -1.25, 6.0, -0.75])
 OPTIONS: dict[str, dict] = {
     "none": {},
     "window below a block": {"window": 100},
@@ -65,8 +66,12 @@ OPTIONS: dict[str, dict] = {
     "slopes": {"alibi_slopes": SLOPES},
     "documents": {"doc_ids": documents(50, 143, 1, 300, 106)},
     "documents that come back": {"doc_ids": documents(50, 143, 1, 300, 106) % 2},
-    "all": {"window": 250, "softcap": 5.0, "alibi_slopes": SLOPES, "doc_ids": documents(50, 143, 1, 300, 106)},
-}
+    "sinks": {"sinks": SINKS},
+    "all": {
+        "window": 250, "softcap": 5.0, "alibi_slopes": SLOPES, "doc_ids": documents(50, 143, 1, 300, 106),
+        "sinks": SINKS,
+    },
+}  # fmt: skip
 
 
 def whole(options: dict, qkv: list[Tensor], dout: Tensor) -> list[Tensor]:
@@ -154,7 +159,7 @@ def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, na
     qkv, dout = [qkv[0][:, :heads], qkv[1][:, :kv_heads], qkv[2][:, :kv_heads]], dout[:, :heads]
     options = dict(OPTIONS[name])
     if "alibi_slopes" in options:
-        options["alibi_slopes"] = SLOPES[:heads]
+        options["alibi_slopes"], options["sinks"] = SLOPES[:heads], SINKS[:heads]
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 4, 1):
@@ -193,6 +198,7 @@ def test_a_warm_step_allocates_its_results_only(isa: str, dtype: torch.dtype, na
     (q, k, v), dout = inputs(dtype)
     options = OPTIONS[name]
     slopes, docs = options.get("alibi_slopes", NONE), options.get("doc_ids", NONE)
+    sinks = options.get("sinks", NONE)
     scalars = (PLAIN[0], options.get("window", 0), options.get("softcap", 0.0))
     cache, layer = _C.kv_cache_create(), layer_handle(0)
 
@@ -200,19 +206,19 @@ def test_a_warm_step_allocates_its_results_only(isa: str, dtype: torch.dtype, na
         simulated, kept = SimulatedStep(SIZES, cache=cache), []
         for s in range(len(SIZES)):
             rows = simulated.slice(s)
-            mine = (slopes, docs[:, rows] if docs.numel() else NONE, *scalars)
+            mine = (slopes, docs[:, rows] if docs.numel() else NONE, sinks, *scalars)
             with simulated.unit("F", 0, s):
                 kept.append(ops.segment_attention(*(t[:, :, rows] for t in (q, k, v)), layer, *mine))
         for s in reversed(range(len(SIZES))):
             rows = simulated.slice(s)
-            mine = (slopes, docs[:, rows] if docs.numel() else NONE, *scalars)
+            mine = (slopes, docs[:, rows] if docs.numel() else NONE, sinks, *scalars)
             with simulated.unit("B", 0, s):
                 arguments = (dout[:, :, rows], q[:, :, rows], *kept[s], layer, *mine, KV_HEADS)
                 kept.append(ops.segment_attention_backward(*arguments))
         return kept
 
     results = [t for unit in step() for t in unit]
-    assert allocations(step) == sorted(t.nbytes for t in results)
+    assert allocations(step) == sorted(t.nbytes for t in results if t.numel())
 
 
 def layouts() -> dict[str, list[Tensor]]:
@@ -235,10 +241,10 @@ def test_no_layout_is_copied(name: str) -> None:
     plain = layouts()["batch, heads, tokens"]
 
     def forward(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.causal_attention(*qkv, NONE, NONE, *PLAIN)
+        return ops.causal_attention(*qkv, NONE, NONE, NONE, *PLAIN)
 
     def backward(*qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.causal_attention_backward(dout, *qkv, *results, NONE, NONE, *PLAIN)
+        return ops.causal_attention_backward(dout, *qkv, *results, NONE, NONE, NONE, *PLAIN)
 
     results = forward(*plain)
     for run in (forward, backward):
@@ -253,7 +259,7 @@ def test_expanded_key_heads_are_not_copied() -> None:
     plain = [t.contiguous() for t in expanded]
 
     def run(*kv: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.causal_attention(q, *kv, NONE, NONE, *PLAIN)
+        return ops.causal_attention(q, *kv, NONE, NONE, NONE, *PLAIN)
 
     assert torch.equal(run(*expanded)[0], run(*plain)[0])
     assert allocations(lambda: run(*expanded)) == allocations(lambda: run(*plain))
@@ -276,9 +282,9 @@ def test_offsets_above_31_bits(isa: str, dtype: torch.dtype) -> None:
     assert far[0].stride(2) * 59 > 2**31
 
     def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-        out, lse = ops.causal_attention(q, k, v, NONE, NONE, *PLAIN)
+        out, lse = ops.causal_attention(q, k, v, NONE, NONE, NONE, *PLAIN)
         far_out = out if q is compact[0] else spread(out, q.stride())
-        return [out, lse, *ops.causal_attention_backward(dout, q, k, v, far_out, lse, NONE, NONE, *PLAIN)]
+        return [out, lse, *ops.causal_attention_backward(dout, q, k, v, far_out, lse, NONE, NONE, NONE, *PLAIN)]
 
     assert_same([run(*compact), run(*far)])
 

@@ -28,6 +28,8 @@ def test_whole_equals_the_formula(name: str, heads: int, kv_heads: int) -> None:
     options = dict(OPTIONS[name])
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"][..., :heads]
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][:heads]
     q, k, v = random_qkv(heads, kv_heads)
     dout = random_qkv(heads, kv_heads, seed=1)[0]
     ours = gradients(lambda *t: causal_attention(*t, layer=0, **options), q, k, v, dout)
@@ -57,8 +59,9 @@ def test_segments_equal_the_whole_with_options(name: str) -> None:
 
 def test_gradcheck() -> None:
     leaves = [t.requires_grad_() for t in random_qkv(2, 1, batch=1, tokens=5, head_dim=3)]
+    leaves.append(torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True))
     options = {"window": 3, "softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25])}
-    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t, layer=0, **options), leaves)
+    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t[:3], layer=0, sinks=t[3], **options), leaves)
 
 
 def test_rates_are_a_peak_that_no_product_exceeds() -> None:
@@ -294,6 +297,10 @@ BAD = {
     "no tensor": (lambda q, k, v: {"k": None}, TypeError, "k is None, must be a tensor"),
     "slopes in a list": (lambda q, k, v: {"alibi_slopes": [1, 2]}, TypeError, r"alibi_slopes is \[1, 2\], must be a"),
     "documents in a list": (lambda q, k, v: {"doc_ids": [1]}, TypeError, r"doc_ids is \[1\], must be a tensor or None"),
+    "sinks": (lambda q, k, v: {"sinks": torch.ones(2)}, ValueError, r"sinks is \(2,\), must be \(4\): one of each"),
+    "whole sinks": (lambda q, k, v: {"sinks": torch.ones(4, dtype=torch.int32)}, TypeError, "must be a floating type"),
+    "sinks in a list": (lambda q, k, v: {"sinks": [1.0] * 4}, TypeError, "must be a tensor or None"),
+    "sinks elsewhere": (lambda q, k, v: {"sinks": torch.ones(4, device="meta")}, ValueError, "sinks is on meta, q on"),
     "layer": (lambda q, k, v: {"layer": -1}, ValueError, "layer key is -1, must be at least 0"),
     "wide window": (lambda q, k, v: {"window": 2**63}, ValueError, "window is 9223372036854775808, must be"),
     "half a window": (lambda q, k, v: {"window": 2.5}, TypeError, "window is 2.5, must be an int"),

@@ -128,7 +128,8 @@ def test_the_same_code_inside_and_outside_a_step() -> None:
 
 
 def test_every_option_compiles() -> None:
-    q, k, v = (torch.randn(2, h, 9, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    leaves = [torch.randn(2, h, 9, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    leaves.append(torch.randn(4, requires_grad=True))  # sinks
     options = {
         "scale": 0.7,
         "window": 5,
@@ -137,12 +138,12 @@ def test_every_option_compiles() -> None:
         "doc_ids": torch.tensor([[0] * 4 + [1] * 5, [2] * 9]),
     }
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, layer=0, **options)
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return causal_attention(q, k, v, layer=0, sinks=sinks, **options)
 
-    expected = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    got = torch.autograd.grad(compiled(q, k, v).square().sum(), (q, k, v))
+    got = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -176,7 +177,7 @@ def test_export_and_fake_tensors() -> None:
         assert out.shape == (1, 4, 6, 4)
         with pytest.raises(Exception, match="device"):
             torch.ops.seq1f1b.causal_attention(
-                fakes[0], fakes[1].to("meta"), fakes[2], fakes[0].new_empty(0), fakes[0].new_empty(0), 1.0, 0, 0.0
+                fakes[0], fakes[1].to("meta"), fakes[2], *(fakes[0].new_empty(0) for _ in range(3)), 1.0, 0, 0.0
             )
 
 

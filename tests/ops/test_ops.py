@@ -30,14 +30,18 @@ def none() -> Tensor:
     return torch.empty(0)
 
 
-def documents() -> tuple[Tensor, Tensor]:
-    return torch.rand(4), torch.tensor([[0] * 3 + [1] * 3, [0] * 6], dtype=torch.int32)
+def extras_of(is_plain: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Slopes, documents and sinks."""
+    if is_plain:
+        return none(), none(), none()
+    docs = torch.tensor([[0] * 3 + [1] * 3, [0] * 6], dtype=torch.int32)
+    return torch.rand(4), docs, torch.randn(4, dtype=dtype if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("extras", [(none(), none()), documents()], ids=["plain", "options"])
-def test_opcheck_of_the_plain_ops(dtype: torch.dtype, extras: tuple[Tensor, Tensor]) -> None:
-    qkv, dout = tensors(dtype)
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "options"])
+def test_opcheck_of_the_plain_ops(dtype: torch.dtype, is_plain: bool) -> None:
+    (qkv, dout), extras = tensors(dtype), extras_of(is_plain, dtype)
     torch.library.opcheck(ops.causal_attention, (*qkv, *extras, *OPTIONS))
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv]
     torch.library.opcheck(ops.causal_attention, (*strided, *extras, 0.5, 3, 2.0))
@@ -45,9 +49,9 @@ def test_opcheck_of_the_plain_ops(dtype: torch.dtype, extras: tuple[Tensor, Tens
     torch.library.opcheck(ops.causal_attention_backward, (dout, *qkv, out, lse, *extras, *OPTIONS))
 
 
-@pytest.mark.parametrize("extras", [(none(), none()), documents()], ids=["plain", "options"])
-def test_opcheck_of_the_segment_ops(extras: tuple[Tensor, Tensor]) -> None:
-    qkv, dout = tensors()
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "options"])
+def test_opcheck_of_the_segment_ops(is_plain: bool) -> None:
+    (qkv, dout), extras = tensors(), extras_of(is_plain)
     layer = layer_handle(0)
     step = SimulatedStep([6])
     with step.unit("F", 0, 0):
@@ -79,11 +83,11 @@ def test_fake_layouts_are_the_real_ones() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     qkv, dout = tensors()
-    real = ops.causal_attention(*qkv, none(), none(), *OPTIONS)
-    grads = ops.causal_attention_backward(dout, *qkv, *real, none(), none(), *OPTIONS)
+    real = ops.causal_attention(*qkv, none(), none(), none(), *OPTIONS)
+    grads = ops.causal_attention_backward(dout, *qkv, *real, none(), none(), none(), *OPTIONS)
     with FakeTensorMode() as mode:
         fake_qkv = [mode.from_tensor(t) for t in qkv]
-        empty = [torch.empty(0), torch.empty(0)]
+        empty = [torch.empty(0), torch.empty(0), torch.empty(0)]
         fake = ops.causal_attention(*fake_qkv, *empty, *OPTIONS)
         fake_grads = ops.causal_attention_backward(mode.from_tensor(dout), *fake_qkv, *fake, *empty, *OPTIONS)
     for a, b in zip((*real, *grads), (*fake, *fake_grads), strict=True):
@@ -92,8 +96,8 @@ def test_fake_layouts_are_the_real_ones() -> None:
 
 def bad_calls() -> dict[str, tuple[str, object]]:
     (q, k, v), dout = tensors()
-    out, lse = ops.causal_attention(q, k, v, none(), none(), *OPTIONS)
-    extras = (none(), none())
+    out, lse = ops.causal_attention(q, k, v, none(), none(), none(), *OPTIONS)
+    extras = (none(), none(), none())
     back = ops.causal_attention_backward
     return {
         "dtype": ("q is .* of int64, must be float32", lambda: ops.causal_attention(q.long(), k, v, *extras, *OPTIONS)),
@@ -101,8 +105,9 @@ def bad_calls() -> dict[str, tuple[str, object]]:
         "heads": ("heads divide q's", lambda: ops.causal_attention(q[:, :3], k, v, *extras, *OPTIONS)),
         "k": ("k is .* must agree with q", lambda: ops.causal_attention(q, k.float(), v, *extras, *OPTIONS)),
         "v": ("v is .* must agree with k", lambda: ops.causal_attention(q, k, v[:, :1], *extras, *OPTIONS)),
-        "slopes": ("slopes is", lambda: ops.causal_attention(q, k, v, torch.ones(3), none(), *OPTIONS)),
-        "docs": ("doc_ids is", lambda: ops.causal_attention(q, k, v, none(), torch.zeros(2, 6), *OPTIONS)),
+        "slopes": ("slopes is", lambda: ops.causal_attention(q, k, v, torch.ones(3), none(), none(), *OPTIONS)),
+        "docs": ("doc_ids is", lambda: ops.causal_attention(q, k, v, none(), torch.zeros(2, 6), none(), *OPTIONS)),
+        "sinks": ("sinks is", lambda: ops.causal_attention(q, k, v, none(), none(), torch.zeros(4), *OPTIONS)),
         "window": ("window -1 must not be negative", lambda: ops.causal_attention(q, k, v, *extras, 0.5, -1, 0.0)),
         "softcap": ("softcap is -1", lambda: ops.causal_attention(q, k, v, *extras, 0.5, 0, -1.0)),
         "dout": ("dout is", lambda: back(dout[:, :2], q, k, v, out, lse, *extras, *OPTIONS)),
@@ -135,12 +140,12 @@ def test_a_failure_keeps_its_status() -> None:
     q, k, v = tensors()[0]
     _C.take_op_failure()
     with pytest.raises(RuntimeError):
-        ops.causal_attention(q, k, v, none(), none(), 0.5, -1, 0.0)
+        ops.causal_attention(q, k, v, none(), none(), none(), 0.5, -1, 0.0)
     failure = _C.take_op_failure()
     assert type(failure) is ValueError and "window -1 must not be negative" in str(failure)
     assert _C.take_op_failure() is None
     with pytest.raises(RuntimeError):
-        ops.segment_attention(q, k, v, layer_handle(0), none(), none(), *OPTIONS)
+        ops.segment_attention(q, k, v, layer_handle(0), none(), none(), none(), *OPTIONS)
     assert type(_C.take_op_failure()) is RuntimeError
 
 
@@ -166,11 +171,11 @@ def test_nothing_leaks() -> None:
             t.grad = None
         big = torch.ones(1, 4, 64, 64).transpose(2, 3)  # new for each call; one that is kept is 64 KiB
         with pytest.raises(RuntimeError, match="slopes is"):  # the first tensor has been copied by then
-            ops.causal_attention(big, big, big, torch.ones(3), none(), *OPTIONS)
+            ops.causal_attention(big, big, big, torch.ones(3), none(), none(), *OPTIONS)
         with pytest.raises(RuntimeError, match="window -1"):  # the outputs have been allocated by then
-            ops.causal_attention(big, big, big, none(), none(), 0.5, -1, 0.0)
+            ops.causal_attention(big, big, big, none(), none(), none(), 0.5, -1, 0.0)
         with pytest.raises(RuntimeError, match="outside a step"):
-            ops.segment_attention(big, big, big, layer, none(), none(), *OPTIONS)
+            ops.segment_attention(big, big, big, layer, none(), none(), none(), *OPTIONS)
 
     for _ in range(20):
         calls()

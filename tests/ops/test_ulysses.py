@@ -42,6 +42,7 @@ class Case:
     checkpointed: bool = False
     sizes: Any = None
     loss_weight: bool = False
+    sinks: bool = False
     reduction: str = "mean"
 
 
@@ -57,6 +58,7 @@ class Stage(nn.Module):
         self.position = nn.Embedding(LENGTH, hidden)
         self.norm, self.q, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.kv = nn.Linear(hidden, 2 * case.kv_heads * HEAD_DIM)
+        self.sinks = nn.Parameter(torch.randn(case.heads)) if case.sinks else None
         self.head = nn.Linear(hidden, VOCAB) if index == num_stages - 1 else None
 
     def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
@@ -65,7 +67,7 @@ class Stage(nn.Module):
         q = self.q(normed).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
         k, v = self.kv(normed).unflatten(2, (2, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         attended = seq1f1b.ulysses_attention(
-            q, k, v, group=self.group, layer=self.layer, doc_ids=doc_ids, **self.case.options
+            q, k, v, group=self.group, layer=self.layer, doc_ids=doc_ids, sinks=self.sinks, **self.case.options
         )
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
@@ -171,6 +173,7 @@ CASES = [
     Case(kv_heads=1, options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}, documents="part"),
     Case(kv_heads=4, documents="segment", options={"window": 7}, wrapper="fsdp", sizes=SHAPE),
     Case(documents="part", sizes=SHAPE, loss_weight=True),
+    Case(documents="part", sinks=True),
     Case(checkpointed=True, reduction="sum", sizes=None),
 ]
 

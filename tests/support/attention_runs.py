@@ -25,9 +25,10 @@ def _all_options() -> dict[str, dict[str, object]]:
         "slopes": {"alibi_slopes": slopes},
         "slopes per batch": {"alibi_slopes": torch.stack([slopes, 2 * slopes])},
         "documents": {"doc_ids": docs},
+        "sinks": {"sinks": torch.tensor([0.5, -1.25, 2.0, -0.75])},
     }
     every: dict[str, object] = {}
-    for option in ("scale", "window", "softcap", "slopes", "documents"):
+    for option in ("scale", "window", "softcap", "slopes", "documents", "sinks"):
         every.update(single[option])
     return {**single, "all": every}
 
@@ -44,6 +45,7 @@ def formula(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     doc_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition, written with torch's elementary operations; rounds to q's dtype after each of them."""
     batch, heads, tokens, head_dim = q.shape
@@ -61,7 +63,11 @@ def formula(
         hidden = hidden | (distance >= window)
     if doc_ids is not None:
         hidden = hidden | (doc_ids[:, None, :, None] != doc_ids[:, None, None, :])
-    return torch.softmax(logits.masked_fill(hidden, -math.inf), dim=-1) @ v
+    logits = logits.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        column = sinks.to(q.dtype)[None, :, None, None].expand(batch, heads, tokens, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    return torch.softmax(logits, dim=-1)[..., :tokens] @ v
 
 
 def random_qkv(heads: int, kv_heads: int, *, batch: int = 2, tokens: int = 12, head_dim: int = 6, seed: int = 0,

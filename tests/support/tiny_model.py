@@ -22,6 +22,7 @@ class Config:
     vocab: int = 29
     layers: int = 4
     checkpoint: bool = False
+    sinks: bool = False
 
 
 class Block(nn.Module):
@@ -34,13 +35,14 @@ class Block(nn.Module):
         self.q = nn.Linear(config.hidden, config.hidden)
         self.kv = nn.Linear(config.hidden, 2 * config.kv_heads * self.head_dim)
         self.out = nn.Linear(config.hidden, config.hidden)
+        self.sinks = nn.Parameter(torch.randn(config.heads)) if config.sinks else None
         self.up, self.down = nn.Linear(config.hidden, config.ffn), nn.Linear(config.ffn, config.hidden)
 
     def attend(self, x: Tensor, **documents: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.config.heads, self.head_dim).transpose(1, 2)
         k, v = self.kv(x).view(batch, length, 2, self.config.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, **documents)
+        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, sinks=self.sinks, **documents)
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
     def run(self, x: Tensor, **documents: Tensor) -> Tensor:

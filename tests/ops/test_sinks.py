@@ -1,0 +1,123 @@
+"""Are the gradients of attention sinks right, alone and in every kind of step, and do sinks of any size leave no NaN?
+
+test_attention.py and the tests of the kernels have sinks among the options; here is what a parameter adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
+from simulated_step import SimulatedStep
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import Tensor
+
+from seq1f1b import Memory, PipelineEngine, build_schedule
+from seq1f1b.ops.attention import causal_attention
+from seq1f1b.testing import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["none", "all"])
+@pytest.mark.parametrize("sizes", [None, [12], [5, 2, 4, 1]], ids=str)
+def test_gradients_of_sinks(sizes: list[int] | None, name: str, dtype: torch.dtype) -> None:
+    """Those of segments and micro-batches add up as those of any parameter, in the parameter's dtype."""
+    microbatches, douts = ([random_qkv(4, 2, seed=s + m, dtype=dtype) for m in range(2)] for s in (0, 10))
+    options = {key: value for key, value in OPTIONS[name].items() if key != "sinks"}
+    narrow = dtype if dtype.itemsize == 2 else torch.float32
+    sinks, truth = (
+        torch.tensor([0.5, -1.25, 2.0, -0.75], dtype=t, requires_grad=True) for t in (narrow, torch.float64)
+    )
+    for qkv, dout in zip(microbatches, douts, strict=True):
+        formula(*(t.double() for t in qkv), sinks=truth, **options).backward(dout[0].double())
+    if sizes is None:
+        for qkv, dout in zip(microbatches, douts, strict=True):
+            causal_attention(*qkv, layer=0, sinks=sinks, **options).backward(dout[0])
+    else:
+        segmented(sizes, {**options, "sinks": sinks}, microbatches, [dout[0] for dout in douts])
+    assert sinks.grad is not None and sinks.grad.dtype == narrow
+    # delta is taken from the stored out; and a sum over segments is rounded to the parameter's dtype after each.
+    bound = 4e-6 if narrow == torch.float32 else 8 * torch.finfo(narrow).eps
+    torch.testing.assert_close(sinks.grad.double(), truth.grad, rtol=bound, atol=bound * float(truth.grad.abs().max()))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_frozen_sinks_and_sinks_alone(in_step: bool) -> None:
+    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    sinks = OPTIONS["sinks"]["sinks"].double().requires_grad_()  # type: ignore[attr-defined]
+    expected = torch.autograd.grad(formula(*qkv, sinks=sinks), sinks, dout)[0]
+
+    def attend(qkv: list[Tensor], sinks: Tensor) -> None:
+        step = SimulatedStep([12])
+        with step.unit("F", 0, 0) if in_step else contextlib.nullcontext():
+            out = causal_attention(*qkv, layer=0, sinks=sinks)
+        with step.unit("B", 0, 0) if in_step else contextlib.nullcontext():
+            out.backward(dout)
+
+    attend(qkv, sinks)
+    torch.testing.assert_close(sinks.grad, expected, rtol=1e-10, atol=1e-12)
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    attend(leaves, sinks.detach())
+    truth = gradients(lambda *t: formula(*t, sinks=sinks.detach()), *qkv, dout)
+    for leaf, exact in zip(leaves, truth[1:], strict=True):
+        torch.testing.assert_close(leaf.grad, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sinks_far_away(dtype: torch.dtype) -> None:
+    """A sink of -infinity is none, to the bit, and one far above all logits leaves nothing; both without NaN."""
+    qkv, dout = (random_qkv(4, 2, dtype=dtype, seed=seed) for seed in (0, 1))
+    sinks = torch.tensor([-math.inf, -3e38, 1e4, 3e38], requires_grad=True)
+    plain = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0])
+    found = gradients(lambda *t: causal_attention(*t, layer=0, sinks=sinks), *qkv, dout[0])
+    causal_attention(*qkv, layer=0, sinks=sinks).backward(dout[0])
+    assert all(bool(t.isfinite().all()) for t in (*found, sinks.grad))
+    for a, b in zip(found, plain, strict=True):
+        half = a.shape[1] // 2
+        assert torch.equal(a[:, :half], b[:, :half]) and not a[:, half:].any()
+    assert not sinks.grad.any()
+
+
+CONFIG = Config(hidden=16, heads=4, kv_heads=2, ffn=24, vocab=17, sinks=True)
+STEPS: dict[str, dict[str, Any]] = {
+    "uneven segments": {},
+    "recomputed": {"memory": Memory(recompute="all")},
+    "split backward": {"schedule": "seq-zb-h1"},
+    "split and recomputed": {"schedule": "seq-zb-h1", "recompute": "all"},
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_sinks_train_in_two_stages(name: str, frozen: bool) -> None:
+    tokens, target = batch(CONFIG, 3, 20)
+    model = whole_model(CONFIG)
+    for parameter in (p for name, p in model.named_parameters() if name.endswith("sinks")):
+        parameter.requires_grad_(not frozen)
+    losses, truth = run_whole(model, tokens, target, 3)
+    assert frozen != any(name.endswith("sinks") and bool(g.any()) for name, g in truth.items())
+
+    def rank(group: Any) -> Any:
+        options = dict(STEPS[name])
+        if "schedule" in options:
+            counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": 3}
+            options["schedule"] = build_schedule(
+                options["schedule"], **counts, recompute=options.pop("recompute", "none")
+            )
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        for parameter in (p for name, p in stage.named_parameters() if name.endswith("sinks")):
+            parameter.requires_grad_(not frozen)
+        engine = PipelineEngine(
+            stage, num_microbatches=3, num_segments=3, segment_sizes=[9, 4, 7], loss_fn=cross_entropy, group=group,
+            **options,
+        )  # fmt: skip
+        found = engine.step(tokens, target=target)
+        return found, {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+
+    results = run_ranks(2, rank)
+    torch.testing.assert_close(torch.stack(results[-1][0]), torch.stack(losses), rtol=1e-12, atol=0)
+    assert gradient_error({name: g for _, grads in results for name, g in grads.items()}, truth) < 1e-10
