@@ -32,6 +32,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
@@ -42,19 +43,19 @@ def attention(
             values may have another size.
         attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
             because models hand on such a mask to every layer unchanged.
-        scaling, sliding_window, softcap: the scale, window and softcap of ``causal_attention``.
+        scaling, sliding_window, softcap, s_aux: the scale, window, softcap and sinks of ``causal_attention``.
     Returns:
         (batch, tokens, heads, head_dim), and None for the attention weights.
     Raises:
-        ValueError: the model needs dropout, a mask, sinks, a position bias, a cache, or attention that is not causal.
+        ValueError: the model needs dropout, a mask, a position bias, a cache, or attention that is not causal.
     """
-    for name, text in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "a paged cache")):
+    for name, text in (("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
             _refuse(f"{text} ({name})", _OTHER)
     layer: Any = getattr(module, "seq1f1b_layer", None)
     if isinstance(layer, AttentionLook):
         asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
-        layer.note(asked | {"window": sliding_window}, attention_mask, dropout, others)
+        layer.note(asked | {"sinks": s_aux, "window": sliding_window}, attention_mask, dropout, others)
         attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
     elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
         layer = _layer_of(module, sliding_window)
@@ -78,8 +79,9 @@ def attention(
         scaling = head_dim**-0.5 if scaling is None else scaling
         query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
     out = causal_attention(
-        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids
-    )
+        query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids,
+        sinks=s_aux,
+    )  # fmt: skip
     return out[..., :value_dim].transpose(1, 2), None
 
 
