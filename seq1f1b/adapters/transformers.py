@@ -34,7 +34,7 @@ from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyPa
 
 __all__ = ["pipeline_stage"]
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
@@ -130,7 +130,8 @@ def pipeline_stage(
         layer = skeleton.get_submodule(f"{path}.{i}")
         look = _look_at_layer(model, layer, i, records)
         attention = _attentions(layer)[0]
-        attention.seq1f1b_layer, attention.seq1f1b_window = layer_handle(i), look.asked["window"]
+        attention.seq1f1b_layer = layer_handle(i)
+        attention.seq1f1b_window, attention.seq1f1b_chunk = look.asked["window"], look.asked["chunk"]
         made._dropout = max(made._dropout, look.dropout)
     made.train(model.training)
     if adapted is not None:
@@ -233,8 +234,6 @@ def _check_config(model: transformers.PreTrainedModel) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
             refuse(f"it has layers of type {kind}, whose state is not carried from segment to segment")
-    if getattr(config, "attention_chunk_size", None):
-        refuse("it has chunked attention")
     for rotation in _rotations(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")

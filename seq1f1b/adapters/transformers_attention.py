@@ -12,8 +12,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from seq1f1b import _C
 from seq1f1b.adapters.transformers_look import AttentionLook, current_record
-from seq1f1b.ops.attention import causal_attention
+from seq1f1b.ops.attention import causal_attention, positions
 
 __all__ = ["NAME", "attention", "refuse_dropout"]
 
@@ -53,14 +54,16 @@ def attention(
         if others.get(name) is not None:
             _refuse(f"{text} ({name})", _OTHER)
     layer: Any = getattr(module, "seq1f1b_layer", None)
+    chunk: Any = None
     if isinstance(layer, AttentionLook):
         asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
         layer.note(asked | {"sinks": s_aux, "window": sliding_window}, attention_mask, dropout, others)
         attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
     elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
-        layer = _layer_of(module, sliding_window)
-    elif sliding_window is None:
-        sliding_window = getattr(module, "seq1f1b_window", None)
+        layer, chunk = _layer_of(module, sliding_window)
+    else:
+        chunk = getattr(module, "seq1f1b_chunk", None)
+        sliding_window = getattr(module, "seq1f1b_window", None) if sliding_window is None else sliding_window
     refuse_dropout("attention dropout", dropout)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         _refuse("attention that is not causal", _OTHER)
@@ -74,6 +77,9 @@ def attention(
             "set use_cache=False, or generate with another attn_implementation",
         )
     doc_ids = None if attention_mask is None else attention_mask[:, 0, 0]
+    query = _with_temperature(module, query, doc_ids)
+    if chunk is not None:
+        doc_ids = _chunk_ids(query, doc_ids, chunk)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
         scaling = head_dim**-0.5 if scaling is None else scaling
@@ -85,8 +91,38 @@ def attention(
     return out[..., :value_dim].transpose(1, 2), None
 
 
-def _layer_of(module: Any, window: int | None) -> int:
-    """Index of the layer of an attention that is not cut. Refuses one that must slide and is given no window."""
+def _chunk_ids(query: Tensor, doc_ids: Tensor | None, chunk: int) -> Tensor:
+    """A query sees its own chunk alone: ids that cut each document into chunks, counted from its first token."""
+    first = positions(query, 2) - positions(query, 2, doc_ids=doc_ids) % chunk
+    return first.expand(query.shape[0], -1)
+
+
+def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Tensor:
+    """Llama 4 scales queries of layers without rotation by their position, which it counts from 0 in each call.
+
+    Returns them scaled by their position in the document.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    unit = None if torch.compiler.is_compiling() else _C.unit_state()
+    if unit is not None and unit.watch is not None:
+        unit.watch.note("carries")  # its count from 0 is no mistake: it is made good here
+
+    def scale(position: Tensor) -> Tensor:
+        steps = torch.floor((position.float() + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * float(module.attn_scale) + 1.0
+
+    wide = torch.promote_types(query.dtype, torch.float32)
+    wanted = scale(positions(query, 2, doc_ids=doc_ids)).to(wide)
+    found = scale(torch.arange(query.shape[2], device=query.device)).to(wide)
+    return (query * (wanted / found).view(-1, 1, query.shape[2], 1)).to(query.dtype)
+
+
+def _layer_of(module: Any, window: int | None) -> tuple[int, int | None]:
+    """Index of the layer of an attention that is not cut, and the length of its chunks.
+
+    Refuses one that must slide and is given no window.
+    """
     index: int | None = getattr(module, "layer_idx", None)
     if index is None:
         _refuse(f"{type(module).__name__}, which has no layer_idx", _OTHER)
@@ -97,7 +133,8 @@ def _layer_of(module: Any, window: int | None) -> int:
         _refuse(
             "a sliding window that the model tells its mask only", "cut the model by pipeline_stage, which finds it"
         )
-    return index
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return index, chunk if types is None or types[index] == "chunked_attention" else None
 
 
 _sliding: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -131,16 +168,18 @@ def _no_mask(
             "a mask of the model's own over the causal one, or position_ids of packed documents",
             "pass the documents' doc_ids to a stage of pipeline_stage",
         )
-    if local_size is not None and local_size != getattr(config, "sliding_window", None):
-        _refuse(f"chunked attention (chunks of {local_size} tokens)", _OTHER)
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     if local_size is None and mask_function is not causal_mask_function:
         _refuse("a mask that is not causal", _OTHER)
-    if local_size is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
-        _sliding[id(config)] = config
+    if local_size is not None and sizes.count(local_size) != 1:
+        _refuse(f"a mask of {local_size} tokens, where the config's window and chunks are of {sizes}", _OTHER)
+    window, chunk = (None, local_size) if local_size == sizes[1] else (local_size, None)
     record = None if torch.compiler.is_compiling() else current_record()
+    if window is not None and not getattr(config, "layer_types", None) and not torch.compiler.is_compiling():
+        _sliding[id(config)] = config
     if record is None:
         return None
-    return record.make_mask((batch_size, 1, q_length, kv_length), local_size, dtype, device)
+    return record.make_mask((batch_size, 1, q_length, kv_length), window, chunk, dtype, device)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

@@ -95,6 +95,7 @@ class Mask:
     """A causal mask that nobody changed."""
 
     window: int | None
+    chunk: int | None
 
 
 @dataclass
@@ -109,10 +110,12 @@ class Record:
     logits: Any = None
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
 
-    def make_mask(self, shape: tuple[int, ...], window: int | None, dtype: Any, device: Any) -> Tensor:
+    def make_mask(
+        self, shape: tuple[int, ...], window: int | None, chunk: int | None, dtype: Any, device: Any
+    ) -> Tensor:
         """In place of a mask that the model asks for, a tensor that is known again where it arrives."""
         mask = torch.zeros(shape, dtype=dtype, device=device)
-        self.masks.append((mask, Mask(window)))
+        self.masks.append((mask, Mask(window, chunk)))
         return mask
 
     def mask_of(self, tensor: Tensor) -> Mask | None:
@@ -260,9 +263,9 @@ class AttentionLook:
     dropout: float = 0.0
 
     def note(self, asked: dict[str, Any], mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
-        """Takes the window of the mask into what is asked for, and checks the rest."""
+        """Takes the window and the chunks of the mask into what is asked for, and checks the rest."""
         self.calls += 1
-        self.asked, self.dropout = asked, dropout
+        self.asked, self.dropout = asked | {"chunk": None}, dropout
         if self.calls > 1:
             raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
         for name in others.keys() - self.record.calls[self.index].given.keys() - _WITHOUT_EFFECT:
@@ -275,7 +278,7 @@ class AttentionLook:
             raise ValueError("its attention gets a mask that the model has made or changed itself")
         if window not in (None, known.window):
             raise ValueError(f"its attention is told a window of {window} tokens, its mask one of {known.window}")
-        asked["window"] = known.window
+        self.asked |= {"window": known.window, "chunk": known.chunk}
 
 
 def look_at_attention(layer: nn.Module, attention: Any, index: int, records: Sequence[Record]) -> AttentionLook:

@@ -78,6 +78,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **GROUPED, **SLIDING, "head_dim": 12, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "llama4_text": {  # of its queries, those of layers without rotation are scaled by their positions
+        **GROUPED, "head_dim": 16, "attention_chunk_size": 5, "no_rope_layers": [1, 0, 1], "floor_scale": 8,
+        "attn_scale": 0.5, "intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    },
     "modernbert-decoder": {  # has the dtype of its rotary embedding from its embedding
         "cls_token_id": 1, "sep_token_id": 2, "local_attention": 6,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -612,7 +617,19 @@ def test_other_families_are_refused_by_name():
         pipeline_stage(nn.Linear(2, 2), 0, 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.filterwarnings("error::seq1f1b.SegmentWarning")
+def test_positions_that_llama_4_counts_in_every_segment_are_made_good():
+    assert run_pipeline(build("llama4_text"))[0]
+
+
+def test_masks_that_could_mean_two_things_are_refused():
+    model = build("llama4_text", sliding_window=5)
+    model.set_attn_implementation("seq1f1b")
+    with pytest.raises(ValueError, match=r"a mask of 5 tokens, where the config's window and chunks are of \[5, 5\]"):
+        model(batch()[0], use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "llama4_text"])
 def test_the_attention_alone(name):
     model = build(name)
     tokens, _ = batch()
