@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from seq1f1b.adapters.transformers_stage import CausalLMStage
+from seq1f1b.adapters.weight_files import (
+    INDEX,
+    IS_SHARD,
+    SINGLE,
+    Source,
+    WeightFiles,
+    check_shape,
+    find_sources,
+    load_state,
+    share_sources,
+)
 from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
@@ -109,17 +119,17 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
     contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
     total = sum(map(len, contents))
     before = sum(map(len, contents[: engine.rank]))
-    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [_SINGLE]
+    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [SINGLE]
 
     def move() -> None:
         for i, shard in enumerate(shards):
             os.replace(shard, os.path.join(folder, names[before + i]))
         if engine.rank == 0:
             for name in os.listdir(os.path.join(unfinished, "0")):
-                if name.endswith(".json") and name != _INDEX:
+                if name.endswith(".json") and name != INDEX:
                     os.replace(os.path.join(unfinished, "0", name), os.path.join(folder, name))
             flat = [tensors for rank in contents for tensors in rank]
-            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, _INDEX))
+            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, INDEX))
 
     together(engine, f"no checkpoint was written to {folder}", move)
 
@@ -136,58 +146,49 @@ def _no_progress_bar() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-@torch.no_grad()
 def _load_weights(stage: CausalLMStage, folder: str) -> None:
-    state = stage.state_dict()
-    shards = [shard for shard in (stage.embedding, stage.head) if shard is not None]
-    for shard in shards:
-        state |= {
-            name: torch.empty(shard.vocab, *own.shape[1:], device="meta") for name, own in shard.named_parameters()
-        }
-    files = _files_by_tensor(folder)
-    names = {name: name if name in files else _first_name(stage, name) for name in state}
-    if all(name in files for name in names.values()):
-        found = _read({name: files[name] for name in set(names.values())})
-        state_of = {name: found[names[name]] for name in state}
-    else:  # the library writes some models under other names than theirs, and only reads whole ones
-        with _one_at_a_time:
-            whole = type(stage.causal_lm).from_pretrained(folder, dtype=stage.causal_lm.dtype)
-        state_of = whole.state_dict()
-    for name, own in state.items():
-        _check_shape(folder, name, own, state_of.get(name))
-        if not own.is_meta:
-            own.copy_(state_of[name])
-    for shard in shards:
-        shard.load_whole(*(state_of[name] for name, _ in shard.named_parameters()))
+    files, state = WeightFiles(folder), _state(stage)
+    parameters = [
+        *stage.named_parameters(remove_duplicate=False),
+        *(named for shard in _vocabulary(stage) for named in shard.named_parameters()),
+        *stage.tied_parameters.items(),  # the name that a checkpoint has may be that of another stage
+    ]
+    sources, _ = find_sources(files, stage.causal_lm, dict(parameters) | state)
+    load_stage(stage, files, share_sources(sources, parameters), state)
 
 
-def _first_name(stage: CausalLMStage, name: str) -> str:
-    """The name under which a checkpoint holds a parameter that several names of the model share."""
-    tied = {id(p): first for first, p in stage.tied_parameters.items()}
-    return tied.get(id(dict(stage.named_parameters(remove_duplicate=False)).get(name)), name)
+def load_stage(
+    stage: CausalLMStage, files: WeightFiles, sources: Mapping[str, Source], needed: Iterable[str]
+) -> list[Tensor]:
+    """Reads a stage's weights, and its rows of a vocabulary that lies on all ranks; returns what was read.
+
+    Raises:
+        ValueError: a tensor has another shape, or a needed one has no source.
+    """
+    shards = [(name, own, shard) for shard in _vocabulary(stage) for name, own in shard.named_parameters()]
+    load_state(files, stage.causal_lm, _state(stage), sources, needed)
+    for name, own, shard in shards:
+        if sources[name].converter is not None:
+            raise ValueError(f'{name!r} is made of several tensors of {files.folder}: use vocabulary="whole"')
+        files.read_into(sources[name].parts[0][1], own.detach(), shard.rows.start)
+    return [
+        *(own for name, own in stage.state_dict(keep_vars=True).items() if name in sources),
+        *(own for _, own, _ in shards),
+    ]
 
 
-def _files_by_tensor(folder: str) -> dict[str, str]:
-    paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if _IS_SHARD.fullmatch(name)]
-    files: dict[str, str] = {}
-    for path in paths:
-        with safe_open(path, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), path)
-    return files
+def _state(stage: CausalLMStage) -> dict[str, Tensor]:
+    """What a stage has in a checkpoint; of a shard of the vocabulary the whole, without memory."""
+    whole = {
+        name: torch.empty(shard.vocab, *own.shape[1:], dtype=own.dtype, device="meta")
+        for shard in _vocabulary(stage)
+        for name, own in shard.named_parameters()
+    }
+    return stage.state_dict() | whole
 
 
-def _read(files: dict[str, str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name, file in files.items() if file == path}
-    return found
-
-
-def _check_shape(folder: str, name: str, own: Tensor, found: Tensor | None) -> None:
-    if found is None or found.shape != own.shape:
-        has = "lacks it" if found is None else f"has it in shape {tuple(found.shape)}"
-        raise ValueError(f"this rank needs {name!r} in shape {tuple(own.shape)}, the checkpoint in {folder} {has}")
+def _vocabulary(stage: CausalLMStage) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:
+    return [shard for shard in (stage.embedding, stage.head) if shard is not None]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
         found = load_file(path)
         own = get_peft_model_state_dict(stage.peft_model, adapter_name=adapter)
         for name, tensor in own.items():
-            _check_shape(folder, name, tensor, found.get(name))
+            check_shape(folder, name, tensor, found[name].shape if name in found else None)
         if own:
             set_peft_model_state_dict(stage.peft_model, {name: found[name] for name in own}, adapter_name=adapter)
 
@@ -239,10 +240,7 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-_SINGLE, _INDEX, _WEIGHTS = "model.safetensors", "model.safetensors.index.json", ".safetensors"
-_ADAPTER = "adapter_model.safetensors"
-_one_at_a_time = threading.Lock()  # ranks may be threads, and from_pretrained changes classes while it runs
-_IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_WEIGHTS, _ADAPTER = ".safetensors", "adapter_model.safetensors"
 
 
 def together(engine: PipelineEngine, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
@@ -271,7 +269,7 @@ def _tensor_bytes(file: str) -> dict[str, int]:
 def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str) -> None:
     """The index, if there is more than one shard; removes weights that the folder held before."""
     for name in os.listdir(folder):
-        if name not in shards and (name == _INDEX or _IS_SHARD.fullmatch(name)):
+        if name not in shards and (name == INDEX or IS_SHARD.fullmatch(name)):
             os.remove(os.path.join(folder, name))
     if len(shards) == 1:
         return
@@ -281,4 +279,4 @@ def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str
     }
     with open(unfinished, "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)
-    os.replace(unfinished, os.path.join(folder, _INDEX))
+    os.replace(unfinished, os.path.join(folder, INDEX))

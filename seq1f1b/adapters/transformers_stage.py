@@ -87,14 +87,28 @@ class CausalLMStage(nn.Module):
                 "materialize would give adapters of peft the initial values of plain layers: give the model memory "
                 "before get_peft_model"
             )
-        self.to_empty(device=device)
-        for thing in (*self.modules(), *self.parameters(), *self.buffers()):
-            thing.__dict__.pop("_is_hf_initialized", None)
+        self.allocate(device)
         self.causal_lm.initialize_weights()
         for shard in (self.head, self.embedding):
             if shard is not None:
-                shard.to_empty(device=device)
                 self.causal_lm._init_weights(shard.layer)
+
+    def allocate(self, device: torch.device | str) -> None:
+        """Gives memory of no particular values to the stage and its shards. What was one parameter stays one."""
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        for whole in (self, self.embedding, self.head):
+            for module in () if whole is None else whole.modules():
+                module.__dict__.pop("_is_hf_initialized", None)
+                stores: Any = (module._parameters, module._buffers)
+                for tensors in stores:
+                    for name, old in tensors.items():
+                        if old is None:
+                            continue
+                        if id(old) not in made:
+                            new = torch.empty_like(old, device=device)
+                            is_parameter = isinstance(old, nn.Parameter)
+                            made[id(old)] = (old, nn.Parameter(new, old.requires_grad) if is_parameter else new)
+                        tensors[name] = made[id(old)][1]
 
     def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
         assert self.head is not None

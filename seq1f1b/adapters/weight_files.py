@@ -1,0 +1,272 @@
+"""The safetensors files of a checkpoint: each rank reads the tensors that it needs, into memory that it has already."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+__all__: list[str] = []
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+IS_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_PIECE = 4 << 20  # bytes in between if a tensor's dtype or device is not its file's
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class WeightFiles:
+    """Tensors of a folder's safetensors files by name; nothing but the files' headers is read to make it.
+
+    Raises:
+        ValueError: the folder holds no such files, the index names one that is not there, or a file is damaged.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.places: dict[str, Place] = {}
+        for path in _paths(folder):
+            self.places |= _places(path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.places[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ValueError for one that only quantized models have."""
+        place = self.places[name]
+        if place.dtype not in _DTYPES:
+            raise ValueError(f"{name!r} in {place.file} is of dtype {place.dtype}, must be one of {', '.join(_DTYPES)}")
+        return _DTYPES[place.dtype]
+
+    def read(self, name: str) -> Tensor:
+        out = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, out)
+        return out
+
+    @torch.no_grad()
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Reads a tensor, or as many of its rows as ``out`` has. Another dtype or device needs a small piece beside."""
+        place, dtype = self.places[name], self.dtype(name)
+        with open(place.file, "rb", buffering=0) as file:
+            file.seek(place.begin + first_row * math.prod(place.shape[1:]) * dtype.itemsize)
+            if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+                _fill(file, out)
+                return
+            flat = out.reshape(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
+            piece = torch.empty(max(1, min(_PIECE // dtype.itemsize, out.numel())), dtype=dtype)
+            for begin in range(0, out.numel(), len(piece)):
+                part = piece[: out.numel() - begin]
+                _fill(file, part)
+                flat[begin : begin + len(part)].copy_(part)
+            if not out.is_contiguous():
+                out.copy_(flat.view(out.shape))
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes."""
+        first, second = self.places[name], self.places[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        with open(first.file, "rb") as one, open(second.file, "rb") as two:
+            one.seek(first.begin), two.seek(second.begin)
+            left = first.end - first.begin
+            while left:
+                count = min(left, _PIECE)
+                if one.read(count) != two.read(count):
+                    return False
+                left -= count
+        return True
+
+
+def _fill(file: Any, out: Tensor) -> None:
+    data: Any = out.detach().reshape(-1)
+    view = memoryview(data.view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise ValueError(f"{file.name} ends before its last tensor does")
+        view = view[count:]
+
+
+def _paths(folder: str) -> list[str]:
+    index = os.path.join(folder, INDEX)
+    if os.path.isfile(os.path.join(folder, SINGLE)) or not os.path.isfile(index):
+        names = [name for name in sorted(os.listdir(folder)) if IS_SHARD.fullmatch(name)]
+        names = [SINGLE] if SINGLE in names else names
+        if not names:
+            others = [name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+            if not others:
+                raise ValueError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
+            raise ValueError(
+                f"{folder} has its weights in {some(others)}, of which a rank cannot read its part alone: write them "
+                f"as safetensors once, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
+            )
+    else:
+        try:
+            with open(index, encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+        missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+        if missing:
+            raise ValueError(f"{index} names {some(missing)}, which {folder} does not hold: copy or download them")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _places(path: str) -> dict[str, Place]:
+    """The header of a safetensors file: its length in 8 bytes, and JSON."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+        last = max((place.end for place in found.values()), default=8 + length)
+        if last > size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {last}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    return found
+
+
+# -- the names of a model and those of its files -----------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """What one parameter or buffer is made of, or several of them: tensors of the files.
+
+    Attributes:
+        parts: names in the files, each with the pattern of transformers' converter that it matched.
+        converter: makes the model's tensors of them, as experts in one tensor; None: the tensor as it is.
+    """
+
+    target: str
+    converter: Any = None
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def convert(self, files: WeightFiles, model: Any) -> dict[str, Tensor]:
+        mapping = copy.deepcopy(self.converter)
+        for pattern, name in self.parts:
+            mapping.add_tensor(self.target, name, pattern, lambda name=name: files.read(name))
+        made = mapping.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Source], list[str]]:
+    """Finds each name of a state in the files, by the names that transformers gives them as it loads.
+
+    Returns:
+        the sources by name, and the tensors of the files that belong to no name.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix: str = model.base_model_prefix
+    found: dict[str, Source] = {}
+    extra = []
+    for name in sorted(files.places, key=_natural):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        converter = None if pattern is None else by_pattern[pattern]
+        targets = [target]
+        if converter is not None:
+            targets = [target.replace(converter.target_patterns[0], other) for other in converter.target_patterns]
+        if not any(each in state for each in targets):
+            extra.append(name)
+            continue
+        source = found.get(target)
+        if source is None or converter is None:
+            source = Source(target, converter)
+        source.parts.append((pattern or name, name))
+        found |= dict.fromkeys(targets, source)
+    return found, extra
+
+
+def share_sources(sources: dict[str, Source], parameters: Iterable[tuple[str, Any]]) -> dict[str, Source]:
+    """Gives every name of a parameter the source of the first of its names that has one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters:
+        names.setdefault(id(parameter), []).append(name)
+    for several in names.values():
+        source = next((sources[name] for name in several if name in sources), None)
+        if source is not None:
+            sources |= {name: source for name in several if name not in sources}
+    return sources
+
+
+@torch.no_grad()
+def load_state(
+    files: WeightFiles, model: Any, state: Mapping[str, Tensor], sources: Mapping[str, Source], needed: Iterable[str]
+) -> None:
+    """Fills tensors by name from their sources.
+
+    Raises:
+        ValueError: a source has another shape, or one of the needed has none; before anything is read.
+    """
+    for name in needed:
+        if name not in sources:
+            check_shape(files.folder, name, state[name], None)
+    for name, own in state.items():
+        source = sources.get(name)
+        if source is not None and source.converter is None:
+            check_shape(files.folder, name, own, files.shape(source.parts[0][1]))
+    converted: set[int] = set()
+    for name, own in state.items():
+        source = sources.get(name)
+        if source is None or own.is_meta or id(source) in converted:
+            continue
+        if source.converter is None:
+            files.read_into(source.parts[0][1], own)
+            continue
+        converted.add(id(source))
+        for target, value in source.convert(files, model).items():
+            if target in state:
+                check_shape(files.folder, target, state[target], tuple(value.shape))
+                state[target].copy_(value)
+
+
+def check_shape(folder: str, name: str, own: Tensor, found: Collection[int] | None) -> None:
+    if found is None or tuple(found) != tuple(own.shape):
+        has = "lacks it" if found is None else f"has it in shape {tuple(found)}"
+        raise ValueError(f"this rank needs {name!r} in shape {tuple(own.shape)}, the checkpoint in {folder} {has}")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Experts in the order of their numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def some(names: Collection[str]) -> str:
+    shown = sorted(names, key=_natural)[:5]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
