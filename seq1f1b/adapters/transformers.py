@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from seq1f1b.adapters.balance import balanced, layer_work
 from seq1f1b.adapters.transformers_attention import NAME
 from seq1f1b.adapters.transformers_look import (
     BORDER,
@@ -19,6 +21,8 @@ from seq1f1b.adapters.transformers_look import (
     HIDDEN,
     TOKENS,
     AttentionLook,
+    Call,
+    Mask,
     Probe,
     Record,
     compare,
@@ -44,7 +48,8 @@ def pipeline_stage(
     rank: int,
     num_ranks: int,
     *,
-    balance: Sequence[int] | None = None,
+    balance: Sequence[int] | str = "count",
+    seq_len: int = 4096,
     vocabulary: str = "whole",
 ) -> CausalLMStage:
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
@@ -58,7 +63,11 @@ def pipeline_stage(
         model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the
             layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
-        balance: layers of each stage; by default they are spread evenly, and the first stages take the rest.
+        balance: layers of each stage. ``"count"`` spreads them evenly, and the first stages take the rest.
+            ``"time"`` makes the slowest stage as fast as it can be, by operations of forward and backward: products
+            with weights (of a token's experts alone), attention, and those of the head, which is the last stage's.
+            What is frozen has no products for weights. Embedding, norms and the loss are not priced.
+        seq_len: for ``balance="time"``: tokens of a row, which decide what attention costs.
         vocabulary: ``"whole"``: the first stage holds the embedding, the last one the head. ``"parallel"``: every rank
             holds rows of both, as the stage's ``embedding`` and ``head``, which the engine takes as ``embedding`` and
             ``loss_fn``; a rank then holds one stage. The loss is that of :class:`seq1f1b.VocabularyParallelHead`.
@@ -66,19 +75,19 @@ def pipeline_stage(
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
             the message names it.
     """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
+    if vocabulary not in ("whole", "parallel"):
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
     adapted: Any = model if _is_peft_model(model) else None
     if adapted is not None:
         _check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
-    if vocabulary not in ("whole", "parallel"):
-        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     _check_config(model)
     path, layers = _find_layers(model)
-    cuts = _cuts(balance, len(layers), num_ranks)
+    _check_balance(balance, seq_len, len(layers), num_ranks)
     model.set_attn_implementation(NAME)
     for layer in layers:
         config = getattr(_attentions(layer)[0], "config", None)
@@ -87,6 +96,10 @@ def pipeline_stage(
 
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
+    if balance == "time":
+        work, of_head = layer_work(model, list(layers), [_window(call) for call in whole.calls.values()], seq_len)
+        balance = balanced(work, of_head if vocabulary == "whole" else 0.0, num_ranks)  # else all ranks share the head
+    cuts = _cuts(balance, len(layers), num_ranks)
     stage_of = dict.fromkeys(before, 0) | dict.fromkeys(after, num_ranks - 1)
     for stage in range(num_ranks):
         stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
@@ -271,16 +284,29 @@ def _attentions(layer: nn.Module) -> list[Any]:
     return [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
 
 
-def _cuts(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
-    if balance is None:
-        each, rest = divmod(num_layers, num_stages)
-        if each == 0:
-            raise ValueError(f"{num_layers} layers do not fill {num_stages} stages")
-        balance = [each + (stage < rest) for stage in range(num_stages)]
-    elif len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
+def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        raise ValueError(f"{num_layers} layers do not fill {num_stages} stages")
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
+    if isinstance(balance, str):
+        if balance not in ("count", "time"):
+            raise ValueError(f"balance is {balance!r}, must be 'count', 'time', or the layers of each stage")
+    elif balance is not None and (len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1):
         raise ValueError(
             f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {num_layers}, none below 1"
         )
+
+
+def _window(call: Call) -> int | None:
+    """The window of a layer's mask."""
+    return next((value.window for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)), None)
+
+
+def _cuts(balance: Sequence[int] | str | None, num_layers: int, num_stages: int) -> list[int]:
+    if balance is None or isinstance(balance, str):
+        each, rest = divmod(num_layers, num_stages)
+        balance = [each + (stage < rest) for stage in range(num_stages)]
     return [sum(balance[:stage]) for stage in range(num_stages + 1)]
 
 

@@ -1,0 +1,107 @@
+"""How many layers each stage of a transformers model gets, by what the layers and the head cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+_BACKWARD_OF_ATTENTION = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+_VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "top_k")
+
+
+def layer_work(
+    model: Any, layers: Sequence[nn.Module], windows: Sequence[int | None], seq_len: int
+) -> tuple[list[float], float]:
+    """Floating-point operations per token of a step: of each layer, and of the head.
+
+    Counted are products with weight matrices, of experts as many as a token visits, and attention: every token attends
+    to the earlier ones of ``seq_len``, or of the layer's window. Each has a forward, a backward to its input unless
+    nothing below is trained, and one to its weights where they are trained.
+    """
+    config = model.config.get_text_config()
+    head: Any = model.get_output_embeddings()
+    ends = {id(p) for p in (*head.parameters(), *(p for layer in layers for p in layer.parameters()))}
+    trained = any(p.requires_grad for p in model.parameters() if id(p) not in ends)
+    embedding: Any = model.get_input_embeddings()
+    trained = trained or any(p.requires_grad for p in embedding.parameters())
+    work = []
+    for layer, window in zip(layers, windows, strict=True):
+        in_layer = any(p.requires_grad for p in layer.parameters())
+        passes = 1.0 + (trained or in_layer)
+        of_weights = sum(_products(name, p, layer, config) * (passes + p.requires_grad) for name, p in _named(layer))
+        attended = _attended(layer, config, min(seq_len, window or seq_len), seq_len) * (
+            1 + _BACKWARD_OF_ATTENTION * (trained or in_layer)
+        )
+        work.append(of_weights + attended)
+        trained = trained or in_layer
+    weight = head.weight
+    return work, 2.0 * weight.numel() * (1.0 + trained + weight.requires_grad)
+
+
+def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
+    """Layers of each stage, at least one, so that the stage with most work, the last one with the head, has least."""
+    count = len(work)
+    total = [0.0]
+    for each in work:
+        total.append(total[-1] + each)
+
+    def best(stage: int, limit: float, square: bool) -> list[tuple[float, int]]:
+        """By number of layers in the stages up to this one: the measure of them, and the layers of this one."""
+        before = best(stage - 1, limit, square) if stage else [(0.0, 0)] + [(float("inf"), 0)] * count
+        last = head if stage == num_stages - 1 else 0.0
+        found = [(float("inf"), 0)]
+        for stop in range(1, count + 1):
+            options = [(float("inf"), 0)]
+            for own in range(1, stop + 1):
+                cost = total[stop] - total[stop - own] + last
+                if cost <= limit:
+                    rest = before[stop - own][0]
+                    options.append((rest + cost * cost if square else max(rest, cost), own))
+            found.append(min(options))
+        tables.append(found)
+        return found
+
+    tables: list[list[tuple[float, int]]] = []
+    slowest = best(num_stages - 1, float("inf"), False)[count][0]
+    tables.clear()
+    best(num_stages - 1, slowest * (1 + 1e-9), True)  # among the splits as good as that, the most even one
+    counts, stop = [], count
+    for table in reversed(tables):
+        counts.append(table[stop][1])
+        stop -= counts[-1]
+    return counts[::-1]
+
+
+def _named(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in layer.named_parameters() if p.dim() >= 2]
+
+
+def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> float:
+    """Two operations for each element that a token meets."""
+    path = name.split(".")
+    at = next((i for i, part in enumerate(path) if part.endswith("experts") and not part.startswith("shared")), None)
+    share = 1.0
+    if at is not None:
+        experts = layer.get_submodule(".".join(path[: at + 1]))
+        total = len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0] if parameter.dim() > 2 else 1
+        visited = next((n for n in (getattr(config, key, None) for key in _VISITED) if n), 1)
+        share = min(1.0, visited / total)
+    return 2.0 * parameter.numel() * share
+
+
+def _attended(layer: nn.Module, config: Any, window: int, seq_len: int) -> float:
+    """Operations of a token's attention in one forward, in the mean of a sequence."""
+    found: list[Any] = [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    if not found:
+        return 0.0
+    attention = found[0]
+    heads = getattr(config, "num_attention_heads", 1)
+    size = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_keys: int = getattr(attention, "qk_head_dim", None) or size
+    of_values: int = getattr(attention, "v_head_dim", None) or size
+    pairs = window - window * (window - 1) / 2 / seq_len  # in the mean of seq_len tokens, each with itself
+    return 2.0 * heads * (of_keys + of_values) * pairs
