@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import seed_worker
 
+from seq1f1b.adapters.folder import open_folder
 from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained, together
 from seq1f1b.adapters.trainer_batch import COLUMNS, Batch, make_batch
-from seq1f1b.adapters.trainer_checks import check_arguments, check_made, check_pipeline
+from seq1f1b.adapters.trainer_checks import CUT, check_arguments, check_made, check_pipeline
 from seq1f1b.adapters.trainer_state import (
     check_resumable,
     load_optimizer,
@@ -51,10 +52,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     its own stage of the model, so keep no other reference to the model.
 
     Args:
-        model: ``...ForCausalLM`` of transformers, also without memory (on the meta device), or a ``peft.PeftModel``.
+        model: ``...ForCausalLM`` of transformers, also without memory (on the meta device), or a ``peft.PeftModel``. Or
+            the folder of a checkpoint, or its name on the hub, of which a process reads its stage alone.
         pipeline: options of :class:`seq1f1b.PipelineEngine`, as ``num_segments``, ``num_microbatches`` (default:
             ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``limits`` or ``memory``;
-            and ``balance`` of :func:`pipeline_stage`. A plan as ``schedule`` brings both counts.
+            and ``balance``, ``seq_len`` and ``dtype`` of :func:`pipeline_stage`. A plan as ``schedule`` brings both
+            counts.
         others: as the plain Trainer's.
 
     Attributes:
@@ -80,6 +83,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         check_arguments(args, given, type(self), Trainer)
         self._pipeline = dict(pipeline or {})
         check_pipeline(self._pipeline, inspect.signature(PipelineEngine.__init__).parameters)
+        self._folder = None
+        dtype = self._pipeline.pop("dtype", None)
+        if isinstance(model, (str, os.PathLike)):
+            self._folder = open_folder(model, dtype)
+            model = self._folder.model
+        elif dtype is not None:
+            raise ValueError("pipeline={'dtype': ...} is for a model that is given by its folder: this one has its own")
         if not is_plan(self._pipeline.get("schedule")):
             self._pipeline.setdefault("num_microbatches", args.train_batch_size)
         _become_one_replica(args)
@@ -94,7 +104,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         """This process's stage of a whole model, in an engine."""
         self._whole_parameters = model.num_parameters(exclude_embeddings=True)
         options = dict(self._pipeline)
-        balance = options.pop("balance", None)
+        cut = {name: options.pop(name) for name in CUT if name in options}
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if hasattr(self, "engine"):
             self.engine.close()
@@ -105,8 +115,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             torch.Generator(g.device).manual_seed(self._seed(rank)).get_state() for g in self._generators
         ]
         with self._own_randomness():
-            stage = pipeline_stage(model, rank, num_ranks, balance=balance)
-            if any(parameter.is_meta for parameter in stage.parameters()):
+            stage = pipeline_stage(model, rank, num_ranks, **cut)
+            if self._folder is not None:
+                self._folder.load(stage, self.args.device)
+            elif any(parameter.is_meta for parameter in stage.parameters()):
                 stage.materialize(self.args.device)
         stage.to(self.args.device)
         self.engine = PipelineEngine(stage, loss_fn=_loss, arg_rules={"doc_ids": "slice"}, **options)

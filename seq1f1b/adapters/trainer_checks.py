@@ -21,6 +21,8 @@ _OWN = {
     "sequence_parallel": "the pipeline is all processes; sequence parallelism beside it is not supported",
 }
 """Arguments of the engine that the trainer gives itself."""
+CUT = ("balance", "seq_len")
+"""Options of pipeline_stage."""
 
 
 def _optimizer(name: Any) -> bool:
@@ -86,9 +88,9 @@ def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> Non
     for name in pipeline:
         if name in _OWN:
             _refuse(f"pipeline={{{name!r}: ...}}", _OWN[name])
-        if name != "balance" and name not in known:
+        if name not in (*CUT, "dtype", *known):
             raise ValueError(
-                f"pipeline has no option {name!r}; options: {sorted({'balance', *known} - {*_OWN, 'self'})}"
+                f"pipeline has no option {name!r}; options: {sorted({*CUT, 'dtype', *known} - {*_OWN, 'self'})}"
             )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
+import threading
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.adapters.balance import balanced, layer_work
+from seq1f1b.adapters.folder import open_folder
 from seq1f1b.adapters.transformers_attention import NAME
 from seq1f1b.adapters.transformers_look import (
     BORDER,
@@ -40,28 +43,33 @@ __all__ = ["pipeline_stage"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
+_one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
 
 def pipeline_stage(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     rank: int,
     num_ranks: int,
     *,
     balance: Sequence[int] | str = "count",
     seq_len: int = 4096,
     vocabulary: str = "whole",
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
 ) -> CausalLMStage:
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
     The stage runs the model's own forward with the other stages' layers left out, so it treats embeddings and logits as
     the model does. The model is switched to the attention ``"seq1f1b"``. The stage shares its modules, so keep no other
     reference to the model: then layers of other stages are freed. A model on the meta device, made from its config
-    without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory.
+    without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory. A folder is never
+    loaded whole: each rank reads the safetensors of its own stage alone.
 
     Args:
         model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the
-            layers; what lies below the first of them gets no gradient and keeps nothing for a backward.
+            layers; what lies below the first of them gets no gradient and keeps nothing for a backward. Or the folder
+            of a checkpoint with config.json and safetensors, or its name on the hub.
         rank, num_ranks: index and number of ranks, or of stages if a rank holds several.
         balance: layers of each stage. ``"count"`` spreads them evenly, and the first stages take the rest.
             ``"time"`` makes the slowest stage as fast as it can be, by operations of forward and backward: products
@@ -71,20 +79,36 @@ def pipeline_stage(
         vocabulary: ``"whole"``: the first stage holds the embedding, the last one the head. ``"parallel"``: every rank
             holds rows of both, as the stage's ``embedding`` and ``head``, which the engine takes as ``embedding`` and
             ``loss_fn``; a rank then holds one stage. The loss is that of :class:`seq1f1b.VocabularyParallelHead`.
+        dtype: for a folder: of the weights; by default as ``from_pretrained`` has it, the config's.
+        device: for a folder: of the stage; by default the CPU.
     Raises:
         ValueError: the model does not follow the library's conventions, or has something that does not run by segments;
-            the message names it.
+            the message names it. A folder lacks a file or a weight, holds others, or is of a quantized model. All
+            ranks raise alike, before they read weights.
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
     if vocabulary not in ("whole", "parallel"):
         raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
+    if isinstance(model, (str, os.PathLike)):
+        with _one_at_a_time:
+            folder = open_folder(model, dtype)
+            made = pipeline_stage(
+                folder.model, rank, num_ranks, balance=balance, seq_len=seq_len, vocabulary=vocabulary
+            )
+            folder.load(made, "cpu" if device is None else device)
+            return made
+    if dtype is not None or device is not None:
+        raise ValueError("dtype= and device= are for a folder: a model has both already")
     adapted: Any = model if _is_peft_model(model) else None
     if adapted is not None:
         _check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel or a peft.PeftModel, got {type(model).__name__}")
+        raise TypeError(
+            "model must be a transformers.PreTrainedModel, a peft.PeftModel or the folder of one, "
+            f"got {type(model).__name__}"
+        )
     _check_config(model)
     path, layers = _find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)

@@ -1,0 +1,177 @@
+"""A model of transformers in a folder: built without memory, its stages read from the files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.core_model_loading import build_glob_alternation
+
+from seq1f1b.adapters.pretrained import load_stage
+from seq1f1b.adapters.transformers_stage import CausalLMStage
+from seq1f1b.adapters.weight_files import Source, WeightFiles, check_shape, find_sources, share_sources, some
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint whose names are those of its model.
+
+    Attributes:
+        model: on the meta device.
+        sources: where each name of the model is in the files.
+        may_miss: names that transformers initializes if no file has them.
+    """
+
+    model: Any
+    files: WeightFiles
+    sources: dict[str, Source]
+    may_miss: frozenset[str]
+
+    def load(self, stage: CausalLMStage, device: torch.device | str) -> None:
+        """Gives memory to a stage of the model, and reads its weights into it; what is in no file is computed."""
+        stage.allocate(device)
+        marked: Any
+        for marked in load_stage(stage, self.files, self.sources, stage.state_dict().keys() - self.may_miss):
+            marked._is_hf_initialized = (
+                True  # transformers initializes everything else: frequencies of rotary embeddings
+            )
+        stage.causal_lm.initialize_weights()
+
+
+def open_folder(source: str | os.PathLike[str], dtype: torch.dtype | str | None = None) -> Folder:
+    """Looks at config and headers of a checkpoint, by its folder or its name on the hub.
+
+    Raises:
+        ValueError: there is no config or no safetensors file, the model is quantized or no decoder, or the names of its
+            weights are not those of the files; before any weight is read.
+    """
+    source = os.fspath(source)
+    folder = source if os.path.isdir(source) else _downloaded(source)
+    config = _read_config(folder)
+    files = WeightFiles(folder)
+    dtype = _dtype(dtype, config, files)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{folder}: no model is built from its config.json: {error}") from error
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, group_of, _ = build_glob_alternation(list(plan))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            found = pattern.search(name)
+            if found is not None and found.lastgroup is not None:
+                tensor.data = tensor.data.to(plan[group_of[found.lastgroup]])
+    model.config.name_or_path = source
+    if os.path.isfile(os.path.join(folder, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return _check_names(model.eval(), files)
+
+
+def _downloaded(name: str) -> str:
+    """The folder in the hub's cache; what is not there is downloaded first, once on a machine."""
+    if os.path.exists(name):
+        raise ValueError(f"{name} is a file: give the folder of the model, with its config.json and weights")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, allow_patterns=["*.json", "model*.safetensors"]))
+    except Exception as error:  # one of many, of the hub, the network or the disk
+        raise ValueError(
+            f"{name!r} is no folder, and no model of this name came from the hub or its cache: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_config(folder: str) -> Any:
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        has = "no config.json"
+        if os.path.isfile(os.path.join(folder, "adapter_config.json")):
+            has += ", it holds adapters: load the model that they belong to, and put them around it by peft"
+        raise ValueError(f"{folder} has {has}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{folder}: config.json is not understood: {error}") from error
+    quantized = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise ValueError(
+            f"{folder} is quantized ({getattr(method, 'value', method)}), which a stage neither reads nor trains: load "
+            "it dequantized by transformers, save it without its quantization_config, and give that folder"
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(f"{folder} holds a {config.model_type}, an encoder-decoder; stages are cut from decoders only")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{folder} holds a {config.model_type}, which has no ...ForCausalLM in transformers")
+    return config
+
+
+def _dtype(dtype: Any, config: Any, files: WeightFiles) -> torch.dtype:
+    """The one that is asked for, or as ``from_pretrained`` takes it: the config's, or that of the first weight."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if dtype is None or dtype == "auto":
+        dtype = config.dtype or config.get_text_config().dtype
+        if dtype is None:
+            dtype = next((d for d in map(files.dtype, files.places) if d.is_floating_point), torch.float32)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype!r}, must be None or a floating dtype of torch, as torch.bfloat16")
+    return dtype
+
+
+def _check_names(model: Any, files: WeightFiles) -> Folder:
+    state = model.state_dict()
+    sources, extra = find_sources(files, model, state)
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    _check_tied(parameters, sources, files)
+    share_sources(sources, parameters)
+    may_miss = frozenset(_matching(model._keys_to_ignore_on_load_missing, state))
+    missing = [name for name in state if name not in sources and name not in may_miss]
+    if missing:
+        raise ValueError(
+            f"{files.folder} lacks {len(missing)} of the {len(state)} weights of {type(model).__name__}: "
+            f"{some(missing)}; its config.json must be of the model that was saved"
+        )
+    # As transformers: buffers that older versions saved.
+    known = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    extra = sorted(set(extra) - set(_matching(known, extra)))
+    if extra:
+        raise ValueError(
+            f"{files.folder} holds {len(extra)} tensors that {type(model).__name__} does not have: {some(extra)}. To "
+            "leave them out, build the model on the meta device from its config, cut it, and call load_pretrained"
+        )
+    for name, source in sources.items():
+        if source.converter is None:
+            check_shape(files.folder, name, state[name], files.shape(source.parts[0][1]))
+        for _, part in source.parts:
+            files.dtype(part)
+    return Folder(model, files, sources, may_miss)
+
+
+def _check_tied(parameters: list[tuple[str, Any]], sources: dict[str, Source], files: WeightFiles) -> None:
+    """Files may hold a tied weight under several names, but not with several values."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters:
+        if name not in sources or sources[name].converter is not None:
+            continue
+        other = first.setdefault(id(parameter), name)
+        if other != name and not files.equal(sources[other].parts[0][1], sources[name].parts[0][1]):
+            raise ValueError(
+                f"the config of {files.folder} ties {other!r} and {name!r}, its files hold different values of both: "
+                "if they were trained apart, set tie_word_embeddings to false in config.json"
+            )
+
+
+def _matching(patterns: Iterable[str] | None, names: Iterable[str]) -> list[str]:
+    compiled = [re.compile(pattern) for pattern in patterns or ()]
+    return [name for name in names if any(pattern.search(name) for pattern in compiled)]

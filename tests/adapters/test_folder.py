@@ -1,0 +1,452 @@
+"""Does each rank read its own stage from a folder, as from_pretrained reads the model, or refuse the folder by name?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import run_processes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+import seq1f1b  # noqa: E402
+from seq1f1b.adapters.weight_files import WeightFiles  # noqa: E402
+from seq1f1b.testing import run_ranks  # noqa: E402
+from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"sliding_window": 6, "head_dim": 16},  # tied
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # tied, and a prefix that files may leave out
+    "mixtral": {"num_local_experts": 4},  # its experts are one tensor in memory, and many in files
+    "deepseek_v3": {  # has a buffer in its files, and weights that stay in float32
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, shards: str = "5GB", **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[name](**{**COMMON, **MODELS[name], **options})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def engine_of(stage: Any, group: Any, **options: Any) -> Any:
+    given = {"loss_fn": loss_fn, "num_microbatches": 2, "num_segments": 3, **options}
+    return seq1f1b.PipelineEngine(stage, group=group, **given)
+
+
+def batch() -> Tensor:
+    return torch.randint(67, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shards", ["5GB", "20KB"])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_stage_holds_what_from_pretrained_reads(tmp_path, name, dtype, shards):
+    write(tmp_path, name, shards=shards)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "20KB")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype or "auto")
+    want = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+    found: set[str] = set()
+    for rank in range(2):
+        stage = pipeline_stage(tmp_path, rank, 2, dtype=dtype)
+        own = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers())}
+        for key, tensor in own.items():
+            assert tensor.device.type == "cpu" and tensor.dtype == want[key].dtype, key
+            assert torch.equal(tensor, want[key]), key
+        found |= set(own)
+        assert not stage.training and stage.config.to_dict() == whole.config.to_dict() | {"_name_or_path": ANY}
+    assert found == set(want)
+
+
+class _Any:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+ANY = _Any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_trains_saves_and_loads_again(tmp_path, name):
+    """Losses are those of the model run whole; what is saved is the folder's again."""
+    write(tmp_path / "before", name, torch.float32)
+    tokens, target = batch(), seq1f1b.shift_labels(batch())
+
+    def run(group: Any) -> list[Tensor]:
+        engine = engine_of(pipeline_stage(str(tmp_path / "before"), group.rank, group.size), group)
+        losses = engine.step(tokens, target=target)
+        save_pretrained(engine, tmp_path / "after")
+        return losses
+
+    losses = run_ranks(2, run)[-1]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "before", attn_implementation="eager")
+    want = [loss_fn(whole(t[None], use_cache=False).logits, y[None]) for t, y in zip(tokens, target, strict=True)]
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-5, atol=1e-6)
+    before, after = load_all(tmp_path / "before"), load_all(tmp_path / "after")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+def load_all(folder: Path) -> dict[str, Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_a_vocabulary_that_lies_on_all_ranks(tmp_path, tied):
+    model = write(tmp_path, "llama", tie_word_embeddings=tied)
+
+    def run(group: Any) -> Any:
+        stage = pipeline_stage(tmp_path, group.rank, group.size, vocabulary="parallel")
+        engine_of(stage, group, loss_fn=stage.head, embedding=stage.embedding)  # the engine takes what was made
+        return stage.embedding.layer.weight, stage.head.layer.weight
+
+    first, last = zip(*run_ranks(3, run), strict=True)
+    assert torch.equal(torch.cat(first), model.get_input_embeddings().weight)
+    assert torch.equal(torch.cat(last), model.get_output_embeddings().weight)
+    assert (first[0] is last[0]) == tied
+
+
+def test_tied_weights_that_the_files_hold_under_the_other_name_or_twice(tmp_path):
+    model = write(tmp_path, "llama", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors.pop("model.embed_tokens.weight")
+    for held in ({"lm_head.weight": weight}, {"lm_head.weight": weight, "model.embed_tokens.weight": weight.clone()}):
+        save_file(tensors | held, file, {"format": "pt"})
+        for rank in range(2):
+            stage = pipeline_stage(tmp_path, rank, 2)
+            (copy,) = stage.tied_parameters.values()
+            assert torch.equal(copy, model.get_input_embeddings().weight)
+    save_file(tensors | {"lm_head.weight": weight, "model.embed_tokens.weight": weight + 1}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"ties 'model.embed_tokens.weight' and 'lm_head.weight', its files hold diff"):
+        pipeline_stage(tmp_path, 0, 2)
+
+
+def test_files_without_the_prefix_of_the_model(tmp_path):
+    """As the first checkpoints of GPT-2 are."""
+    model = write(tmp_path, "gpt2")
+    file = tmp_path / "model.safetensors"
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    stage = pipeline_stage(tmp_path, 1, 2)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in stage.named_parameters())
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.zero_()
+    load_pretrained(engine_of(stage, None), tmp_path)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in stage.named_parameters())
+
+
+def test_a_name_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    model = write(tmp_path / "made", "llama", shards="20KB")
+    cache = tmp_path / "cache" / "models--someone--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("1" * 40)
+    shutil.copytree(tmp_path / "made", cache / "snapshots" / ("1" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    stage = pipeline_stage("someone/tiny", 1, 2)
+    assert torch.equal(stage.get_parameter("lm_head.weight"), model.lm_head.weight)
+    with pytest.raises(ValueError, match="'someone/else' is no folder, and no model of this name came from the hub"):
+        pipeline_stage("someone/else", 1, 2)
+
+
+def test_memory_of_another_dtype_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("seq1f1b.adapters.weight_files._PIECE", 100)
+    model = write(tmp_path, "llama")
+    stage = pipeline_stage(tmp_path, 0, 2, dtype="float64")
+    assert all(torch.equal(p, model.get_parameter(name).double()) for name, p in stage.named_parameters())
+
+
+def train_by_the_trainer(rank: int, world: int, folder: Path, out: Path) -> None:
+    from seq1f1b.transformers import Trainer
+
+    rows = [{"input_ids": row, "labels": row} for row in batch().repeat(2, 1).tolist()]
+    for name, model, options in (
+        ("folder", str(folder), {"dtype": torch.float32, "balance": "time", "seq_len": 24}),
+        ("model", transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}),
+    ):
+        arguments = transformers.TrainingArguments(
+            str(out / "run"), per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, pipeline={"num_segments": 3, **options})
+        trainer.train()
+        trainer.save_model(str(out / name))
+        trainer.engine.close()
+
+
+def test_the_trainer_takes_a_folder(tmp_path):
+    """It trains to the same weights as with the model that from_pretrained reads."""
+    pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
+    write(tmp_path / "before", "llama")
+    run_processes(2, train_by_the_trainer, tmp_path / "before", tmp_path)
+    found, want, before = (load_all(tmp_path / name) for name in ("folder", "model", "before"))
+    assert found.keys() == want.keys()
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, want[key], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(found["lm_head.weight"], before["lm_head.weight"].float())
+
+
+def test_a_tied_model_without_memory_stays_tied(tmp_path):
+    """On one rank, and where its vocabulary lies on all."""
+    for options in ({}, {"vocabulary": "parallel"}):
+        with torch.device("meta"):
+            config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=True)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        stage = pipeline_stage(model, 0, 1, **options)
+        stage.materialize()
+        if stage.embedding is None:
+            assert stage.get_parameter("lm_head.weight") is stage.get_parameter("model.embed_tokens.weight")
+        else:
+            assert stage.head.layer.weight is stage.embedding.layer.weight
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def change(file: str, **values: Any) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        found = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(found | values))
+
+    return do
+
+
+def remove(file: str) -> Callable[[Path], None]:
+    return lambda folder: os.remove(folder / file)
+
+
+def replace(file: str, data: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(data) and None
+
+
+def tensors(drop: str = "", **others: Tensor) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        kept = {key: tensor for key, tensor in load_file(file).items() if not drop or drop not in key}
+        save_file(kept | others, file, {"format": "pt"})
+
+    return do
+
+
+def to_bin(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    os.remove(folder / "model.safetensors")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_a_file(folder: Path) -> None:
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    os.rename(folder / "model.safetensors", folder / names[0])
+    index = {"weight_map": dict(zip("ab", names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (remove("config.json"), "has no config.json"),
+    "an adapter": (
+        lambda folder: os.rename(folder / "config.json", folder / "adapter_config.json"),
+        "has no config.json, it holds adapters",
+    ),
+    "a broken config": (replace("config.json", b"{"), "config.json is not understood"),
+    "an unknown type": (change("config.json", model_type="no_such_model"), "config.json is not understood"),
+    "an encoder-decoder": (change("config.json", model_type="t5"), "holds a t5, an encoder-decoder"),
+    "no language model": (change("config.json", model_type="vit"), "holds a vit, which has no ...ForCausalLM"),
+    "quantized": (
+        change("config.json", quantization_config={"quant_method": "fp8"}),
+        r"is quantized \(fp8\), which a stage neither reads nor trains",
+    ),
+    "no weights": (remove("model.safetensors"), "holds no weights: there is neither model.safetensors nor"),
+    "a .bin file": (to_bin, r"has its weights in pytorch_model.bin, .* as safetensors once, by AutoModelForCausalLM"),
+    "a file that ends early": (cut_off, r"model.safetensors is no whole safetensors file: it has \d+ bytes, its tens"),
+    "no safetensors file": (replace("model.safetensors", b"weights, honestly"), "is no whole safetensors file"),
+    "a missing weight": (
+        tensors(drop="layers.2.mlp"),
+        r"lacks 3 of the 30 weights of LlamaForCausalLM: model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate",
+    ),
+    "another weight": (
+        tensors(**{"score.weight": torch.ones(2)}),
+        r"holds 1 tensors that LlamaForCausalLM does not have: score.weight. To leave them out, .* load_pretrained",
+    ),
+    "another shape": (
+        tensors(drop="embed_tokens", **{"model.embed_tokens.weight": torch.ones(2, 32)}),
+        r"needs 'model.embed_tokens.weight' in shape \(67, 32\), the checkpoint in .* has it in shape \(2, 32\)",
+    ),
+    "another dtype": (
+        tensors(drop="embed_tokens", **{"model.embed_tokens.weight": torch.ones(67, 32).to(torch.float8_e4m3fn)}),
+        "'model.embed_tokens.weight' in .* is of dtype F8_E4M3, must be one of F64",
+    ),
+    "an index without its file": (
+        lose_a_file,
+        "index.json names model-00002-of-00002.safetensors, which .* does not hold",
+    ),
+    "a broken index": (
+        lambda folder: os.rename(folder / "model.safetensors", folder / "model.safetensors.index.json"),
+        "is no index of weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
+    write(tmp_path, "llama")
+    spoil, text = REFUSED[what]
+    spoil(tmp_path)
+    monkeypatch.setattr("seq1f1b.adapters.weight_files._fill", lambda *_: pytest.fail("weights were read"))
+    for rank in range(2):  # alike on all ranks
+        with pytest.raises(ValueError, match=text):
+            pipeline_stage(tmp_path, rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_ranks", "options", "text"),
+    [
+        (2, 2, {}, "rank is 2, must be from 0 to num_ranks - 1 = 1"),
+        (-1, 2, {}, "rank is -1, must be"),
+        (0, 0, {}, "rank is 0, must be"),
+        (0, 4, {}, "3 layers do not fill 4 stages"),
+        (0, 4, {"balance": "time"}, "3 layers do not fill 4 stages"),
+        (0, 2, {"balance": "speed"}, "balance is 'speed', must be 'count', 'time', or the layers of each stage"),
+        (0, 2, {"balance": [1, 1]}, r"balance is \[1, 1\], must be 2 counts"),
+        (0, 2, {"balance": "time", "seq_len": 0}, "seq_len is 0, must be at least 1"),
+        (0, 2, {"dtype": torch.int8}, "dtype is torch.int8, must be None or a floating dtype"),
+        (0, 2, {"dtype": "half a float"}, "dtype is 'half a float', must be"),
+        (0, 2, {"vocabulary": "spread"}, "vocabulary is 'spread', must be"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path, rank, num_ranks, options, text):
+    write(tmp_path, "llama")
+    with pytest.raises(ValueError, match=text):
+        pipeline_stage(tmp_path, rank, num_ranks, **options)
+
+
+def test_a_file_and_options_of_a_folder(tmp_path):
+    model = write(tmp_path, "llama")
+    with pytest.raises(ValueError, match="is a file: give the folder"):
+        pipeline_stage(tmp_path / "config.json", 0, 2)
+    for option in ({"dtype": torch.float32}, {"device": "cpu"}):
+        with pytest.raises(ValueError, match="are for a folder"):
+            pipeline_stage(model, 0, 2, **option)
+
+
+# -- the memory of a rank ----------------------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path, config: Any) -> int:
+    """A checkpoint of random weights, one file per layer; never more than a layer of it is in memory."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(".".join(name.split(".")[:3]), {})[name] = parameter
+    folder.mkdir()
+    config.save_pretrained(folder)
+    weight_map, generator = {}, torch.Generator().manual_seed(0)
+    for i, group in enumerate(groups.values()):
+        file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {n: torch.ones(p.shape, dtype=p.dtype) for n, p in group.items()}
+        for tensor in tensors.values():
+            if tensor.dim() > 1:
+                tensor.uniform_(-0.02, 0.02, generator=generator)
+        save_file(tensors, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(group, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(p.numel() for p in model.parameters())
+
+
+def resident(peak: bool = False) -> int:
+    field = "VmHWM:" if peak else "VmRSS:"
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
+
+
+def forget_the_peak() -> None:
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures: Path) -> None:
+    """Growth of what is resident in this process at its peak, over the bytes of its own stage."""
+
+    def run(source: Path) -> dict[str, float]:
+        forget_the_peak()
+        before = resident()
+        stage = pipeline_stage(source, rank, world)
+        share = sum(p.nbytes for p in stage.parameters())
+        found: dict[str, float] = {"share": share, "load": (resident(peak=True) - before) / share}
+        engine = engine_of(stage, None, num_segments=2)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+        tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
+        losses = engine.step(tokens, target=seq1f1b.shift_labels(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+        found["step"] = (resident(peak=True) - before) / share
+        forget_the_peak()
+        before = resident()
+        save_pretrained(engine, source / "after")
+        found["save"] = (resident(peak=True) - before) / share
+        engine.close()
+        return found | {"loss": float(torch.stack(losses).mean())} if losses else found
+
+    run(warm)  # imports what a load needs, and fills what is kept: not the folder's share
+    (figures / f"{rank}.json").write_text(json.dumps(run(folder)))
+
+
+def check_memory(tmp_path: Path, **sizes: int) -> list[dict[str, float]]:
+    config = {**COMMON, "vocab_size": 4096, "num_hidden_layers": 4, **sizes}
+    write_shards(tmp_path / "warm", transformers.LlamaConfig(**{**config, "hidden_size": 64, "intermediate_size": 64}))
+    count = write_shards(tmp_path / "large", transformers.LlamaConfig(**config))
+    run_processes(2, load_train_and_save, tmp_path / "warm", tmp_path / "large", tmp_path)
+    found: list[dict[str, float]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    print(f"{count / 1e6:.0f} M parameters:", *found, sep="\n")
+    assert sum(rank["share"] for rank in found) == 2 * count
+    assert max(rank["load"] for rank in found) < 1.15
+    before, after = (WeightFiles(str(folder)) for folder in (tmp_path / "large", tmp_path / "large" / "after"))
+    assert before.places.keys() == after.places.keys()
+    name = "model.layers.3.mlp.up_proj.weight"
+    assert 0 < float((after.read(name).float() - before.read(name).float()).abs().max()) < 0.1  # one step apart
+    return found
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc of Linux")
+def test_a_rank_takes_the_memory_of_its_own_stage(tmp_path):
+    """108 M parameters in bfloat16."""
+    check_memory(tmp_path, hidden_size=1280, intermediate_size=5120, num_attention_heads=16)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc of Linux")
+def test_a_rank_takes_the_memory_of_its_own_stage_of_a_large_model(tmp_path):
+    """1.1 G parameters in bfloat16: 2.2 GB on disk, twice."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
+    check_memory(tmp_path, **sizes, num_attention_heads=16, num_key_value_heads=4)
