@@ -14,6 +14,7 @@ from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedul
 from seq1f1b.simulation import Costs, Links, Noise
 
 if TYPE_CHECKING:
+    from seq1f1b.adapters.chain import split
     from seq1f1b.adapters.checkpoint import PipelineState
     from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
     from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
@@ -65,6 +66,7 @@ __all__ = [
     "positions",
     "schedules",
     "shift_labels",
+    "split",
     "token_offset",
     "ulysses_attention",
     "verify_stage",
@@ -95,6 +97,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "pack_documents": "seq1f1b.ops.packing",
     "positions": "seq1f1b.ops.attention",
     "shift_labels": "seq1f1b.runtime.weighting",
+    "split": "seq1f1b.adapters.chain",
     "token_offset": "seq1f1b.ops.attention",
     "ulysses_attention": "seq1f1b.ops.ulysses",
     "verify_stage": "seq1f1b.runtime.verify_stage",

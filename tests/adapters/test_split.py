@@ -1,0 +1,286 @@
+"""Do the stages of a module of one's own train as the module does whole, and is what cannot be cut refused by name?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b.testing import run_ranks
+
+VOCAB, HIDDEN, HEADS, TOKENS = 31, 16, 2, 20
+SIZES = [7, 6, 3, 4]
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.layer = seq1f1b.layer_handle(index)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        y = seq1f1b.causal_attention(q, k, v, layer=self.layer, doc_ids=doc_ids)
+        return x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
+
+
+class Chain(nn.Module):
+    """Embedding, blocks and head, with code of its own between them."""
+
+    def __init__(self, blocks: int = 5, tied: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(64, HIDDEN)
+        self.blocks = nn.ModuleList(Block(i) for i in range(blocks))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.tensor(0.25), persistent=False)
+        if tied:
+            self.head.weight = self.words.weight
+        if unused:
+            self.second = nn.Linear(3, 3)
+
+    def forward(self, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        x = self.words(tokens) * self.scale + self.places(seq1f1b.positions(tokens))
+        for block in self.blocks:
+            x = block(x, doc_ids=doc_ids)
+        return self.head(self.norm(x) + self.shift) * self.scale
+
+
+class Streams(Chain):
+    """Two tensors go from block to block, and the embedding to the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.places, self.shift
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.words(tokens)
+        left = x * 0.5
+        for block in self.blocks:
+            x, left = block(x) + left, x
+        return self.head(self.norm(x + left + first)) * self.scale
+
+
+class Inner(nn.Module):
+    """The blocks lie in a module of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.head = Chain(4), nn.Linear(VOCAB, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.decoder(tokens).tanh())
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), *(Block(i) for i in range(4)), nn.Linear(HIDDEN, VOCAB))
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    return tokens, seq1f1b.shift_labels(tokens)
+
+
+def make(kind: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(**options).double()
+
+
+CUTS = {
+    "sequential": (sequential, {}, {"num_stages": 3}, {"2"}),
+    "sequential, by numbers": (sequential, {}, {"at": [1, 5]}, {"1"}),
+    "chain": (Chain, {}, {"num_stages": 2}, {"blocks.3"}),
+    "before the head": (Chain, {}, {"at": ["blocks.1", "norm"]}, {"norm"}),
+    "tied": (Chain, {"tied": True}, {"num_stages": 3}, {"blocks.4"}),
+    "streams": (Streams, {}, {"num_stages": 3}, {"blocks.2"}),
+    "inner": (Inner, {}, {"num_stages": 2}, {"decoder.blocks.2"}),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_stages_train_as_the_whole_model(name):
+    kind, options, cut, _ = CUTS[name]
+    model = make(kind, **options)
+    whole = copy.deepcopy(model)
+    stages = seq1f1b.split(model, **cut)
+    tokens, target = batch()
+
+    def run(group: Any) -> Any:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank], num_microbatches=2, num_segments=4, segment_sizes=SIZES, loss_fn=loss_fn, group=group
+        )
+        losses = engine.step(tokens, target=target)
+        optimizer = torch.optim.SGD(stages[group.rank].parameters(), lr=0.1)
+        optimizer.step()
+        return losses, engine.clip_grad_norm_(1e9)
+
+    results = run_ranks(len(stages), run)
+    losses = [loss_fn(whole(t[None]), y[None]) for t, y in zip(tokens, target, strict=True)]
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(torch.stack(results[-1][0]), torch.stack(losses), rtol=1e-12, atol=1e-12)
+    wanted = {key: p.grad for key, p in whole.named_parameters(remove_duplicate=False)}
+    found = {key: p.grad for s in stages for key, p in s.named_parameters(remove_duplicate=False)}
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-9, atol=1e-12)
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
+    assert float(results[0][1]) == pytest.approx(float(norm), rel=1e-12)
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    want, state = whole.state_dict(), {key: t for s in stages for key, t in s.state_dict().items()}
+    assert state.keys() == want.keys()
+    for key, tensor in state.items():
+        torch.testing.assert_close(tensor, want[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_stages_begin_where_they_should(name):
+    kind, options, cut, begins = CUTS[name]
+    stages = seq1f1b.split(make(kind, **options), **cut)
+    targets = [[n.target for n in s.graph.nodes if n.op == "call_module"] for s in stages]
+    assert len(stages) == cut.get("num_stages", len(cut.get("at", ())) + 1)
+    assert begins <= {names[0] for names in targets}
+
+
+def test_documents_are_a_keyword_of_every_stage():
+    model = make(Chain)
+    stages = seq1f1b.split(model, 2)
+    ids = seq1f1b.document_starts(torch.tensor([[0] * 8 + [1] * 12]))
+    tokens = batch()[0][:1]
+    found = stages[1](stages[0](tokens, doc_ids=ids), doc_ids=ids)
+    torch.testing.assert_close(found, model(tokens, doc_ids=ids))
+    torch.testing.assert_close(stages[1](stages[0](tokens)), model(tokens))
+
+
+def test_a_tied_weight_is_copied_and_listed_and_all_else_is_shared():
+    model = make(Chain, tied=True)
+    stages = seq1f1b.split(model, 3)
+    assert [set(stage.tied_parameters) for stage in stages] == [
+        {"words.weight", "scale"},
+        set(),
+        {"words.weight", "scale"},
+    ]
+    assert stages[0].tied_parameters["words.weight"] is model.words.weight
+    assert stages[2].tied_parameters["words.weight"] is stages[2].get_parameter("head.weight")
+    assert stages[2].get_parameter("head.weight") is not model.words.weight is model.head.weight
+    assert stages[1].get_parameter("blocks.2.qkv.weight") is model.blocks[2].qkv.weight
+    again = copy.deepcopy(stages[2]).float()
+    assert again.tied_parameters["words.weight"] is again.get_parameter("head.weight")
+    assert [name for name, _ in stages[2].named_buffers()] == ["shift"] and "shift" not in stages[2].state_dict()
+
+
+def test_a_block_that_two_stages_run_is_tied():
+    class Twice(Chain):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.norm(self.words(tokens))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    model = make(Twice)
+    del model.places, model.scale
+    first, last = seq1f1b.split(model, 2)
+    assert set(first.tied_parameters) == set(last.tied_parameters) == {"norm.weight", "norm.bias"}
+    assert last.get_submodule("norm") is not model.norm is first.get_submodule("norm")
+
+
+def test_a_model_without_memory():
+    with torch.device("meta"):
+        stages = seq1f1b.split(Chain(tied=True), 2)
+    assert all(p.is_meta for stage in stages for p in stage.parameters())
+
+
+def test_the_model_stays_as_it_was():
+    model = make(Chain, tied=True)
+    model.blocks[1].eval()
+    before = copy.deepcopy(model)
+    seq1f1b.split(model, 3)
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+    assert model.head.weight is model.words.weight
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Branches(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        return super().forward(tokens) if x.sum() > 0 else x
+
+
+class Drops(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.dropout(super().forward(tokens), 0.1, self.training)
+
+
+class Asks(Chain):
+    def forward(self, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        return super().forward(tokens) if doc_ids is None else super().forward(tokens, doc_ids) * 2
+
+
+class Sizes(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        batch, length = tokens.shape
+        return super().forward(tokens).view(batch, length, VOCAB)
+
+
+class Offset(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + seq1f1b.token_offset()
+
+
+class Backwards(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(self.norm(x + self.shift)) * self.scale
+
+
+def hooked() -> Chain:
+    model = Chain()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "text"),
+    [
+        (Chain, {}, "split takes num_stages= or at=, one of the two"),
+        (Chain, {"num_stages": 2, "at": ["norm"]}, "one of the two"),
+        (Chain, {"num_stages": 6}, "num_stages is 6, must be from 1 to the 5 modules of 'blocks'"),
+        (Chain, {"num_stages": 0}, "num_stages is 0, must be"),
+        (Chain, {"at": "blocks.1"}, r"at is 'blocks.1', must be a list of names, as \['blocks.1'\]"),
+        (Chain, {"at": ["blocks.9"]}, r"at names \['blocks.9'\], which Chain does not have; it has"),
+        (Chain, {"at": ["norm", "blocks.1"]}, "Chain runs 'blocks.1' before 'norm': no stage begins there"),
+        (Chain, {"at": ["norm", "norm"]}, "each stage must begin with a module of its own"),
+        (Chain, {"at": ["blocks"]}, "Chain does not run 'blocks', so no stage begins there"),
+        (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
+        (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
+        (hooked, {"num_stages": 2}, "Chain has hooks, which no stage would run"),
+        (Branches, {"num_stages": 2}, "Branches cannot be traced: .* must lie in a module of its own"),
+        (Drops, {"num_stages": 2}, "Drops is another one in training than in evaluation"),
+        (Asks, {"num_stages": 2}, "Asks depends on whether doc_ids are given"),
+        (Sizes, {"num_stages": 2}, "Sizes uses getitem behind the cut, in view: it is a size, which no stage hands on"),
+        (Offset, {"num_stages": 2}, r"Offset uses token_offset\(\), a number of the segment: use positions"),
+        (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(kind, cut, text):
+    with pytest.raises(ValueError, match=text):
+        seq1f1b.split(kind(), **cut)
+
+
+def test_another_thing_than_a_module():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+        seq1f1b.split([nn.Linear(2, 2)], 1)
