@@ -8,14 +8,20 @@ long context, then a question about one of its functions. ``--data`` takes your 
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-Each conversation has a row of its own, padded; with ``--pack`` several share one, each as if it were alone. The run
-folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer`` load. ``--model``
-fine-tunes a model of yours, given by its folder. ``--lora 8`` trains adapters of that rank only and needs
-`pip install peft`; model/ then holds the adapters alone, and peft loads them onto the same model.
+Each conversation has a row of its own, padded; with ``--pack`` several share one, each as if it were alone. Some are
+held out: every ``--eval-every`` steps the loss on their answers is told, and a checkpoint written, from which
+``--resume`` goes on. The run folder then holds model/, which ``AutoModelForCausalLM.from_pretrained`` and
+``AutoTokenizer`` load.
+
+``--model`` fine-tunes a model of yours, given by its folder or its name on the hub: each process reads and writes its
+own stage alone. Conversations are written by the chat template of its tokenizer if that has one. ``--lora 8`` trains
+adapters of that rank only and needs `pip install peft`; model/ then holds the adapters alone, and peft loads them onto
+the model.
 """
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -26,6 +32,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import checkpoint
+import jinja2
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,24 +47,39 @@ from seq1f1b.ops.packing import Packing
 from seq1f1b.transformers import pipeline_stage, save_pretrained
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="conversations, JSON lines; default: made from the standard library")
-    parser.add_argument("--model", type=Path, help="folder of a model and its tokenizer; default: a small random one")
+    parser.add_argument("--model", help="folder of a model and its tokenizer, or name; default: a small random one")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="(%(default)s)")
     parser.add_argument("--hidden", type=int, default=128, help="of the small model (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the small model (%(default)s)")
     parser.add_argument("--vocab", type=int, default=1024, help="of its tokenizer (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (%(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="(%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="of the weights, as bfloat16; default: the model's")
+    parser.add_argument("--steps", type=int, help="(40, unless --epochs is given)")
+    parser.add_argument("--epochs", type=int, help="times that each conversation is seen, in place of --steps")
+    parser.add_argument("--held-out", type=int, default=8, help="conversations, at most a tenth of all (%(default)s)")
+    parser.add_argument("--eval-every", type=int, default=20, help="steps, also between checkpoints (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --out")
     parser.add_argument("--microbatches", type=int, default=4, help="rows per step, M (%(default)s)")
     parser.add_argument("--segments", type=int, default=4, help="per row, k (%(default)s)")
     parser.add_argument("--pack", action="store_true", help="several conversations per row")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of LoRA, the model stays as it is")
-    parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
-    return parser.parse_args()
+    parser.add_argument("--lr", type=float, help="(by the model's size: 3e-3 at 1 M parameters, 5e-5 at 1 G)")
+    args = parser.parse_args()
+    if args.steps is not None and args.epochs is not None:
+        parser.error("--steps and --epochs say the same: give one")
+    for name in ("steps", "epochs", "eval_every", "microbatches", "segments", "seq_len"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least 1")
+    if args.steps is None and args.epochs is None:
+        args.steps = 40
+    return args
 
 
 def read_conversations(file: Path) -> list[list[dict[str, str]]]:
@@ -111,6 +135,7 @@ def train_tokenizer(conversations: list[list[dict[str, str]]], size: int) -> tra
         pad_token=SPECIAL[0],
         eos_token=SPECIAL[1],
         extra_special_tokens=SPECIAL[2:],
+        chat_template=TEMPLATE,
     )
 
 
@@ -119,36 +144,50 @@ def encode(messages: list[dict[str, str]], tokenizer: transformers.PreTrainedTok
 
     What is too long loses the beginning of its first message.
     """
-    turns = []
-    for message in messages:
-        begin = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False)
-        body = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
-        turns.append((begin, body, message["role"] == "assistant"))
-    excess = sum(len(begin) + len(body) for begin, body, _ in turns) - length
-    if excess > 0:
-        begin, body, answer = turns[0]
-        turns[0] = (begin, body[min(excess, len(body) - 1) :], answer)
-    tokens, labels = [], []
-    for begin, body, answer in turns:
-        tokens += begin + body
-        labels += [-100] * len(begin) + (body if answer else [-100] * len(body))
-    return torch.tensor([tokens[:length], labels[:length]])
+
+    def written(count: int, prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+
+    try:
+        text = written(len(messages))
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        parts = [(written(i, prompt=True), written(i + 1)) for i in answers]
+    except jinja2.TemplateError as error:
+        refuse(f"the chat template of the tokenizer does not take the conversation: {error}: {messages!r:.300}")
+    if not all(text.startswith(part) for both in parts for part in both):
+        refuse(
+            "the chat template of the tokenizer writes a turn otherwise once others follow: its answers are not found"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    is_answer = [any(len(before) <= a < len(after) for before, after in parts) for a, _ in spans]
+    labels = [token if counted else -100 for token, counted in zip(tokens, is_answer, strict=True)]
+    content = messages[0]["content"].strip()
+    begin = max(0, text.find(content))
+    first = [i for i, (a, _) in enumerate(spans) if begin <= a < begin + len(content)] or [0]
+    excess = min(max(0, len(tokens) - length), len(first) - 1)
+    kept = [*range(first[0]), *range(first[0] + excess, len(tokens))][:length]
+    return torch.tensor([[tokens[i] for i in kept], [labels[i] for i in kept]])
 
 
-def build_model(
-    args: argparse.Namespace, vocab: int, tokenizer: transformers.PreTrainedTokenizerBase
-) -> torch.nn.Module:
-    """The small model has no memory yet; each rank gives it to its own stage. Under adapters it is saved first."""
+def build_stage(
+    args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase
+) -> seq1f1b.transformers.CausalLMStage:
+    """This process's stage. Adapters need the whole model around them, all else is never whole in a process."""
+    place = ranks.rank(), ranks.num_ranks()
     if args.lora is not None:
         folder = args.model or args.out / "base"
-        if args.model is None and is_first():
-            small_model(args, vocab, tokenizer).save_pretrained(folder)
+        if args.model is None and ranks.rank() == 0 and not args.resume:
+            small_model(args, tokenizer).save_pretrained(folder)
         meet()
-        return with_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder), args.lora)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype)
+        return pipeline_stage(with_adapters(model, args.lora), *place)
     if args.model is not None:
-        return transformers.AutoModelForCausalLM.from_pretrained(args.model)
+        return pipeline_stage(args.model, *place, dtype=args.dtype, balance="time", seq_len=args.seq_len)
     with torch.device("meta"):
-        return small_model(args, vocab, tokenizer)
+        stage = pipeline_stage(small_model(args, tokenizer), *place)
+    stage.materialize()
+    return stage
 
 
 def with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
@@ -161,11 +200,9 @@ def with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
     )
 
 
-def small_model(
-    args: argparse.Namespace, vocab: int, tokenizer: transformers.PreTrainedTokenizerBase
-) -> torch.nn.Module:
+def small_model(args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase) -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=vocab,
+        vocab_size=len(tokenizer),
         hidden_size=args.hidden,
         intermediate_size=3 * args.hidden,
         num_hidden_layers=args.layers,
@@ -177,11 +214,8 @@ def small_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def meet() -> None:
@@ -194,7 +228,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class Batches:
-    """Conversations in random order as the rows of a step, packed or one to a row."""
+    """Conversations as the rows of steps, packed or one to a row. All ranks make the same ones."""
 
     def __init__(
         self,
@@ -202,32 +236,59 @@ class Batches:
         conversations: list[list[dict[str, str]]],
         tokenizer: transformers.PreTrainedTokenizerBase,
     ) -> None:
-        self.args, self.conversations, self.tokenizer = args, conversations, tokenizer
-        self.chosen = random.Random(0)
-        self.waiting: list[Tensor] = []  # the conversation that the rows before had no room for
+        self.args, self.fill = args, tokenizer.pad_token_id
+        documents = [encode(messages, tokenizer, args.seq_len) for messages in conversations]
+        self.documents = [document for document in documents if (document[1] != -100).any()]
+        if not self.documents:
+            refuse(f"no conversation has an answer within --seq-len {args.seq_len} tokens")
+        random.Random(0).shuffle(self.documents)
+        count = min(args.held_out, len(self.documents) // 10)
+        self.held_out, self.documents = self.documents[:count], self.documents[count:]
 
-    def next(self) -> tuple[Packing, Tensor, Tensor, Tensor]:
+    def steps(self) -> list[list[Tensor]]:
+        """The conversations of each step. Each epoch has an order of its own; the last step is filled from another."""
+        args, made, step = self.args, list[list[Tensor]](), list[Tensor]()
+        for epoch in itertools.count():
+            for document in random.Random(f"epoch {epoch}").sample(self.documents, len(self.documents)):
+                if self.pack([*step, document]) is None:
+                    made.append(step)
+                    step = []
+                    if len(made) == args.steps or (args.epochs is not None and epoch >= args.epochs):
+                        return made
+                step.append(document)
+
+    def evaluation(self) -> list[list[Tensor]]:
+        """The held-out conversations. Steps are filled with such that have no labels."""
+        made, step = list[list[Tensor]](), list[Tensor]()
+        for document in self.held_out:
+            if self.pack([*step, document]) is None:
+                made.append(step)
+                step = []
+            step.append(document)
+        if step:
+            empty = torch.tensor([[self.fill], [-100]])
+            while not self.args.pack and len(step) < self.args.microbatches:
+                step.append(empty)
+            made.append(step)
+        return made
+
+    def pack(self, documents: list[Tensor]) -> Packing | None:
+        """Which conversation lies in which row; None if they are too many for a step."""
+        args, lengths = self.args, [document.shape[1] for document in documents]
+        if args.pack:
+            packing = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
+            return packing if len(packing.rows) <= args.microbatches else None
+        rows = tuple((i,) for i in range(len(documents)))
+        return Packing(tuple(lengths), args.seq_len, rows) if len(documents) <= args.microbatches else None
+
+    def batch(self, documents: list[Tensor]) -> tuple[Packing, Tensor, Tensor, Tensor]:
         """Which conversations went into which row; tokens, targets and documents' ids, (rows, row's tokens)."""
-        args, documents = self.args, list[Tensor]()
-        while True:
-            documents += [self.waiting.pop() if self.waiting else self.one()]
-            lengths = [document.shape[1] for document in documents]
-            if args.pack:
-                longer = seq1f1b.pack_documents(lengths, args.seq_len, multiple_of=args.microbatches)
-                if len(longer.rows) > args.microbatches:
-                    self.waiting.append(documents.pop())
-                    break
-                packing = longer
-            elif len(documents) == args.microbatches:
-                packing = Packing(tuple(lengths), args.seq_len, tuple((i,) for i in range(len(documents))))
-                break
-        tokens = packing.join([document[0] for document in documents], fill=self.tokenizer.pad_token_id)
+        packing = self.pack(documents)
+        assert packing is not None
+        tokens = packing.join([document[0] for document in documents], fill=self.fill)
         labels = packing.join([document[1] for document in documents], fill=-100)
         # Before the step: a shift within segments would lose the targets at their borders.
         return packing, tokens, seq1f1b.shift_labels(labels, doc_ids=packing.doc_ids), packing.doc_ids
-
-    def one(self) -> Tensor:
-        return encode(self.chosen.choice(self.conversations), self.tokenizer, self.args.seq_len)
 
 
 def load_tokenizer(
@@ -239,28 +300,76 @@ def load_tokenizer(
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def train(args: argparse.Namespace, engine: seq1f1b.PipelineEngine, stage: torch.nn.Module, batches: Batches) -> None:
-    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, betas=(0.9, 0.95))
-    for step in range(args.steps):
+def learning_rate(args: argparse.Namespace, engine: seq1f1b.PipelineEngine) -> float:
+    """Falls with the size of the model; adapters bear ten times as much."""
+    size = sum(ranks.gather(sum(parameter.numel() for parameter in engine.parameters())))
+    rate = 3e-3 * (1e6 / size) ** 0.6 * (1 if args.lora is None else 10)
+    return args.lr if args.lr is not None else min(rate, 3e-3)
+
+
+def evaluate(engine: seq1f1b.PipelineEngine, batches: Batches) -> float | None:
+    """Mean loss of the held-out answers' tokens, on the rank of the last stage."""
+    total, count = 0.0, 0
+    for documents in batches.evaluation():
+        _, tokens, target, doc_ids = batches.batch(documents)
+        losses = engine.eval(tokens, target=target, kwargs={"doc_ids": doc_ids})
+        counts = (target.reshape(batches.args.microbatches, -1) != -100).sum(1).tolist()
+        if losses:
+            total += sum(float(loss) * n for loss, n in zip(losses, counts, strict=True) if n)
+            count += sum(counts)
+    return total / count if count else None
+
+
+def train(args: argparse.Namespace, engine: seq1f1b.PipelineEngine, batches: Batches) -> None:
+    trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
+    rate, steps, begin = learning_rate(args, engine), batches.steps(), 0
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95))
+    state = seq1f1b.PipelineState(engine, optimizer)
+    run = {name: str(getattr(args, name)) for name in ("data", "model", "lora", "seq_len", "microbatches", "pack")}
+    newest = ranks.on_first_rank(lambda: checkpoint.newest(args.out / "checkpoints")) if args.resume else None
+    if args.resume and newest is None:
+        refuse(f"--resume: there is no whole checkpoint in {args.out / 'checkpoints'}")
+    if newest is not None:
+        manifest = checkpoint.read_manifest(newest)
+        changed = [
+            f"--{name.replace('_', '-')} {manifest['run'][name]}" for name in run if manifest["run"][name] != run[name]
+        ]
+        if changed:
+            refuse(f"--resume: {newest} was made with {' '.join(changed)}: give the same")
+        checkpoint.load(newest, state)
+        begin = manifest["step"]
+    for number, documents in enumerate(steps[begin:], begin):
         start = time.perf_counter()
-        packing, tokens, target, doc_ids = batches.next()
+        packing, tokens, target, doc_ids = batches.batch(documents)
         answers = int((target != -100).sum())
+        for group in optimizer.param_groups:  # up over a twentieth of the steps, then down to a tenth
+            group["lr"] = rate * min(1, (number + 1) / (len(steps) // 20 + 1)) * (1 - 0.9 * number / len(steps))
         # Every answer token weighs the same.
         losses = engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids}, loss_weight=max(answers, 1))
         engine.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if losses and (step % 5 == 0 or step == args.steps - 1):
+        done = number + 1
+        if losses and (number % 5 == 0 or done == len(steps)):
             speed = sum(packing.lengths) / (time.perf_counter() - start)
             print(
-                f"step {step:4d}  loss {torch.stack(losses).mean():.4f}  {len(packing.lengths)} conversations  "
+                f"step {number:4d}  loss {torch.stack(losses).nanmean():.4f}  {len(packing.lengths)} conversations  "
                 f"{answers} answer tokens  {packing.waste:.0%} padding  {speed:.0f} tokens/s",
                 flush=True,
             )
+        if done % args.eval_every == 0 or done == len(steps):
+            held_out = evaluate(engine, batches)
+            if held_out is not None:
+                print(
+                    f"after {done} steps  loss {held_out:.4f} on {len(batches.held_out)} held-out conversations",
+                    flush=True,
+                )
+            checkpoint.save(args.out / "checkpoints", state, step=done, run=run)
 
 
 def check_saved(folder: Path, losses: list[Tensor], packing: Packing, tokens: Tensor, target: Tensor) -> None:
@@ -275,47 +384,46 @@ def check_saved(folder: Path, losses: list[Tensor], packing: Packing, tokens: Te
             plain.append(loss_fn(logits, labels[: sum(lengths)]))
     found, want = torch.stack(losses), torch.stack(plain)
     print(f"saved in {folder}; loss {found.mean():.6f} by the pipeline, {want.mean():.6f} loaded and run whole")
-    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    error = 1e-4 if whole.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, want, rtol=10 * error, atol=error)
 
 
 def main() -> None:
     args = parse_arguments()
     if "RANK" in os.environ:
         seq1f1b.init_process_group("gloo")
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, num_ranks = ranks.rank(), ranks.num_ranks()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     torch.manual_seed(rank)
 
-    data = args.data or args.out / "conversations.jsonl"
+    is_given, args.data = args.data is not None, args.data or args.out / "conversations.jsonl"
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        if args.data is None:
-            write_conversations(data)
+        if not is_given:
+            write_conversations(args.data)
     meet()
-    conversations = read_conversations(data)
+    conversations = read_conversations(args.data)
     tokenizer = load_tokenizer(args, conversations)
+    batches = Batches(args, conversations, tokenizer)
 
-    stage = pipeline_stage(build_model(args, len(tokenizer), tokenizer), rank, num_ranks)
-    if args.model is None and args.lora is None:
-        stage.materialize()
     engine = seq1f1b.PipelineEngine(
-        stage,
+        build_stage(args, tokenizer),
         num_microbatches=args.microbatches,
         num_segments=args.segments,
         loss_fn=loss_fn,
         arg_rules={"doc_ids": "slice"},
     )
-    batches = Batches(args, conversations, tokenizer)
-    train(args, engine, stage, batches)
+    train(args, engine, batches)
 
-    packing, tokens, target, doc_ids = batches.next()
-    losses = engine.eval(tokens, target=target, kwargs={"doc_ids": doc_ids})
-    save_pretrained(engine, args.out / "model")
+    save_pretrained(engine, args.out / "model")  # each rank its own part
     if rank == 0:
         tokenizer.save_pretrained(args.out / "model")
     meet()
-    if losses:  # on the rank of the last stage
-        check_saved(args.out / "model", losses, packing, tokens, target)
+    if args.model is None:  # a small one, which fits into a process whole
+        packing, tokens, target, doc_ids = batches.batch(batches.steps()[0])
+        losses = engine.eval(tokens, target=target, kwargs={"doc_ids": doc_ids})
+        if losses:  # on the rank of the last stage
+            check_saved(args.out / "model", losses, packing, tokens, target)
     engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()

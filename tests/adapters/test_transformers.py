@@ -6,6 +6,8 @@ import copy
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -671,10 +673,11 @@ CONVERSATIONS = [
 ]
 
 
-def finetune(folder: Path, lines: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
+def finetune(folder: Path, lines: list[str], *flags: str, steps: int | None = 4) -> subprocess.CompletedProcess[str]:
     (folder / "data.jsonl").write_text("\n".join(lines))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    short = {"steps": 4, "seq-len": 64, "layers": 3, "hidden": 32, "vocab": 300, "microbatches": 2, "segments": 3}
+    short = {} if steps is None else {"steps": steps}
+    short |= {"seq-len": 64, "layers": 3, "hidden": 32, "vocab": 300, "microbatches": 2, "segments": 3}
     path = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [*launch, *(f"--{name}={value}" for name, value in short.items()), "--data=data.jsonl", "--out=run", *flags],
@@ -684,6 +687,16 @@ def finetune(folder: Path, lines: list[str], *flags: str) -> subprocess.Complete
         text=True,
         timeout=240,
     )
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(EXAMPLE.parent))
+        spec.loader.exec_module(example)
+    return example
 
 
 def as_line(conversation: list[tuple[str, str]]) -> str:
@@ -700,10 +713,7 @@ def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, fla
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example()
     messages = json.loads(as_line(CONVERSATIONS[0]))["messages"]
     for length in (200, 24):  # whole, and without the beginning of its first message
         tokens, labels = example.encode(messages, tokenizer, length)
@@ -711,6 +721,44 @@ def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, fla
         assert len(tokens) <= length and torch.equal(labels[counted], tokens[counted])
         if length == 200:
             assert tokenizer.decode(labels[counted]) == "two<|end|>four<|end|>"
+
+
+def test_the_example_resumes_and_takes_a_folder_with_a_chat_template(tmp_path):
+    lines = [as_line(CONVERSATIONS[i % 2]) for i in range(24)]
+    flags = ("--epochs=1", "--eval-every=4", "--held-out=2")
+    done = finetune(tmp_path, lines, *flags, steps=None)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"(?:step|after) .*loss \d.\d+", done.stdout)
+    assert [line.split()[:2] for line in told][-2:] == [["step", "10"], ["after", "11"]]  # of 22 in rows of 2
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000011")
+    done = finetune(tmp_path, lines, *flags, "--resume", steps=None)
+    assert done.returncode == 0, done.stderr
+    again = re.findall(r"(?:step|after) .*loss \d.\d+", done.stdout)
+    assert again == told[-len(again) :] and len(again) == 2  # from step 8 on
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    flags = ("--model=run/model", "--out=second", "--dtype=bfloat16", "--epochs=1", "--seq-len=300")
+    done = finetune(tmp_path, lines[:4], *flags, steps=None)
+    assert done.returncode == 0, done.stderr
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
+    assert (
+        saved.dtype == torch.bfloat16
+        and "[{{ m.role }}]" in transformers.AutoTokenizer.from_pretrained(tmp_path / "second" / "model").chat_template
+    )
+    done = finetune(tmp_path, lines[:4], *flags, "--resume", "--microbatches=1", steps=None)
+    assert "was made with --microbatches 2: give the same" in done.stderr
+
+    encode = load_example().encode
+    messages = json.loads(lines[0])["messages"]
+    tokens, labels = encode(messages, tokenizer, 300)
+    assert tokenizer.decode(tokens).startswith("[system] Be brief.<|end|>[user] one one")
+    assert tokenizer.decode(labels[labels != -100]) == "two<|end|>four<|end|>"
 
 
 def test_the_example_refuses_a_line_that_is_no_conversation(tmp_path):
