@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 __all__: list[str] = []
 
@@ -148,11 +146,16 @@ def _places(path: str) -> dict[str, Place]:
         found = {}
         for name, entry in header.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+            place = found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+            numbers = (begin, end, *place.shape)
+            if any(type(n) is not int or n < 0 for n in numbers) or not 8 + length <= begin <= end:
+                raise ValueError(f"{name!r} of shape {place.shape} would lie at bytes {begin} to {end}")
+            if place.dtype in _DTYPES and end - begin != math.prod(place.shape) * _DTYPES[place.dtype].itemsize:
+                raise ValueError(f"{name!r} of shape {place.shape} and dtype {place.dtype} has {end - begin} bytes")
         last = max((place.end for place in found.values()), default=8 + length)
         if last > size:
             raise ValueError(f"it has {size} bytes, its tensors end at {last}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from error
     return found
 
@@ -187,6 +190,9 @@ def find_sources(files: WeightFiles, model: Any, state: Mapping[str, Any]) -> tu
     Returns:
         the sources by name, and the tensors of the files that belong to no name.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

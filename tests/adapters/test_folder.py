@@ -265,6 +265,11 @@ def cut_off(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def put_header(folder: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+
+
 def lose_a_file(folder: Path) -> None:
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     os.rename(folder / "model.safetensors", folder / names[0])
@@ -290,6 +295,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a .bin file": (to_bin, r"has its weights in pytorch_model.bin, .* as safetensors once, by AutoModelForCausalLM"),
     "a file that ends early": (cut_off, r"model.safetensors is no whole safetensors file: it has \d+ bytes, its tens"),
     "no safetensors file": (replace("model.safetensors", b"weights, honestly"), "is no whole safetensors file"),
+    "a tensor of fewer bytes than its shape needs": (
+        lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 20]}}),
+        r"is no whole safetensors file: 'a' of shape \(3, 2\) and dtype F32 has 20 bytes",
+    ),
+    "a tensor before the file": (
+        lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}),
+        r"is no whole safetensors file: 'a' of shape \(1,\) would lie at bytes",
+    ),
     "a missing weight": (
         tensors(drop="layers.2.mlp"),
         r"lacks 3 of the 30 weights of LlamaForCausalLM: model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate",

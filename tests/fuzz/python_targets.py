@@ -16,6 +16,7 @@ from typing import Any
 from flat_costs import simulation_of
 
 from seq1f1b import Schedule, build_schedule, partition_sequence
+from seq1f1b.adapters.weight_files import WeightFiles
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Plan
 from seq1f1b.planning.hardware import load_hardware, load_model
@@ -132,6 +133,21 @@ def csv(data: bytes) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
+def weights(data: bytes) -> None:
+    """Any header of a safetensors file with 64 bytes of tensors: a tensor that it holds is read, or an error."""
+    file = os.path.join(_folder.name, "model.safetensors")
+    with open(file, "wb") as out:
+        out.write(len(data).to_bytes(8, "little") + data + bytes(64))
+    with _refusing(begins=file):
+        found = WeightFiles(_folder.name)
+        for name, place in found.places.items():
+            with _refusing():
+                dtype = found.dtype(name)
+                assert math.prod(place.shape) * dtype.itemsize == place.end - place.begin <= 64
+                if max(place.shape, default=0) < 1 << 31:
+                    assert not found.read(name).any()
+
+
 def values(data: bytes) -> None:
     """A value of a peer is data, and is packed again to what it was."""
     with _refusing():
@@ -203,5 +219,5 @@ def _is_long(given: Any) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (profile, plan, machine, report, csv, values, arguments)
+    target.__name__: target for target in (profile, plan, machine, report, csv, weights, values, arguments)
 }
