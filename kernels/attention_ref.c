@@ -12,7 +12,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { CHUNK = 64 }; /* columns of a result summed at a time, on the stack */
+enum { CHUNK = 64 }; /* columns of a result, or heads, summed at a time, on the stack */
 
 typedef struct {
     const s1f_attention_args *args;
@@ -295,16 +295,20 @@ static void key_gradients(int64_t begin, int64_t end, void *context)
     }
 }
 
+/* By rows, of several heads at a time: in a token-major layout these lie next to each other. Each head has one sum. */
 static void sink_gradients(int64_t begin, int64_t end, void *context)
 {
     const ref_job *job = context;
     const s1f_attention_args *args = job->args;
-    for (int64_t head = begin; head < end; head++) {
-        double sum = 0, sink = s1f_sink(args->dtype, job->sinks, head);
+    for (int64_t first = begin; first < end; first += CHUNK) {
+        double sums[CHUNK] = {0};
+        int64_t n = s1f_min(CHUNK, end - first);
         for (int64_t batch = 0; batch < args->batch; batch++)
             for (int64_t row = 0; row < args->segment_len; row++)
-                sum -= exp(sink - lse_of(args, batch, head, row)) * row_delta(args, batch, head, row);
-        store(s1f_dtype_of_sums(args->dtype), job->dsinks, head, &sum, 1, 1);
+                for (int64_t i = 0; i < n; i++)
+                    sums[i] -= exp(s1f_sink(args->dtype, job->sinks, first + i) - lse_of(args, batch, first + i, row)) *
+                               row_delta(args, batch, first + i, row);
+        store(s1f_dtype_of_sums(args->dtype), job->dsinks, first, sums, 1, n);
     }
 }
 
