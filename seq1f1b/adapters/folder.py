@@ -37,11 +37,13 @@ class Folder:
     def load(self, stage: CausalLMStage, device: torch.device | str) -> None:
         """Gives memory to a stage of the model, and reads its weights into it; what is in no file is computed."""
         stage.allocate(device)
-        marked: Any
-        for marked in load_stage(stage, self.files, self.sources, stage.state_dict().keys() - self.may_miss):
-            marked._is_hf_initialized = (
-                True  # transformers initializes everything else: frequencies of rotary embeddings
-            )
+        names = stage.state_dict().keys()
+        marked: Any  # transformers initializes what is not: frequencies of rotary embeddings, and what may be missing
+        for marked in load_stage(stage, self.files, self.sources, names - self.may_miss):
+            marked._is_hf_initialized = True
+        for marked in stage.causal_lm.modules() if self.may_miss.isdisjoint(names) else ():
+            own = [*marked.parameters(recurse=False), *marked.buffers(recurse=False)]
+            marked._is_hf_initialized = all(hasattr(tensor, "_is_hf_initialized") for tensor in own)
         stage.causal_lm.initialize_weights()
 
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 6, "head_dim": 16},  # tied
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # tied, and a prefix that files may leave out
+    "modernbert-decoder": {"cls_token_id": 1, "sep_token_id": 2},  # initializes its head from above
     "mixtral": {"num_local_experts": 4},  # its experts are one tensor in memory, and many in files
     "deepseek_v3": {  # has a buffer in its files, and weights that stay in float32
         "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
