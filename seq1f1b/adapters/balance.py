@@ -14,26 +14,25 @@ _VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top
 
 
 def layer_work(
-    model: Any, layers: Sequence[nn.Module], windows: Sequence[int | None], seq_len: int
+    model: Any, layers: Sequence[nn.Module], limits: Sequence[tuple[int | None, int | None]], seq_len: int
 ) -> tuple[list[float], float]:
     """Floating-point operations per token of a step: of each layer, and of the head.
 
     Counted are products with weight matrices, of experts as many as a token visits, and attention: every token attends
-    to the earlier ones of ``seq_len``, or of the layer's window. Each has a forward, a backward to its input unless
-    nothing below is trained, and one to its weights where they are trained.
+    to the earlier ones of ``seq_len``, or of the layer's window or chunk (``limits``). Each has a forward, a backward
+    to its input unless nothing below is trained, and one to its weights where they are trained.
     """
     config = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
-    ends = {id(p) for p in (*head.parameters(), *(p for layer in layers for p in layer.parameters()))}
-    trained = any(p.requires_grad for p in model.parameters() if id(p) not in ends)
     embedding: Any = model.get_input_embeddings()
-    trained = trained or any(p.requires_grad for p in embedding.parameters())
+    trained = any(p.requires_grad for p in embedding.parameters())  # up to here
     work = []
-    for layer, window in zip(layers, windows, strict=True):
+    for layer, (window, chunk) in zip(layers, limits, strict=True):
+        length = min(seq_len, chunk or seq_len)
         in_layer = any(p.requires_grad for p in layer.parameters())
         passes = 1.0 + (trained or in_layer)
         of_weights = sum(_products(name, p, layer, config) * (passes + p.requires_grad) for name, p in _named(layer))
-        attended = _attended(layer, config, min(seq_len, window or seq_len), seq_len) * (
+        attended = _attended(layer, config, min(length, window or length), length) * (
             1 + _BACKWARD_OF_ATTENTION * (trained or in_layer)
         )
         work.append(of_weights + attended)

@@ -121,7 +121,7 @@ def pipeline_stage(
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
     if balance == "time":
-        work, of_head = layer_work(model, list(layers), [_window(call) for call in whole.calls.values()], seq_len)
+        work, of_head = layer_work(model, list(layers), [_limits(call) for call in whole.calls.values()], seq_len)
         balance = balanced(work, of_head if vocabulary == "whole" else 0.0, num_ranks)  # else all ranks share the head
     cuts = _cuts(balance, len(layers), num_ranks)
     stage_of = dict.fromkeys(before, 0) | dict.fromkeys(after, num_ranks - 1)
@@ -322,9 +322,10 @@ def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers
         )
 
 
-def _window(call: Call) -> int | None:
-    """The window of a layer's mask."""
-    return next((value.window for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)), None)
+def _limits(call: Call) -> tuple[int | None, int | None]:
+    """Window and chunk of a layer's mask."""
+    masks = [value for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)]
+    return (masks[0].window, masks[0].chunk) if masks else (None, None)
 
 
 def _cuts(balance: Sequence[int] | str | None, num_layers: int, num_stages: int) -> list[int]:

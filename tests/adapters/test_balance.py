@@ -29,7 +29,7 @@ def build(name: str, **options: Any) -> Any:
 
 def products(model: Any, first_trained: int = 0) -> list[float]:
     """Prices of the layers and the head for a token that attends to itself alone, without this attention."""
-    work, head = layer_work(model, list(model.model.layers), [None] * 4, 1)
+    work, head = layer_work(model, list(model.model.layers), [(None, None)] * 4, 1)
     one = [4.0 * 4 * 16 * (1 + 2.5 * (i >= first_trained)) for i in range(4)]  # two products of 4 heads of 16
     return [*(each - own for each, own in zip(work, one, strict=True)), head]
 
@@ -59,12 +59,12 @@ def test_what_is_frozen_has_fewer_passes():
     assert found == pytest.approx([whole[0] / 3, whole[0] / 3, whole[0] * 2 / 3, whole[0] * 2 / 3, whole[4] * 2 / 3])
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_attention_is_over_the_tokens_that_a_token_sees(window):
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 16), (5, 16), (99, 99)])
+def test_attention_is_over_the_tokens_that_a_token_sees(window, chunk):
     model = build("llama")
-    work, _ = layer_work(model, list(model.model.layers), [window] * 4, TOKENS)
-    at_one, _ = layer_work(model, list(model.model.layers), [None] * 4, 1)
-    pairs = sum(min(t, window or TOKENS) for t in range(1, TOKENS + 1)) / TOKENS
+    work, _ = layer_work(model, list(model.model.layers), [(window, chunk)] * 4, TOKENS)
+    at_one, _ = layer_work(model, list(model.model.layers), [(None, None)] * 4, 1)
+    pairs = sum(min(t % (chunk or TOKENS) + 1, window or TOKENS) for t in range(TOKENS)) / TOKENS
     assert work[0] - at_one[0] == pytest.approx(4 * 4 * 16 * 3.5 * (pairs - 1))
 
 
