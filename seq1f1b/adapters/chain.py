@@ -34,6 +34,12 @@ class ChainStage(fx.GraphModule):
         names: dict[str, str] = self.meta.get("seq1f1b_tied", {})
         return {name: self.get_parameter(own) for name, own in names.items()}
 
+    def __reduce__(self) -> Any:
+        """Raises TypeError: fx would make a module of it that has forgotten its tied parameters."""
+        raise TypeError(
+            "a stage of seq1f1b.split is not pickled: save its state_dict, and split the model in each process"
+        )
+
 
 def split(
     model: nn.Module, num_stages: int | None = None, *, at: Sequence[str | int] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -176,6 +177,25 @@ def test_a_tied_weight_is_copied_and_listed_and_all_else_is_shared():
     again = copy.deepcopy(stages[2]).float()
     assert again.tied_parameters["words.weight"] is again.get_parameter("head.weight")
     assert [name for name, _ in stages[2].named_buffers()] == ["shift"] and "shift" not in stages[2].state_dict()
+
+
+def test_stages_are_verified_and_saved_by_their_names():
+    stages = seq1f1b.split(make(Chain, tied=True), 2)
+    tokens, target = batch()
+
+    def run(group: Any) -> Any:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank], num_microbatches=2, num_segments=4, loss_fn=loss_fn, group=group
+        )
+        return engine.verify(tokens, target=target).ok, set(seq1f1b.PipelineState(engine).state_dict()["model"])
+
+    results = run_ranks(2, run)
+    assert all(ok for ok, _ in results)
+    assert set.union(*(names for _, names in results)) == {
+        name for name, _ in make(Chain, tied=True).named_parameters()
+    }
+    with pytest.raises(TypeError, match="is not pickled: save its state_dict"):
+        pickle.dumps(stages[0])
 
 
 def test_a_block_that_two_stages_run_is_tied():
