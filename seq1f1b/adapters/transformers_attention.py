@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from seq1f1b import _C
 from seq1f1b.adapters.transformers_look import AttentionLook, current_record
 from seq1f1b.ops.attention import causal_attention, positions
+from seq1f1b.ops.context import current
 
 __all__ = ["NAME", "attention", "refuse_dropout"]
 
@@ -104,7 +104,7 @@ def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Ten
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    unit = None if torch.compiler.is_compiling() else _C.unit_state()
+    unit = None if torch.compiler.is_compiling() else current()
     if unit is not None and unit.watch is not None:
         unit.watch.note("carries")  # its count from 0 is no mistake: it is made good here
 
