@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from seq1f1b.adapters.transformers_look import (
     ERRORS,
     HIDDEN,
     TOKENS,
-    AttentionLook,
     Call,
     Mask,
     Probe,
@@ -33,15 +33,18 @@ from seq1f1b.adapters.transformers_look import (
     look_at_attention,
     recording,
     shallow,
+    stand_for,
     twin,
 )
 from seq1f1b.adapters.transformers_stage import CausalLMStage, Elsewhere, Entry, Exit, Hidden, NoEmbedding, names_of
+from seq1f1b.adapters.transformers_state import carry_states, look_at_states, mixers
 from seq1f1b.ops.attention import layer_handle
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["pipeline_stage"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
@@ -112,9 +115,11 @@ def pipeline_stage(
     _check_config(model)
     path, layers = _find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
-    model.set_attn_implementation(NAME)
-    for layer in layers:
-        config = getattr(_attentions(layer)[0], "config", None)
+    attentions = [attention for layer in layers for attention in _attentions(layer)]
+    if attentions:
+        model.set_attn_implementation(NAME)
+    for attention in attentions:
+        config = getattr(attention, "config", None)
         if config is not None:  # it may be a copy of the model's
             config._attn_implementation = NAME
 
@@ -144,7 +149,7 @@ def pipeline_stage(
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
             module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
         if head is not None and name == head.name:
-            module = Hidden()
+            module = Hidden(head.linear.weight.dtype)
         if embedding is not None and name == embedding.name:
             module = NoEmbedding(entry)
         _set(skeleton, name, module)
@@ -154,6 +159,9 @@ def pipeline_stage(
         _set(skeleton, f"{path}.{stop}", exit)
     if entry is not None:
         _set(skeleton, f"{path}.{start - 1}", entry)
+    for layer, stand_in in zip(layers, skeleton.get_submodule(path), strict=True):
+        if isinstance(stand_in, (Elsewhere, Entry, Exit, NoEmbedding)):
+            stand_for(layer, stand_in, whole.outputs)
 
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
     copies = {
@@ -161,15 +169,15 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    made = CausalLMStage(skeleton, owners[-1], entry, exit, copies, rank == 0, embedding, head, whole.options)
+    named = signature(model.get_submodule(owners[-1]).forward).parameters
+    takes_positions = bool(attentions) or "position_ids" in named
+    options = (embedding, head, whole.options, takes_positions)
+    made = CausalLMStage(skeleton, owners[-1], entry, exit, copies, rank == 0, *options)
     records = [whole, *_check_stage(model, made, path, range(start, stop), whole)]
+    carry_states(skeleton)
     for i in range(start, stop):
         layer = skeleton.get_submodule(f"{path}.{i}")
-        look = _look_at_layer(model, layer, i, records)
-        attention = _attentions(layer)[0]
-        attention.seq1f1b_layer = layer_handle(i)
-        attention.seq1f1b_window, attention.seq1f1b_chunk = look.asked["window"], look.asked["chunk"]
-        made._dropout = max(made._dropout, look.dropout)
+        made._dropout = max(made._dropout, _look_at_layer(model, layer, i, records))
     made.train(model.training)
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
@@ -262,20 +270,21 @@ def _check_config(model: transformers.PreTrainedModel) -> None:
         refuse("it has no language model head; give a ...ForCausalLM")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         refuse("its attention is not causal")
-    if not model._supports_attention_backend:
+    carrying = mixers(model)
+    if not (model._supports_attention_backend or carrying):
         refuse("its attention is its own and not that of transformers' AttentionInterface")
     if getattr(config, "alibi", False):
         refuse("its attention has ALiBi biases")
     if getattr(config, "output_router_logits", False):
         refuse("its router loss needs the logits of all layers in one place; set output_router_logits=False")
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in _LAYER_TYPES:
+        if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
             refuse(f"it has layers of type {kind}, whose state is not carried from segment to segment")
     for rotation in _rotations(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
     for path, module in model.named_modules():
-        if isinstance(module, nn.Conv1d):
+        if isinstance(module, nn.Conv1d) and not any(f"{path}.".startswith(f"{name}.") for name in carrying):
             refuse(f"{path} is a convolution, which a segment's border would cut")
 
 
@@ -288,13 +297,14 @@ def _rotations(parameters: Any) -> Iterator[str]:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its name: each of its modules holds one attention that says its layer_idx."""
+    """The list of decoder layers, and its name: each holds an attention or carries state, and says its layer_idx."""
+    types = list(getattr(model.config, "layer_types", None) or ())
     found = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(len(_attentions(layer)) == 1 and _attentions(layer)[0].layer_idx == i for i, layer in enumerate(module))
+        and any(_attentions(layer) or mixers(layer) for layer in module)
+        and all(_is_layer(layer, i, types[i : i + 1]) for i, layer in enumerate(module))
     ]
     if len(found) != 1:
         raise ValueError(
@@ -302,6 +312,13 @@ def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "layer_idx and is_causal, must be 1: it does not follow the conventions of transformers' decoders"
         )
     return found[0]
+
+
+def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
+    attentions, carrying = _attentions(layer), mixers(layer).values()
+    if len(attentions) != 1 and (attentions or not (carrying or kind in (["moe"], ["mlp"]))):
+        return False
+    return all(module.layer_idx == index for module in (*attentions, *carrying))
 
 
 def _attentions(layer: nn.Module) -> list[Any]:
@@ -366,20 +383,26 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
             if not f"{path}.".startswith(f"{name}."):
                 others[name] = module
 
-    record = Record()
-    looked_at = twin(skeleton, {layer: Probe(i, record) for i, layer in enumerate(layers)} | _no_head(model))
-    seen: dict[str, bool] = {}  # whether a module runs after the layers
-    for name in others:
-        looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, seen, name, record))
-    looked_at.get_submodule(owners[-1]).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
-    looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
-    try:
-        with recording(record):
-            record.logits = looked_at(input_ids=_sample(model), use_cache=False, return_dict=True).logits
-        if list(record.calls) != list(range(len(layers))):
-            raise ValueError("it does not run its layers once each, in their order")
-    except (ValueError, *ERRORS) as error:
-        raise ValueError(f"{type(model).__name__} does not run as transformers' decoders do: {error}") from error
+    problem: Any = None
+    for outputs in range(3):  # the form in which layers return hidden states
+        record = Record(outputs=outputs)
+        probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in enumerate(layers)}
+        looked_at = twin(skeleton, probes | _no_head(model))
+        seen: dict[str, bool] = {}  # whether a module runs after the layers
+        for name in others:
+            looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, seen, name, record))
+        looked_at.get_submodule(owners[-1]).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
+        looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
+        try:
+            with recording(record):
+                record.logits = looked_at(input_ids=_sample(model), use_cache=False, return_dict=True).logits
+            if list(record.calls) != list(range(len(layers))):
+                raise ValueError("it does not run its layers once each, in their order")
+            break
+        except (ValueError, *ERRORS) as error:
+            problem = problem or error
+    else:
+        raise ValueError(f"{type(model).__name__} does not run as transformers' decoders do: {problem}") from problem
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
@@ -399,19 +422,28 @@ def _sample(model: Any) -> Tensor:
 def _no_head(model: Any) -> dict[nn.Module, nn.Module]:
     """What a twin has in place of the head of a model without memory, whose logits would need it."""
     head = model.get_output_embeddings()
-    return {head: Hidden()} if any(parameter.is_meta for parameter in head.parameters()) else {}
+    weights = list(head.parameters())
+    return {head: Hidden(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}
 
 
 def _note(seen: dict[str, bool], name: str, record: Record, *_: Any) -> None:
     seen.setdefault(name, bool(record.calls))
 
 
-def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list[Record]) -> AttentionLook:
+def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list[Record]) -> float:
+    """Tells the layer's attention what it is, and looks at its state. Returns the dropout of attention in training."""
+    dropout = 0.0
     try:
         with recording(records[0]):
-            return look_at_attention(layer, _attentions(layer)[0], index, records)
+            for attention in _attentions(layer):
+                look = look_at_attention(layer, attention, index, records)
+                attention.seq1f1b_layer = layer_handle(index)
+                attention.seq1f1b_window, attention.seq1f1b_chunk = look.asked["window"], look.asked["chunk"]
+                dropout = look.dropout
+            look_at_states(model, layer, index, records[0])
     except ValueError as error:
         raise ValueError(f"{_cannot(model)}: layer {index}: {error}") from error
+    return dropout
 
 
 def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole: Record) -> list[Record]:
@@ -423,12 +455,16 @@ def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole:
     first = _sample(model) if stage.embedding is None else whole.embedded
     given, parts, outs = first if own.start == 0 else whole.calls[own.start].hidden, [], []
     head = model.get_output_embeddings() if exit is None and stage.head is not None and not _no_head(model) else None
-    layers, options = stage.causal_lm.get_submodule(path), (stage.embedding, stage.head, whole.options)
+    layers = stage.causal_lm.get_submodule(path)
+    options = (stage.embedding, stage.head, whole.options, stage._takes_positions)
     assert given is not None
     try:
         for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
-            record = Record()
-            instead: dict[nn.Module, nn.Module] = {layers.get_submodule(str(i)): Probe(i, record) for i in own}
+            record = Record(outputs=whole.outputs)
+            own_layers = [layers.get_submodule(str(i)) for i in own]
+            instead: dict[nn.Module, nn.Module] = {
+                layer: Probe(layer, i, record) for i, layer in zip(own, own_layers, strict=True)
+            }
             instead |= {module: module for module in (entry, exit) if module is not None}
             if stage.head is None and exit is None:
                 instead |= _no_head(stage.causal_lm)

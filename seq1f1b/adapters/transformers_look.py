@@ -41,6 +41,24 @@ def shallow(module: nn.Module) -> Any:
     return new
 
 
+def stand_for(layer: nn.Module, stand_in: Any, outputs: int) -> None:
+    """Gives what stands in a layer's place the form of its output, and its plain attributes: the model may read them.
+
+    Args:
+        outputs: length of the tuple that a layer returns, hidden states first. 0: it returns these alone.
+    """
+    stand_in.outputs = outputs
+    for name, value in list(layer.__dict__.items()):  # ranks may be threads that cut one model
+        if isinstance(value, (bool, int, float, str)) and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+
+
+def as_layer(stand_in: Any, hidden: Any, other: Any = None) -> Any:
+    """Hidden states in the form in which the layer in whose place it stands would return them, with other outputs."""
+    count = getattr(stand_in, "outputs", 0)
+    return (hidden, *[other] * (count - 1)) if count else hidden
+
+
 def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
     """A copy of the module and of all below it, in evaluation mode, which shares their tensors.
 
@@ -108,6 +126,8 @@ class Record:
     options: dict[str, Any] = field(default_factory=dict)
     """What the decoder was told beside its input: flags and numbers."""
     logits: Any = None
+    outputs: int = 0
+    """Length of the tuple that a layer returns; 0 if it returns hidden states alone."""
     masks: list[tuple[Tensor, Mask]] = field(default_factory=list)
 
     def make_mask(
@@ -152,14 +172,18 @@ def current_record() -> Record | None:
     return _recording.get()
 
 
+_UNKNOWN = object()  # a layer's other outputs, which no other layer may get
+
+
 class Probe(nn.Module):
     """In the place of a layer: notes what it is given, and returns hidden states of another direction."""
 
-    def __init__(self, index: int, record: Record) -> None:
+    def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
         super().__init__()
+        stand_for(layer, self, record.outputs)
         self.index, self.record = index, record
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         record = self.record
         if record.last is not None and hidden_states is not record.last:
             raise ValueError("its layers do not simply follow one another")
@@ -170,7 +194,7 @@ class Probe(nn.Module):
         hidden = hidden_states.clone()
         record.calls[self.index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
         record.last = hidden.roll(1, -1)
-        return record.last
+        return as_layer(self, record.last, _UNKNOWN)
 
     def _keep(self, name: str, leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.adapters.transformers_attention import refuse_dropout
+from seq1f1b.adapters.transformers_look import as_layer
+from seq1f1b.adapters.transformers_state import documents, mixers
 from seq1f1b.ops.attention import positions
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -48,6 +51,7 @@ class CausalLMStage(nn.Module):
         embedding: VocabularyParallelEmbedding | None = None,
         head: VocabularyParallelHead | None = None,
         options: dict[str, Any] | None = None,
+        takes_positions: bool = True,
     ) -> None:
         super().__init__()
         # Children and their names are the model's, which is itself not a child.
@@ -56,6 +60,8 @@ class CausalLMStage(nn.Module):
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
         self._decoder, self._is_first, self._options = decoder, is_first, options or {}
+        self._carries = bool(mixers(causal_lm))  # state along the sequence
+        self._takes_positions = takes_positions
         self._tied = {name: names_of(causal_lm, p)[0] for name, p in tied.items()}
         self.train(causal_lm.training)
 
@@ -132,7 +138,9 @@ class CausalLMStage(nn.Module):
     def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         if doc_ids is None:
             return self._run(x, positions(x)[None], None)
-        return self._run(x, positions(x, doc_ids=doc_ids), doc_ids.to(torch.int32)[:, None, None])
+        position_ids = positions(x, doc_ids=doc_ids)
+        with documents(position_ids) if self._carries else nullcontext():
+            return self._run(x, position_ids, doc_ids.to(torch.int32)[:, None, None])
 
     def _run(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {
@@ -141,6 +149,8 @@ class CausalLMStage(nn.Module):
             "attention_mask": attention_mask,
             "use_cache": False,
         }
+        if not self._takes_positions:
+            del arguments["position_ids"]
         entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
         if entry is not None:
             entry.hidden = x
@@ -161,6 +171,10 @@ class Hidden(nn.Module):
 
     hidden: Tensor | None = None
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.__dict__["weight"] = torch.empty(0, dtype=dtype)  # models ask for its dtype
+
     def forward(self, hidden: Tensor) -> Tensor:
         self.hidden = hidden
         return hidden
@@ -170,7 +184,7 @@ class Elsewhere(nn.Module):
     """Stands for a layer of another stage, or for what follows the layers. Its result reaches nothing that matters."""
 
     def forward(self, x: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
-        return hidden_states if x is None else x
+        return as_layer(self, hidden_states if x is None else x)
 
 
 class NoEmbedding(nn.Module):
@@ -191,7 +205,7 @@ class Entry(nn.Module):
     hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hidden
+        return as_layer(self, self.hidden)
 
 
 class Exit(nn.Module):
@@ -201,7 +215,7 @@ class Exit(nn.Module):
 
     def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.hidden = hidden_states
-        return hidden_states
+        return as_layer(self, hidden_states)
 
 
 def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:

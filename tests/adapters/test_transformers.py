@@ -612,9 +612,9 @@ def test_other_families_are_refused_by_name():
     config = transformers.T5Config(vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
     with pytest.raises(ValueError, match="encoder-decoder"):
         pipeline_stage(transformers.T5ForConditionalGeneration(config), 0, 2)
-    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"cannot be cut|does not follow"):
-        pipeline_stage(transformers.MambaForCausalLM(config), 0, 2)
+        pipeline_stage(transformers.RwkvForCausalLM(config), 0, 2)
     with pytest.raises(TypeError, match="PreTrainedModel"):
         pipeline_stage(nn.Linear(2, 2), 0, 2)
 

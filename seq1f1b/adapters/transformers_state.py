@@ -1,0 +1,467 @@
+"""Hugging Face transformers: state that mixers keep along the sequence, carried from segment to segment.
+
+State space layers, linear attention and short convolutions ask a ``Cache`` for the state before their tokens, and give
+it the state after them. On a stage :class:`States` is that cache, for the mixers alone: layers, masks and attention run
+as without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import pairwise
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import Cache
+
+from seq1f1b.adapters.transformers_look import ERRORS, TOKENS, Record, twin
+from seq1f1b.ops.context import carry_in, carry_out, current
+
+__all__ = ["carry_states", "documents", "look_at_states", "mixers"]
+
+_READS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
+_CACHES = ("cache", "past_key_values", "cache_params")
+_NOTHING = torch.empty(0)
+
+
+def mixers(module: nn.Module) -> dict[str, Any]:
+    """Modules that ask a cache for states as in transformers 5.24, by name."""
+    if not hasattr(Cache, "get_conv_state"):
+        return {}
+    kinds: dict[str, Any] = {name: type(own) for name, own in module.named_modules()}
+    carrying = [name for name, kind in kinds.items() if _READS & _names_in(kind) and _cache_of(kind)]
+    return {name: module.get_submodule(name) for name in carrying}
+
+
+@functools.cache
+def _names_in(kind: type) -> frozenset[str]:
+    """Names that the methods of a module's class use."""
+    methods = [
+        inspect.unwrap(f) for c in kind.__mro__ if c is not nn.Module for f in list(vars(c).values()) if callable(f)
+    ]
+    codes = [f.__code__ for f in methods if isinstance(f, FunctionType)]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(name for code in codes for name in code.co_names)
+
+
+@functools.cache
+def _cache_of(kind: Any) -> str | None:
+    """The parameter of a module's forward that takes a cache."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+class States:
+    """The cache that a mixer is given for one run: states before its tokens are read, states after them are new.
+
+    A mixer that can also run token by token is told of no state. That path updates states in place, and its kernels
+    have no backward. Its convolution gets the state in :meth:`update_conv_state` and its scan as an argument.
+
+    Args:
+        before: gives the state of a key before the tokens, or None.
+        names: what the mixer's code uses.
+    """
+
+    def __init__(self, before: Callable[[int], Tensor | None], names: frozenset[str]) -> None:
+        self.before = before
+        self.after: dict[int, Tensor] = {}
+        self.asked = 0  # key of the recurrent state that the mixer has asked for
+        self._tells_conv = "causal_conv1d_update" not in names
+        self._tells_recurrent = not names & _SCANS.keys()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._copy(_key(layer_idx, state_idx, 0)) if self._tells_conv else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        key = _key(layer_idx, state_idx, 0)
+        state = self.before(key)
+        if state is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            full = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            width = state.shape[-1]
+            full = torch.cat([state, conv_states], -1)
+        self.after[key] = full[..., -width:].clone()  # a view would keep the whole
+        return full
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self.asked = _key(layer_idx, state_idx, 1)
+        return self._copy(self.asked) if self._tells_recurrent else None
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.after[_key(layer_idx, state_idx, 1)] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        self.asked = _key(layer_idx, 0, 1)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.after[_key(layer_idx, 0, 1)] = linear_cache
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
+
+    def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
+        return self.get_conv_state(layer_idx, state_idx or 0) is not None
+
+    def _copy(self, key: int) -> Tensor | None:
+        state = self.before(key)
+        return None if state is None else state.clone()  # a mixer may write to it
+
+
+def _key(layer_idx: int, state_idx: int, kind: int) -> int:
+    return (layer_idx << 8) + (state_idx << 1) + kind
+
+
+_look: ContextVar[dict[int, Tensor] | None] = ContextVar("_look", default=None)
+"""States of a sample that a mixer runs in parts."""
+
+
+def _before(key: int) -> Tensor | None:
+    looked_at = _look.get()
+    if looked_at is not None:
+        return looked_at.get(key)
+    state = carry_in(key, _NOTHING)
+    return None if state is _NOTHING else state
+
+
+def _leave(after: dict[int, Tensor]) -> None:
+    looked_at = _look.get()
+    if looked_at is not None:
+        looked_at.update(after)
+        return
+    for key, state in after.items():
+        carry_out(key, state)
+
+
+# -- packed documents --------------------------------------------------------------------------------------------------
+
+_of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()
+"""First tokens of documents in a unit, by row. A layer may be computed again in the unit's backward."""
+
+_outside: ContextVar[list[list[int]]] = ContextVar("_outside")
+
+
+@contextmanager
+def documents(position_ids: Tensor | None) -> Iterator[None]:
+    """Mixers forget their states at tokens of position 0. None: no documents are packed."""
+    starts = [] if position_ids is None else [row.nonzero().flatten().tolist() for row in position_ids == 0]
+    unit: Any = current()
+    if unit is not None:
+        _of_units[unit] = starts
+    token = _outside.set(starts)
+    try:
+        yield
+    finally:
+        _outside.reset(token)
+
+
+def _unpacked(value: Any) -> Any:
+    """An argument of a mixer, without the ids of documents, which go to attention in place of a mask."""
+    return None if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 4 else value
+
+
+def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
+    """Rows of the running unit, with the slices of documents in them and whether each begins there; empty: all one."""
+    unit: Any = current()
+    starts = _outside.get([]) if unit is None else _of_units.get(unit, [])
+    if not any(starts):
+        return []
+    alike = all(row == starts[0] for row in starts)
+    found = []
+    for i, row in enumerate(starts[:1] if alike else starts):
+        borders = sorted({0, *row, length})
+        slices = [(slice(a, b), a in row) for a, b in pairwise(borders)]
+        found.append((slice(None) if alike else slice(i, i + 1), slices))
+    return found
+
+
+def _part(arguments: Any, batch: int, length: int, rows: slice, tokens: slice) -> Any:
+    """Arguments of a mixer for some of its rows and tokens."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+            return leaf
+        return leaf[rows, tokens] if leaf.shape[0] == batch else leaf[:, tokens]
+
+    return {name: pytree.tree_map(cut, value) for name, value in arguments.items()}
+
+
+def _joined(outs: list[Any], dim: int) -> Any:
+    first = outs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(outs, dim)
+    return (torch.cat([out[0] for out in outs], dim), *first[1:])
+
+
+# -- mixers that carry -------------------------------------------------------------------------------------------------
+
+_whole: ContextVar[bool] = ContextVar("_whole", default=False)
+"""Mixers run as the library has them."""
+
+
+def carry_states(module: nn.Module) -> None:
+    """Has the mixers in a module carry their states. The class of each becomes a subclass of what it is."""
+    for mixer in mixers(module).values():
+        mixer.__class__ = _carrying(type(mixer))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _carrying(kind: Any) -> Any:
+    if hasattr(kind, "seq1f1b_kind"):
+        return kind
+    signature, names, cache = inspect.signature(kind.forward), _names_in(kind), _cache_of(kind) or ""
+    plain: Any = inspect.unwrap(kind.forward)
+    scans = names & _SCANS.keys() & plain.__globals__.keys()
+    inside = scans or "get_linear_cache" in names
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
+        if _whole.get() or arguments.get(cache) is not None:
+            return kind.forward(self, *args, **kwargs)
+        batch, length = list(arguments.values())[1].shape[:2]
+
+        def run(before: Callable[[int], Tensor | None], *part: slice) -> tuple[Any, dict[int, Tensor]]:
+            states = States(before, names)
+            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), cache: states}
+            function = _with_scans(plain, scans, states) if inside else kind.forward
+            return function(*given.args, **given.kwargs), states.after
+
+        pieces = _pieces(length)
+        if not pieces:
+            out, after = run(_before)
+            _leave(after)
+            return out
+        outs, afters = [], []
+        for rows, slices in pieces:
+            found = [run(_none if is_new else _of_rows(rows), rows, tokens) for tokens, is_new in slices]
+            outs.append(_joined([out for out, _ in found], 1))
+            afters.append(found[-1][1])
+        _leave({key: torch.cat([after[key] for after in afters]) for key in afters[0]})
+        return _joined(outs, 0)
+
+    own = {"forward": forward, "seq1f1b_kind": kind, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """By the library's class, which can be found by its name."""
+    return _new, (self.seq1f1b_kind,), self.__dict__
+
+
+def _new(kind: Any) -> Any:
+    made = _carrying(kind)
+    return made.__new__(made)
+
+
+def _none(key: int) -> Tensor | None:
+    return None
+
+
+def _of_rows(rows: slice) -> Callable[[int], Tensor | None]:
+    def before(key: int) -> Tensor | None:
+        state = _before(key)
+        return None if state is None else state[rows]
+
+    return before
+
+
+def _with_scans(plain: Any, scans: frozenset[str], states: States) -> Any:
+    """A mixer's forward whose scans start from the states that it was not told of."""
+    own: dict[str, Any] = {name: functools.partial(_SCANS[name], plain.__globals__[name], states) for name in scans}
+    if "get_linear_cache" in plain.__code__.co_names:
+        own["torch"] = _FirstState(states)
+    made = FunctionType(
+        plain.__code__, {**plain.__globals__, **own}, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made
+
+
+def _given(name: str, scan: Any, states: States, *args: Any, **kwargs: Any) -> Any:
+    """A scan that takes an initial state."""
+    return scan(*args, **{**kwargs, name: states.before(states.asked)})
+
+
+def _selective_scan(
+    scan: Any, states: States, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """The scan of Mamba, which has no initial state h: adds what h makes of it, for the scan is linear in its state.
+
+    The state after the tokens is computed here too, since the library's kernel has no gradient of it. With steps d,
+    h_t = exp(A d_t) h_{t-1} + d_t B_t u_t and y_t = C_t h_t. [Mamba, arXiv:2312.00752, eq. 2]
+
+    Args:
+        u, dt: (batch, channels, tokens).
+        A: (channels, states), not positive.
+        B, C: (batch, states, tokens).
+    """
+    out, _ = scan(u, dt, A, B, C, **{**kwargs, "return_last_state": True})
+    if kwargs.get("delta_bias") is not None:
+        dt = dt + kwargs["delta_bias"].to(dt.dtype)[..., None]
+    step = (F.softplus(dt) if kwargs.get("delta_softplus") else dt).float()
+    so_far = step.cumsum(-1)
+    to_end = torch.exp(A[:, None] * (so_far[..., -1:] - so_far)[..., None])  # (batch, channels, tokens, states)
+    last = torch.einsum("bdsn,bds,bns->bdn", to_end, step * u.float(), B.float())
+    state = states.before(states.asked)
+    if state is not None:
+        decayed = torch.exp(A[:, None] * so_far[..., None]) * state[:, :, None].float()
+        more = torch.einsum("bdsn,bns->bds", decayed, C.float())
+        z = kwargs.get("z")
+        out = out + (more if z is None else more * F.silu(z.float())).to(out.dtype)
+        last = last + decayed[:, :, -1]
+    return out, last
+
+
+class _FirstState:
+    """The module torch, as the lightning attention of MiniMax sees it: its scan by blocks begins from zeros.
+
+    With a state it would go token by token, in Python, and with decays of another rounding.
+    """
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *shape: int, **options: Any) -> Tensor:
+        state = self._states.before(self._states.asked)
+        return torch.zeros(*shape, **options) if state is None else state
+
+
+_SCANS: dict[str, Any] = {  # of many tokens, as mixers call them
+    "mamba2_chunk_scan": functools.partial(_given, "initial_states"),
+    "torch_chunk_gated_delta_rule": functools.partial(_given, "initial_state"),
+    "chunk_kimi_delta_attention": functools.partial(_given, "initial_state"),
+    "mamba_selective_scan": _selective_scan,
+}
+
+
+# -- a look at them ----------------------------------------------------------------------------------------------------
+
+_PARTS = (slice(0, 3), slice(3, 4), slice(4, TOKENS))  # one token, for which a mixer may have another path
+
+
+def look_at_states(model: Any, layer: nn.Module, index: int, record: Record) -> None:
+    """Compares what mixers make of the sample's segments with what the library's own make of the whole sample.
+
+    Args:
+        model: it gives buffers without memory the values that they have.
+        record: of the whole model.
+    Raises:
+        ValueError: outputs, or the gradients of inputs, differ.
+    """
+    if not mixers(layer):
+        return
+    call = record.calls[index]
+    args, kwargs = pytree.tree_map(lambda leaf: _unmasked(leaf, record), (call.args, call.kwargs))
+    looked_at = twin(layer, {})
+    inputs: dict[str, tuple[Any, Any]] = {}
+    for name, mixer in mixers(looked_at).items():
+        note = functools.partial(_note, inputs, name, len(mixers(layer)))
+        mixer.register_forward_pre_hook(note, with_kwargs=True)
+    whole = _whole.set(True)
+    try:
+        with suppress(_Noted):
+            looked_at(call.hidden, *args, **kwargs)
+            raise ValueError(f"it does not run {sorted(mixers(layer).keys() - inputs.keys())}")
+    except ERRORS as error:
+        raise ValueError(f"it does not run alone: {error}") from error
+    finally:
+        _whole.reset(whole)
+    for name, (args, kwargs) in inputs.items():
+        module = _in_float32(looked_at.get_submodule(name))
+        own = layer.get_submodule(name)
+        if list(own.buffers()) and all(t.is_meta for t in (*own.parameters(), *own.buffers())):
+            model._init_weights(module)
+        module._forward_pre_hooks.clear()
+        try:
+            problem = _difference(module, _float32(args), _float32(kwargs))
+        except ERRORS as error:
+            problem = f"does not run by segments: {str(error).partition(' Hint')[0]}"
+        if problem:
+            raise ValueError(f"{name} ({type(module).__name__}) {problem}")
+
+
+class _Noted(Exception):
+    """All mixers of a layer have been called."""
+
+
+def _unmasked(leaf: Any, record: Record) -> Any:
+    return None if isinstance(leaf, Tensor) and record.mask_of(leaf) is not None else leaf
+
+
+def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs.setdefault(name, (args, kwargs))
+    if len(inputs) == count:
+        raise _Noted
+
+
+def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    name = list(given.arguments)[1]
+    hidden = given.arguments[name]
+    if hidden.is_floating_point():
+        hidden = given.arguments[name] = hidden.detach().requires_grad_()
+
+    def run(*parts: slice) -> tuple[Tensor, ...]:
+        outs = []
+        for part in parts:
+            now = _part(given.arguments, hidden.shape[0], hidden.shape[1], slice(None), part)
+            bound = inspect.BoundArguments(given.signature, now)
+            out = module(*bound.args[1:], **bound.kwargs)
+            outs.append(out if isinstance(out, Tensor) else out[0])
+        whole = torch.cat(outs, 1)
+        if not (hidden.requires_grad and whole.requires_grad):
+            return (whole.detach(),)
+        return whole.detach(), *torch.autograd.grad(whole.square().sum(), hidden)
+
+    looking, being_whole = _look.set({}), _whole.set(True)
+    try:
+        with torch.enable_grad():
+            want = run(slice(None))
+            _whole.set(False)
+            found = run(*_PARTS)
+    finally:
+        _look.reset(looking)
+        _whole.reset(being_whole)
+    for what, a, b in zip(("computes", "passes gradients"), want, found, strict=False):
+        if not torch.allclose(a, b, rtol=0, atol=1e-4 * float(a.abs().max()), equal_nan=True):  # they differ by 1e-5
+            return (
+                f"{what} otherwise in segments, given its state, than in the whole sequence: values differ by "
+                f"{float((a - b).abs().max()):.1e}, the largest is {float(a.abs().max()):.1e}"
+            )
+    return ""
+
+
+def _float32(value: Any) -> Any:
+    narrow = (torch.bfloat16, torch.float16)
+    return pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, value)
+
+
+def _in_float32(module: Any) -> Any:
+    """A twin in which nothing is rounded to less, for there a small difference tells."""
+    for own in module.modules():
+        for tensors in (own._parameters, own._buffers):
+            tensors.update(
+                {name: _float32(t) if t is None else _float32(t).contiguous() for name, t in tensors.items()}
+            )
+    return module
