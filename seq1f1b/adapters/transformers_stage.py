@@ -12,6 +12,7 @@ from seq1f1b.adapters.transformers_attention import refuse_dropout
 from seq1f1b.adapters.transformers_look import as_layer
 from seq1f1b.adapters.transformers_state import documents, mixers
 from seq1f1b.ops.attention import positions
+from seq1f1b.ops.context import current
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "NoEmbedding", "names_of"]
@@ -139,6 +140,11 @@ class CausalLMStage(nn.Module):
         if doc_ids is None:
             return self._run(x, positions(x)[None], None)
         position_ids = positions(x, doc_ids=doc_ids)
+        if self._carries and current() is None and torch.is_grad_enabled() and self.causal_lm.is_gradient_checkpointing:
+            raise ValueError(
+                "packed documents in layers with state that are computed again in the backward: outside a step these "
+                "would not know their doc_ids; run the stage by a PipelineEngine"
+            )
         with documents(position_ids) if self._carries else nullcontext():
             return self._run(x, position_ids, doc_ids.to(torch.int32)[:, None, None])
 

@@ -195,6 +195,16 @@ def test_gradient_checkpointing_changes_nothing(name, packed):
             assert torch.equal(p.grad, q.grad), at
 
 
+def test_documents_that_a_layer_would_not_know_in_its_backward_are_refused():
+    model = build("mamba", torch.float32)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    stage = pipeline_stage(model, 0, 1)
+    with pytest.raises(ValueError, match="would not know their doc_ids; run the stage by a PipelineEngine"):
+        stage(batch()[0], doc_ids=doc_ids())
+    with torch.no_grad():
+        assert stage(batch()[0], doc_ids=doc_ids()).isfinite().all()
+
+
 @pytest.mark.parametrize("how", ["autocast", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", SLICE)
 def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
