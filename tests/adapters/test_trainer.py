@@ -40,13 +40,14 @@ ARGUMENTS: dict[str, Any] = {
 CLOCK = ("runtime", "per_second", "preparation_time")  # of log entries that tell times
 
 
-def make_model(lora: dict[str, Any] | None = None, **options: Any) -> Any:
+def make_model(lora: dict[str, Any] | None = None, kind: str = "llama", **options: Any) -> Any:
     torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, **options}))
+    config = transformers.CONFIG_MAPPING[kind](**{**CONFIG, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     if lora is None:
         return model
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
-    return peft.get_peft_model(model, config)
+    adapters = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], **lora)
+    return peft.get_peft_model(model, adapters)
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
@@ -254,6 +255,27 @@ def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, se
     for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
         assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
         assert rank["events"] == json.loads(json.dumps(events.seen))
+
+
+HYBRIDS = {
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4,
+        "mamba_d_ssm": 64, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_models_with_state_along_the_sequence_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, kind, lora):
+    settings = {"max_steps": 6, "eval_strategy": "epoch", "lora": lora, "model": {"kind": kind, **HYBRIDS[kind]}}
+    plain, _ = train_plain(tmp_path / "plain", settings)
+    for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
+        assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
 
 
 def error_of(call: Any) -> tuple[str, str, float]:
